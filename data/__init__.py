@@ -1,0 +1,1 @@
+"""Tar shards in, exactly ordered batches of uint8 images out."""

@@ -1,0 +1,1 @@
+"""Campaigns, stages and the cluster they run on."""

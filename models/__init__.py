@@ -1,0 +1,1 @@
+"""The networks of the paper and the weights that go in and out of them."""

@@ -1,0 +1,1 @@
+"""A model and batches become checkpoints and numbers."""
