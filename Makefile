@@ -1,0 +1,43 @@
+# make env    .venv with everything constraints.txt pins; does nothing when it is up to date
+# make demo   the whole campaign on scikit-learn's digits: shards to few-shot, with a worker killed on the way
+# make test   the tests                make soak   the long ones
+# make lint   style and types
+
+# The first of these that is new enough; another one: make env PYTHON=/path/to/python
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# On a GPU only the wheel that is called exactly 2.13.0 has CUDA; elsewhere pip prefers 2.13.0+cpu where it finds one.
+TORCH := torch$(if $(shell command -v nvidia-smi),===,==)2.13.0
+REQUIREMENTS := $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
+
+.PHONY: env demo test soak lint
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer; install one, or name it: make env PYTHON=/path/to/python3.11"; exit 69; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '$(TORCH)'
+	$(REQUIREMENTS) > $(STAMP).txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
+	@# timm asks for torchvision, which the tests need nothing of and which has no CPU wheel beside torch's
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm
+	@touch $(STAMP)
+
+demo: env
+	$(BIN)/python -m jobs demo
+
+test: env
+	$(BIN)/python -m pytest
+
+soak: env
+	$(BIN)/python -m pytest -m slow
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
