@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -55,9 +55,21 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
     except Exception as error:  # whatever the YAML parser raises: the file is not YAML
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(recipe, DictConfig), f"{path} holds no mapping; a recipe is `key: value` lines")
-    merged = OmegaConf.merge(recipe, OmegaConf.from_dotlist(list(overrides)))
+    try:  # a value like @stage/part is no YAML scalar unless quoted
+        dotlist = OmegaConf.from_dotlist([item.replace("=@", "='@", 1) + "'" * ("=@" in item) for item in overrides])
+        merged = OmegaConf.merge(recipe, dotlist)
+    except Exception as error:  # whatever the YAML parser or the merge raises: the user's text is wrong
+        raise ConfigError(f"cannot read the overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def plain_yaml(values: DictConfig) -> dict[str, Any]:
+    """Nested plain values with interpolations resolved."""
+    try:
+        return OmegaConf.to_container(values, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
 
 
 def build(kind: type[Config], values: Any, where: str, defaults: Config | None = None) -> Config:
@@ -77,7 +89,7 @@ def build(kind: type[Config], values: Any, where: str, defaults: Config | None =
         reason = str(error).splitlines()[0]
         expected = _expected_type(kind, error.full_key or "")
         raise ConfigError(f"{key}: {reason}{expected}") from None
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
         raise ConfigError(f"{where}: {error}") from None
 
 
@@ -87,8 +99,12 @@ def _check_names(kind: type, values: Mapping[str, Any], where: str) -> None:
     for name, value in values.items():
         require(name in known, f"unknown key {where}.{name}{nearest(str(name), known)}")
         inner = next((h for h in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(h)), None)
-        if inner is not None and isinstance(value, Mapping):
-            _check_names(inner, value, f"{where}.{name}")
+        if inner is None or not isinstance(value, Mapping):
+            continue
+        named = value.items() if get_origin(hints[name]) is dict else [("", value)]
+        for key, section in named:
+            if isinstance(section, Mapping):
+                _check_names(inner, section, f"{where}.{name}" + (f".{key}" if key else ""))
 
 
 def _expected_type(kind: type, key: str) -> str:
@@ -97,7 +113,7 @@ def _expected_type(kind: type, key: str) -> str:
         if hint is None:
             return ""
         if not dataclasses.is_dataclass(hint):
-            return f"; expected {getattr(hint, '__name__', hint)}"
+            return "" if get_origin(hint) is Literal else f"; expected {getattr(hint, '__name__', hint)}"
         kind = hint
     return ""
 
@@ -119,7 +135,7 @@ def tagged(config: Any, tag: str, prefix: str = "") -> dict[str, Any]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             found |= tagged(value, tag, f"{prefix}{field.name}.")
-        elif type(config).RESUME[field.name] == tag:
+        elif getattr(type(config), "RESUME", {}).get(field.name, "forbid") == tag:
             found[prefix + field.name] = value
     return json.loads(json.dumps(found, default=str))
 

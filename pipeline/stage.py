@@ -45,8 +45,9 @@ class TrainConfig:
     """One trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3)."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    model: dict[str, Any] = field(default_factory=lambda: {"name": "B/16", "image_size": 224, "classes": 1000})
+    model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
+    new_head: bool = False  # replace the head by a zero-initialised one (paper, B.1.1) even where classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     label_smoothing: float = 0.0
@@ -72,7 +73,7 @@ class TrainConfig:
     timeout_s: float = 1800.0  # collectives
 
     RESUME: Tags = tags(
-        forbid="data model init optim loss label_smoothing mixup steps passes batch_size precision seed",
+        forbid="data model init new_head optim loss label_smoothing mixup steps passes batch_size precision seed",
         warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
         free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
     )
@@ -92,13 +93,17 @@ class TrainConfig:
         for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
-        model_config(self.model)
 
 
-def model_config(values: Mapping[str, Any]) -> Any:
-    """The architecture a recipe's `model:` section names. Raises ConfigError with what the models room found."""
+def model_config(values: Mapping[str, Any], source: Any = None) -> Any:
+    """The architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
+
+    Raises ConfigError with what the models room found.
+    """
     plain = dict(values)
     try:
+        if "name" not in plain and source is not None:
+            return models.from_dict({**models.to_dict(source), **plain})
         return models.config_of(plain.pop("name"), plain.pop("image_size"), plain.pop("classes"), **plain)
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None

@@ -8,7 +8,6 @@ How training starts, first match wins:
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from pipeline.errors import CheckpointError, Diverged, Preempted
 from pipeline.evaluate import accuracy, features, normalise, probe
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.schedule import learning_rate
-from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, model_config, steps_of
+from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, steps_of
 from pipeline.telemetry import Telemetry, log_line, memory_gb
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
@@ -45,6 +44,7 @@ class Job:
     attempt: int
     key: str  # of the stage
     code: str  # version of the code
+    model: dict[str, Any]  # the resolved architecture (models.to_dict)
     train: str
     evaluate: str | None = None
     init: str | None = None
@@ -70,7 +70,7 @@ class Trainer:
         self.order = self._order()
         self.steps = steps_of(cfg, self.index.samples)
         self.arithmetic = batch_arithmetic(cfg, self.world)
-        self.model_config = model_config(cfg.model)
+        self.model_config = models.from_dict(job.model)
         self.engine = self._engine(self.arithmetic)
         self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
         self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
@@ -93,8 +93,7 @@ class Trainer:
         model = models.from_config(self.model_config, torch.Generator().manual_seed(cfg.seed))
         if self.job.init:
             state, source = models.load_weights(self.job.init)
-            new_head = source.classes != self.model_config.classes
-            state, report = models.transfer(state, source, self.model_config, new_head=new_head)
+            state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
             model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
             self.telemetry.report("transfer", {"step": 0, "report": str(report)})
         model.checkpoint_blocks = cfg.checkpoint_blocks  # type: ignore[assignment]
@@ -334,8 +333,7 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     """
     t = Trainer(cfg, job)
     asked: list[int] = []
-    if os.getpid() and signal.getsignal(signal.SIGTERM) is not None:
-        _catch_sigterm(asked)
+    _catch_sigterm(asked)
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
     since, counted, waited, bad_here = time.monotonic(), 0, 0.0, 0
     saved = t.step if t.step else -1
@@ -401,7 +399,7 @@ def finish(t: Trainer) -> dict[str, Any]:
     """The lead writes the stage's weights and their provenance from the committed checkpoint; all wait for it."""
     outcome: list[Any] = [None]
     if t.rank == 0:
-        last, manifest = checkpoint.committed(t.saver.folder)[0], None
+        last = checkpoint.committed(t.saver.folder)[0]
         manifest = checkpoint.read_manifest(last)
         weights = export(last, t.model_config)
         models.save_weights(weights, t.model_config, t.directory)
@@ -426,7 +424,8 @@ def finish(t: Trainer) -> dict[str, Any]:
 def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:
     """World-size-free fp32 weights of a committed checkpoint."""
     manifest = checkpoint.read_manifest(folder)
-    shapes = {name: p.shape for name, p in models.empty(model).named_parameters()}
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in models.from_config(model).named_parameters()}
     return checkpoint.Reader(folder, manifest.files).weights(shapes)
 
 
