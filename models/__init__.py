@@ -9,9 +9,9 @@ from models.catalog import build, config_of, decayed, from_config, from_dict, to
 from models.cost import forward_macs, macs_of, parameter_count, parameters_of, training_flops
 from models.initial import initialize
 from models.positions import resize_positions
-from models.transfer import TransferReport, transfer
+from models.resize import TransferReport, transfer
 from models.vit import ViT, ViTConfig
-from models.weights import load_weights, save_weights
+from models.weights import load, load_weights, save, save_weights
 
 __all__ = [
     "TransferReport",
@@ -24,11 +24,13 @@ __all__ = [
     "from_config",
     "from_dict",
     "initialize",
+    "load",
     "load_weights",
     "macs_of",
     "parameter_count",
     "parameters_of",
     "resize_positions",
+    "save",
     "save_weights",
     "to_dict",
     "training_flops",

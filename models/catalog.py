@@ -11,26 +11,56 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from models import initial, vit
+from models import axial, initial, resnet, vit
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 
 FAMILIES: dict[str, tuple[type, type]] = {  # family: (config, module)
     "vit": (vit.ViTConfig, vit.ViT),
+    "bit": (resnet.BiTConfig, resnet.BiT),
+    "axial": (axial.AxialConfig, axial.AxialViT),
 }
+
+
+NAME = re.compile(
+    r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
+    r"|(?:(?P<axial>Axial)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
+)
 
 
 def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: Any) -> Any:
     """The config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
-    found = re.fullmatch(r"(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)", name)
+    found = NAME.fullmatch(name)
     if not found:
-        raise ValueError(f'{name!r} is not a model name; write for example "B/16" or "H/14"')
+        raise ValueError(
+            f'{name!r} is not a model name; write as "B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32"'
+        )
+    kind, named = bit_fields(found) if found["resnet"] else vit_fields(found)
+    return checked(kind, {**named, "image_size": image_size, "classes": classes, **config})
+
+
+def vit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
+    """Config class and named fields of "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16"."""
     row = vit.SIZES.get(found["size"])
     if row is None:
-        raise ValueError(f"{name!r}: no size {found['size']!r}; {suggestion(found['size'], vit.SIZES)}")
-    shape = dict(zip(("width", "depth", "mlp", "heads"), row, strict=True))
-    named = {"image_size": image_size, "classes": classes, "patch": int(found["patch"]), **shape}
-    return checked(vit.ViTConfig, {**named, **config})
+        raise ValueError(f"{found[0]!r}: no size {found['size']!r}; {suggestion(found['size'], vit.SIZES)}")
+    named: dict[str, Any] = dict(zip(("width", "depth", "mlp", "heads"), row, strict=True))
+    named["patch"] = int(found["patch"])
+    if found["stem"]:
+        stem = (found["stem"], named["patch"])
+        if stem not in resnet.STEMS:
+            known = ", ".join(f"{prefix}+{found['size']}/{stride}" for prefix, stride in resnet.STEMS)
+            raise ValueError(f"{found[0]!r}: no such stem; known: {known}")
+        named["stem"], named["patch"] = resnet.STEMS[stem]
+    return axial.AxialConfig if found["axial"] else vit.ViTConfig, named
+
+
+def bit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
+    units = resnet.UNITS.get(int(found["resnet"]))
+    if units is None:
+        known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
+        raise ValueError(f"{found[0]!r}: no ResNet of {found['resnet']} layers; known: {known}")
+    return resnet.BiTConfig, {"units": units, "width": 64 * int(found["factor"])}
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:

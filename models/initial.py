@@ -54,6 +54,10 @@ def head_bias(bias: Tensor, config: Any, generator: Generator | None) -> None:
 RULES: tuple[tuple[str, Fill], ...] = (  # first match wins, on the parameter's full name
     (r"\bhead\.bias$", head_bias),
     (r"\bhead\.weight$|\bcls$", constant(0.0)),
+    (
+        r"\bstem\..*\bgn3\.weight$",
+        constant(0.0),
+    ),  # a unit starts as its shortcut: vit_jax models_resnet.py:89
     (r"\bqkv\.weight$", xavier(3)),
     (r"\bkv\.weight$", xavier(2)),
     (r"\b(q|out|up|down)\.weight$", xavier(1)),
@@ -61,8 +65,8 @@ RULES: tuple[tuple[str, Fill], ...] = (  # first match wins, on the parameter's 
     (r"\bprobe$", probe),
     (r"\bpositions\.", positions),
     (r"\bregisters$", normal(0.02)),  # as position entries; Darcet et al. 2024 leave it open
-    (r"\bnorm\d?\.weight$", constant(1.0)),
-    (r"\b(embedding|pre_logits)\.weight$", lecun_normal),
+    (r"\b(norm\d?|gn\w+)\.weight$", constant(1.0)),
+    (r"\b(embedding|pre_logits|conv\w+)\.weight$", lecun_normal),
     (r"\.bias$", constant(0.0)),
 )
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import checks, positions
+from models import checks, positions, resnet
 
 # B batch, N patches, T tokens (prefix + N), D width, H heads, C channels, P patch
 
@@ -66,6 +66,8 @@ class ViTConfig:
     head_bias: float = 0.0  # initial; -10 for sigmoid losses on ImageNet-21k and JFT (SPEC 1.5)
     activation: str = "gelu_tanh"
     norm_eps: float = 1e-6
+    stem: tuple[int, ...] | None = None  # units of the stages of a ResNet before the patches; None: plain ViT
+    stem_width: int = 64  # channels of its root
 
     family = "vit"
 
@@ -77,6 +79,7 @@ class ViTConfig:
         checks.choices(self, CHOICES)
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads"))
         checks.at_least(self, 0, ("classes", "registers"))
+        checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
         checks.rates(self, ("dropout", "drop_path"))
         if self.representation is not None:
             checks.at_least(self, 1, ("representation",))
@@ -88,7 +91,8 @@ class ViTConfig:
     @property
     def stride(self) -> tuple[int, int]:
         """Pixels between neighbouring patches, (rows, columns)."""
-        return self.patch
+        stem = 1 if self.stem is None else resnet.stem_stride(self.stem)
+        return self.patch[0] * stem, self.patch[1] * stem
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -235,16 +239,19 @@ class MapHead(nn.Module):
 class ViT(nn.Module):
     """Images to logits; `embed`, `encode`, `features` are the stations on the way."""
 
+    block: type[nn.Module] = Block  # made from (config, rate of stochastic depth)
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
         self.checkpoint_blocks = 0  # how many blocks, from the first, recompute their activations in training
-        self.embedding = PatchEmbedding(3, config.width, config.patch)
+        self.stem = None if config.stem is None else resnet.Stem(config.stem, config.stem_width)
+        self.embedding = PatchEmbedding(self.stem.channels if self.stem else 3, config.width, config.patch)
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
         self.positions = nn.ModuleList(position_tables(config))
         self.dropout = nn.Dropout(config.dropout)
         rates = [config.drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
-        self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
+        self.blocks = nn.ModuleList(self.block(config, rate) for rate in rates)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.map_head = MapHead(config) if config.pool == "map" else None
         self.pre_logits = nn.Linear(config.width, config.representation) if config.representation else None
@@ -257,7 +264,7 @@ class ViT(nn.Module):
                 f"images are {tuple(images.shape)}, this model takes (batch, 3, {self.config.image_size[0]}, "
                 f"{self.config.image_size[1]}); resize them, or carry the weights over with models.transfer"
             )
-        return self.embedding(images)
+        return self.embedding(images if self.stem is None else self.stem(images))
 
     def encode(self, patches: Tensor) -> Tensor:
         """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first."""
