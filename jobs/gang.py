@@ -118,7 +118,7 @@ class Seat:
         return {name: str(number) for name, number in numbers.items()} | without_gpu
 
 
-# ---------------------------------------------------------------------------------------------- in the worker
+# ------------------------------------------------------------------------ in the worker
 
 
 def work(function: Function, config: dict[str, Any], folder: Path, seat: Seat) -> Any:
@@ -169,7 +169,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- in the driver
+# ------------------------------------------------------------------------ in the driver
 
 
 def records(folder: Path, world: int) -> dict[int, dict[str, Any]]:

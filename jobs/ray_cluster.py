@@ -5,9 +5,9 @@ is one attempt. Facts about Ray that a number or a variable here rests on were m
 """
 
 import os
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +22,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from jobs import reaper
 from jobs.credentials import ensure_token, use_token_if_any
 from jobs.gang import (
     ClusterConfig,
@@ -61,6 +62,8 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_worker_register_timeout_seconds": "240",
 }
 
+_reapers: list[subprocess.Popen[bytes]] = []  # one for the embedded cluster, while there is one
+
 
 @dataclass(frozen=True)
 class ClusterInfo:
@@ -72,7 +75,7 @@ class ClusterInfo:
     embedded: bool
 
 
-# ------------------------------------------------------------------------------------------ the connection
+# ------------------------------------------------------------------------ the connection
 
 
 def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> ClusterInfo:
@@ -98,10 +101,9 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
 
 def disconnect() -> None:
     """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
-    embedded = ray.is_initialized() and _embedded_dir()
     ray.shutdown()
-    if embedded:
-        shutil.rmtree(embedded, ignore_errors=True)
+    while _reapers:
+        _reapers.pop().communicate()
 
 
 def _start_embedded(cluster: ClusterConfig) -> None:
@@ -110,6 +112,8 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     ensure_token()
+    directory = _short_directory()
+    _reapers.append(reaper.start(directory))
     # A dead worker is a paragraph of guesses on stdout; GangError says it in a line.
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
     ray.init(
@@ -123,7 +127,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
         logging_level="warning",
         namespace="patchline",
         _node_ip_address=NODE_ADDRESS,
-        _temp_dir=_short_directory(),
+        _temp_dir=directory,
     )
 
 
@@ -131,12 +135,6 @@ def _short_directory() -> str:
     bases = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
     base = next(base for base in bases if base and len(base) + 16 + 75 <= SOCKET_PATH_BYTES)
     return tempfile.mkdtemp(prefix="pl-ray-", dir=base)
-
-
-def _embedded_dir() -> str:
-    """The temporary directory of the cluster this process started, "" if it joined another."""
-    node = ray._private.worker._global_node
-    return node.get_temp_dir_path() if node is not None and node.is_head() else ""
 
 
 def _join(address: str) -> None:
@@ -211,7 +209,7 @@ def _info() -> ClusterInfo:
         nodes=sum(node["Alive"] for node in ray.nodes()),
         cpus=total.get("CPU", 0),
         gpus=total.get("GPU", 0),
-        embedded=bool(_embedded_dir()),
+        embedded=bool(_reapers),
     )
 
 
@@ -246,7 +244,7 @@ def _missing(wanted: dict[str, int], found: dict[str, float]) -> str:
     return ", ".join(short)
 
 
-# -------------------------------------------------------------------------------------------------- the gang
+# ------------------------------------------------------------------------ the gang
 
 
 class _Rendezvous(Backend):
