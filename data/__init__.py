@@ -1,1 +1,31 @@
-"""Tar shards in, exactly ordered batches of uint8 images out."""
+"""Tar shards in, exactly ordered batches of uint8 images out.
+
+The names below are what the other rooms use; each is imported when it is first asked for, because decoding
+processes want neither torch nor webdataset.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "augment": ("AugmentConfig",),
+    "errors": ("DataError", "StorageError"),
+    "evaluation": ("EvaluationBatch", "EvaluationSet"),
+    "index": ("Index", "Shard", "build_index", "load_index"),
+    "loader": ("BadSample", "Batch", "TrainLoader"),
+    "order": ("Ledger", "Order"),
+    "packing": ("pack",),
+    "reader": ("check_sizes",),
+    "sources": ("Sample", "class_folders", "digits", "folder_classes", "path_table"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'data' has no attribute {name!r}")
+    return getattr(import_module(f"data.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

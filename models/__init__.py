@@ -1,1 +1,38 @@
-"""The networks of the paper and the weights that go in and out of them."""
+"""The networks of the paper and the weights that go in and out of them.
+
+models.build("B/16", image_size=224, classes=1000)    a freshly initialised module
+models.load_weights(directory)                        state dict and config of a weights directory
+models.transfer(weights, source, target)              the same weights for another size or head
+"""
+
+from models.catalog import build, config_of, decayed, from_config, from_dict, to_dict
+from models.cost import forward_macs, macs_of, parameter_count, parameters_of, training_flops
+from models.initial import initialize
+from models.positions import resize_positions
+from models.resize import TransferReport, transfer
+from models.vit import ViT, ViTConfig
+from models.weights import load, load_weights, save, save_weights
+
+__all__ = [
+    "TransferReport",
+    "ViT",
+    "ViTConfig",
+    "build",
+    "config_of",
+    "decayed",
+    "forward_macs",
+    "from_config",
+    "from_dict",
+    "initialize",
+    "load",
+    "load_weights",
+    "macs_of",
+    "parameter_count",
+    "parameters_of",
+    "resize_positions",
+    "save",
+    "save_weights",
+    "to_dict",
+    "training_flops",
+    "transfer",
+]

@@ -1,0 +1,300 @@
+"""What Patchline knows about a list of shards: one small JSON for the set, one table of offsets a shard.
+
+`build_index` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is all
+that is ever wholly in memory (30,000 shards: a few megabytes); a table is mapped while its shard is open.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+from data.tar import parse_labels, walk
+
+SCHEMA = 1
+SUFFIX = ".index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar as it was when indexed; `name` is its path or URL, relative to the index's directory."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """A set of shards. `class_counts[c]` samples are labelled c; `digest` stands for all of it."""
+
+    shards: tuple[Shard, ...]
+    classes: int
+    class_counts: tuple[int, ...]
+    digest: str
+    directory: str  # where the tars are: a path, or a URL
+    tables: Path = field(compare=False)  # where their tables are
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def shard_samples(self) -> tuple[int, ...]:
+        """Samples of each shard: what an `Order` is built from."""
+        return tuple(shard.samples for shard in self.shards)
+
+    def location(self, shard: int) -> str:
+        """The path or URL of a shard."""
+        name = self.shards[shard].name
+        return name if "://" in name else f"{self.directory.rstrip('/')}/{name}" if name[:1] != "/" else name
+
+    def table(self, shard: int) -> np.ndarray:
+        """A shard's table of offsets and sizes (`data.tar.FIELDS` and `key`), mapped from disk."""
+        path = self.tables / table_name(self.shards[shard].name)
+        try:
+            table = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again"
+            ) from None
+        if len(table) != self.shards[shard].samples:
+            raise DataError(
+                f"{path}: {len(table)} rows, the index says {self.shards[shard].samples}; "
+                "run `python -m jobs index` again"
+            )
+        return table
+
+
+def table_name(shard: str) -> str:
+    """The file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
+    flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
+    return f"{flat}.npy"
+
+
+def load_index(path: str | os.PathLike[str]) -> Index:
+    """Read an index from its JSON, or from a directory that holds just one; raises DataError."""
+    path = Path(path)
+    if path.is_dir():
+        found = sorted(path.glob(f"*{SUFFIX}"))
+        if len(found) != 1:
+            names = ", ".join(one.name for one in found) or "none"
+            raise DataError(
+                f"{path}: expected one *{SUFFIX}, found {names}; name the file, or run `jobs index` first"
+            )
+        path = found[0]
+    try:
+        raw = json.loads(path.read_text())
+        if raw["schema"] != SCHEMA:
+            raise DataError(
+                f"{path}: schema {raw['schema']}, this version reads {SCHEMA}; run `jobs index` again"
+            )
+        shards = tuple(Shard(*row) for row in raw["shards"])
+        counts, digest, directory = tuple(raw["class_counts"]), raw["digest"], raw["directory"]
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: not a Patchline index ({error!r}); run `python -m jobs index` again"
+        ) from None
+    if digest != digest_of(shards, counts):
+        raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
+    if "://" not in directory:
+        directory = str((path.parent / directory).resolve())
+    return Index(shards, len(counts), counts, digest, directory, path.parent.resolve())
+
+
+def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
+    rows = [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards]
+    return sha256(json.dumps([SCHEMA, rows, list(class_counts)]).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- building
+
+
+def build_index(
+    source: str | os.PathLike[str] | list[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    classes: int | None = None,
+    workers: int = 1,
+) -> Index:
+    """Index existing tars: a folder of them, or a list of paths; safe to kill and run again.
+
+    The JSON and the tables go to `output` (default: beside the shards) as `<name>.index.json` (default: the
+    folder's name). Raises DataError naming every tar that cannot be used and every label ≥ `classes`.
+    """
+    paths = (
+        sorted(Path(source).glob("*.tar"))
+        if isinstance(source, str | os.PathLike)
+        else [Path(p) for p in source]
+    )
+    if not paths:
+        raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise DataError(f"{len(missing)} shards are missing: {', '.join(missing[:5])}")
+    directory = Path(os.path.commonpath([path.resolve().parent for path in paths]))
+    output = Path(output) if output else directory
+    output.mkdir(parents=True, exist_ok=True)
+    with Journal(output / f"{name or directory.name}{SUFFIX}", classes) as journal:
+        todo = [str(p.resolve().relative_to(directory)) for p in paths]
+        todo = [shard for shard in todo if not journal.has(shard, (directory / shard).stat().st_size)]
+        jobs = [(str(directory), shard, str(output), classes) for shard in todo]
+        errors = []
+        for record in run_jobs(index_shard, jobs, workers):
+            if isinstance(record, str):
+                errors.append(record)
+            else:
+                journal.add(*record)
+        if errors:
+            raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
+        return journal.finish(directory)
+
+
+def run_jobs(function, jobs: list, workers: int) -> Iterator:
+    """Apply a function to each job, in order, here or in some processes."""
+    if workers < 2:
+        yield from map(function, jobs)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(function, jobs)
+
+
+def index_shard(job: tuple[str, str, str, int | None]) -> tuple[Shard, Counter[int], Counter[str]] | str:
+    """Write one shard's table; returns its record, or what is wrong with it."""
+    directory, name, output, classes = job
+    try:
+        with open(Path(directory, name), "rb") as file, mapped(file) as tar:
+            found = walk(tar, name)
+            table = found.table()
+            counts, bad = count_classes(tar, table, name, classes)
+            write_table(Path(output), name, table)
+            return Shard(name, len(table), len(tar), sha256(tar).hexdigest()), counts, found.refused + bad
+    except (DataError, OSError) as error:
+        return str(error)
+
+
+@contextmanager
+def mapped(file) -> Iterator[memoryview]:
+    """The bytes of an open file without reading them first."""
+    if not os.fstat(file.fileno()).st_size:
+        yield memoryview(b"")
+        return
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held, memoryview(held) as view:
+        yield view
+
+
+def count_classes(tar: memoryview, table: np.ndarray, name: str, classes: int | None):
+    """Samples a class, and those without a usable label; raises DataError on a label ≥ `classes`."""
+    counts: Counter[int] = Counter()
+    bad: Counter[str] = Counter()
+    for row in table:
+        try:
+            labels = parse_labels(bytes(tar[row["label"] : row["label"] + row["label_size"]]))
+        except ValueError:
+            bad["no label"] += 1
+            continue
+        if max(labels) >= (classes or MAX_CLASSES):
+            raise DataError(
+                f"{name}: sample {row['key'].decode('utf-8', 'replace')} has label {max(labels)}, "
+                f"but there are {classes or MAX_CLASSES} classes (0 … {(classes or MAX_CLASSES) - 1})"
+            )
+        counts.update(set(labels))
+    return counts, bad
+
+
+MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
+
+
+def write_table(output: Path, shard: str, table: np.ndarray) -> None:
+    with whole(output / table_name(shard)) as file:
+        np.save(file, table, allow_pickle=False)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator:
+    """Open a file that appears under its name only when all of it is on disk."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Journal:
+    """Shards finished so far, one line each: a killed packing or indexing goes on where it stopped."""
+
+    def __init__(self, path: Path, classes: int | None, setting: str = ""):
+        self.path, self.classes = path, classes
+        self.partial = path.with_name(path.name + ".partial")
+        self.setting = setting  # what must be equal for the old lines to be of use
+        self.records: dict[str, tuple[Shard, dict[int, int]]] = {}
+        self.refused: Counter[str] = Counter()
+
+    def __enter__(self) -> Journal:
+        lines = self.partial.read_text().splitlines() if self.partial.exists() else []
+        if not lines or lines[0] != json.dumps([SCHEMA, self.classes, self.setting]):
+            lines = []
+        with whole(self.partial) as file:
+            file.write((json.dumps([SCHEMA, self.classes, self.setting]) + "\n").encode())
+        self.file = open(self.partial, "a")
+        for line in lines[1:]:
+            try:
+                shard, counts, refused = json.loads(line)
+            except ValueError:
+                break  # the line that the kill cut
+            self.add(Shard(*shard), {int(c): n for c, n in counts.items()}, refused)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.file.close()
+
+    def has(self, shard: str, size: int) -> bool:
+        return shard in self.records and self.records[shard][0].bytes == size
+
+    def add(self, shard: Shard, counts: dict[int, int], refused: dict[str, int]) -> None:
+        self.records[shard.name] = shard, counts
+        self.refused.update(refused)
+        row = [shard.name, shard.samples, shard.bytes, shard.sha256]
+        print(json.dumps([row, counts, refused]), file=self.file, flush=True)
+
+    def finish(self, directory: Path) -> Index:
+        """Write the JSON and forget the journal."""
+        records = [self.records[name] for name in sorted(self.records)]
+        totals: Counter[int] = Counter()
+        for _, counts in records:
+            totals.update(counts)
+        classes = self.classes or max(totals, default=-1) + 1
+        class_counts = [totals[c] for c in range(classes)]
+        shards = [shard for shard, _ in records]
+        content = {
+            "schema": SCHEMA,
+            "directory": os.path.relpath(directory, self.path.parent),
+            "samples": sum(shard.samples for shard in shards),
+            "digest": digest_of(shards, class_counts),
+            "refused": dict(self.refused),
+            "class_counts": class_counts,
+            "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards],
+        }
+        with whole(self.path) as file:
+            file.write(json.dumps(content, indent=1).encode())
+        self.partial.unlink()
+        return load_index(self.path)

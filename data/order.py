@@ -1,0 +1,213 @@
+"""Which sample sits in which slot of which global batch: a pure function of a few integers.
+
+An epoch's shards are permuted and their samples laid end to end as positions 0 … N−1; positions are cut into
+lanes; inside a lane, samples are permuted within blocks; a batch takes the next samples of every lane, lane
+by lane. Any step is computed alone, without replay and without anything of size N (reasons: `docs/order.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal
+
+import numpy as np
+
+# S shards, N samples, B batch size, L lanes
+
+Ids = tuple[np.ndarray, np.ndarray, np.ndarray]  # epoch, shard, sample: int64 arrays of one length
+ROUNDS = (
+    6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
+)
+DEFAULT_LANES = 64  # docs/order.md measures it
+DEFAULT_BLOCK = 16_384
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele et al. 2014): a bijection of uint64 that looks random."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key_of(*parts: np.ndarray | int) -> np.ndarray:
+    """Fold integers (or arrays of them) into one uint64 key each."""
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        part = np.asarray(part, np.int64).astype(np.uint64)
+        key = mix(key * np.uint64(0x9E3779B97F4A7C15) + part + np.uint64(0x632BE59BD9B4E019))
+    return key
+
+
+def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Element-wise: where the permutation of 0 … size−1 named by `key` sends x.
+
+    A Feistel network over Z_a × Z_b, a·b just above `size`; what falls outside walks on until it is inside.
+    """
+    size = size.astype(np.uint64)
+    a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    b = (size + a - np.uint64(1)) // a
+    out, todo = x.astype(np.uint64), np.arange(len(x))
+    while len(todo):
+        moved = feistel(out[todo], a[todo], b[todo], key[todo])
+        out[todo] = moved
+        todo = todo[moved >= size[todo]]
+    return out.astype(np.int64)
+
+
+def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
+    left, right = x // b, x % b
+    for turn in range(0, ROUNDS, 2):
+        left = (left + mix(key + right * np.uint64(ROUNDS) + np.uint64(turn))) % a
+        right = (right + mix(key + left * np.uint64(ROUNDS) + np.uint64(turn + 1))) % b
+    return left * b + right
+
+
+class Order:
+    """The order of samples of one set of shards; `Order(...).batch(step)` is all that training needs.
+
+    `tail` says what becomes of the samples that do not fill an epoch's last batch: "carry" opens the next
+    epoch's first batch with them, so that every sample is used exactly once an epoch; "drop" leaves them out.
+    """
+
+    def __init__(
+        self,
+        shard_samples: Sequence[int],
+        *,
+        seed: int,
+        batch_size: int,
+        lanes: int | None = None,
+        shuffle_block: int = DEFAULT_BLOCK,
+        tail: Literal["carry", "drop"] = "carry",
+    ):
+        self.shard_samples = np.asarray(shard_samples, np.int64)
+        self.samples = int(self.shard_samples.sum())
+        self.seed, self.batch_size, self.shuffle_block, self.tail = seed, batch_size, shuffle_block, tail
+        self.lanes = default_lanes(batch_size) if lanes is None else lanes
+        self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last epochs' permuted shards
+        check_order(self)
+        self.used = self.samples if tail == "carry" else self.samples // batch_size * batch_size
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that one pass over the samples takes; whole when the tail is dropped."""
+        return self.used / self.batch_size
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that the first slot of this step's batch belongs to."""
+        return step * self.batch_size // self.used
+
+    def batch(self, step: int) -> Ids:
+        """(epoch, shard, sample) of every slot of global batch `step`: int64 arrays of `batch_size`."""
+        return self._at(*self._places(step))
+
+    def replacement(self, step: int, slot: int, attempt: int) -> tuple[int, int, int]:
+        """What to use when the sample in `slot` is bad: the attempt-th after it, in its lane then the next."""
+        epoch, position = (column[slot : slot + 1] for column in self._places(step))
+        found = self._at(epoch, (position + attempt) % self.samples)
+        return int(found[0][0]), int(found[1][0]), int(found[2][0])
+
+    def _places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(epoch, position before the shuffle) of every slot: a batch is cut where an epoch ends."""
+        at, end = step * self.batch_size, (step + 1) * self.batch_size
+        epochs, positions = [], []
+        while at < end:
+            epoch, first = divmod(at, self.used)
+            last = min(first + end - at, self.used)
+            taken, upto = self._taken(epoch, first), self._taken(epoch, last)
+            count = upto - taken
+            shift = np.repeat(self._lane_starts() + taken - (np.cumsum(count) - count), count)
+            positions.append(shift + np.arange(last - first))
+            epochs.append(np.full(last - first, epoch))
+            at += last - first
+        return np.concatenate(epochs), np.concatenate(positions)
+
+    def _lane_lengths(self) -> np.ndarray:
+        return self.samples // self.lanes + (np.arange(self.lanes) < self.samples % self.lanes)
+
+    def _lane_starts(self) -> np.ndarray:
+        lane = np.arange(self.lanes)
+        return lane * (self.samples // self.lanes) + np.minimum(lane, self.samples % self.lanes)
+
+    def _taken(self, epoch: int, used: int) -> np.ndarray:
+        """How many samples each lane has given when an epoch has given `used`: equal to within one."""
+        if used == self.samples:
+            return self._lane_lengths()
+        head = min(
+            -epoch * self.used % self.batch_size, used
+        )  # what the epoch gave to a batch begun before it
+        share = head // self.lanes + (np.arange(self.lanes) < head % self.lanes)
+        return share + (used - head) // self.lanes
+
+    def _at(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
+        """Shuffle positions inside their lane's blocks, then look up shard and sample."""
+        q, r = divmod(self.samples, self.lanes)
+        long = r * (q + 1)  # the first r lanes hold one sample more
+        lane = np.where(position < long, position // (q + 1), r + (position - long) // max(q, 1))
+        start, length = lane * q + np.minimum(lane, r), q + (lane < r)
+        block = (position - start) // self.shuffle_block
+        start = start + block * self.shuffle_block
+        size = np.minimum(self.shuffle_block, length - block * self.shuffle_block)
+        place = start + permute(position - start, size, key_of(self.seed, epoch, lane, block))
+        shard, sample = np.empty_like(place), np.empty_like(place)
+        for e in np.unique(epoch):
+            here = epoch == e
+            shards, starts = self._epoch_shards(int(e))
+            row = np.searchsorted(starts, place[here], side="right") - 1
+            shard[here], sample[here] = shards[row], place[here] - starts[row]
+        return epoch, shard, sample
+
+    def _epoch_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's order of shards and the position at which each starts; empty shards are left out."""
+        if epoch not in self._starts:
+            shards = np.flatnonzero(self.shard_samples)
+            shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
+            counts = self.shard_samples[shards]
+            while len(self._starts) > 1:
+                self._starts.pop(next(iter(self._starts)))
+            self._starts[epoch] = shards, np.cumsum(counts) - counts
+        return self._starts[epoch]
+
+
+def default_lanes(batch_size: int) -> int:
+    """The largest divisor of the batch size up to 64."""
+    return next(lanes for lanes in range(min(DEFAULT_LANES, batch_size), 0, -1) if batch_size % lanes == 0)
+
+
+def check_order(order: Order) -> None:
+    """Raise ValueError where the numbers do not fit one another."""
+    if order.batch_size < 1 or order.shuffle_block < 1 or order.lanes < 1:
+        raise ValueError(
+            f"batch_size {order.batch_size}, lanes {order.lanes}, shuffle_block {order.shuffle_block}: "
+            "each must be 1 or more"
+        )
+    if order.batch_size % order.lanes:
+        divisors = [n for n in range(1, order.batch_size + 1) if order.batch_size % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - order.lanes))
+        raise ValueError(
+            f"lanes {order.lanes} does not divide batch_size {order.batch_size}; nearest: {nearest}"
+        )
+    if order.samples == 0:
+        raise ValueError("the shards hold no samples; pack some first")
+    if order.tail == "drop" and order.samples < order.batch_size:
+        raise ValueError(
+            f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"'
+        )
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The rolling digest of every sample id consumed so far; equal ledgers mean equal data."""
+
+    hex: str
+
+    @classmethod
+    def start(cls, index_digest: str, seed: int) -> Ledger:
+        """The ledger before the first step."""
+        return cls(sha256(f"{index_digest} {seed}".encode()).hexdigest())
+
+    def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:
+        """The ledger after the global batch `step`."""
+        ids = np.stack([epoch, shard, sample]).astype("<i8")
+        return Ledger(sha256(bytes.fromhex(self.hex) + np.int64(step).tobytes() + ids.tobytes()).hexdigest())

@@ -1,0 +1,105 @@
+"""Raw bytes of samples out of local shards: memory-mapped, checked against their digest at first read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+from data.index import Index
+
+OPEN_SHARDS = 256  # mappings held at once by a process; a lane has one to three shards in use
+
+
+def check_sizes(index: Index) -> None:
+    """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
+    wrong = []
+    for number, shard in enumerate(index.shards):
+        place = index.location(number)
+        if "://" in place:
+            continue
+        try:
+            size = os.stat(place).st_size
+        except OSError as error:
+            wrong.append(f"{place}: {error.strerror}")
+            continue
+        if size != shard.bytes:
+            wrong.append(f"{place}: {size} bytes, the index says {shard.bytes}")
+    if wrong:
+        more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise DataError(
+            "\n".join([f"{len(wrong)} of {len(index.shards)} shards cannot be used:", *wrong[:10], *more])
+            + "\nrestore them, or run `python -m jobs index` on what is there"
+        )
+
+
+class Reader:
+    """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped."""
+
+    def __init__(self, index: Index, *, verify: bool = True):
+        self.index, self.verify = index, verify
+        self._open: OrderedDict[int, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
+
+    def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
+        """The key, encoded image and label of a sample; empty bytes where the shard has none.
+
+        Raises DataError where the shard is missing, short, or not the one that was indexed.
+        """
+        tar, table = self._shard(shard)
+        row = table[sample]
+        image, label = int(row["image"]), int(row["label"])
+        return (
+            row["key"].decode("utf-8", "replace"),
+            tar[image : image + int(row["image_size"])],
+            tar[label : label + int(row["label_size"])],
+        )
+
+    def _shard(self, shard: int) -> tuple[mmap.mmap, np.ndarray]:
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        opened = map_shard(self.index, shard), self.index.table(shard)
+        if self.verify:
+            verify_once(opened[0], self.index, shard)
+        self._open[shard] = opened
+        if len(self._open) > OPEN_SHARDS:
+            self._open.popitem(last=False)[1][0].close()
+        return opened
+
+
+def map_shard(index: Index, shard: int) -> mmap.mmap:
+    """Map a local shard after comparing its size; raises DataError."""
+    place, size = index.location(shard), index.shards[shard].bytes
+    try:
+        with open(place, "rb") as file:
+            if os.fstat(file.fileno()).st_size != size:
+                raise DataError(f"{place}: {os.fstat(file.fileno()).st_size} bytes, the index says {size}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
+
+
+def verify_once(tar: mmap.mmap, index: Index, shard: int) -> None:
+    """Compare a shard's digest unless this node already did; raises DataError where it differs."""
+    place, expected = index.location(shard), index.shards[shard].sha256
+    status = os.stat(place)
+    mark = state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
+    if mark.exists():
+        return
+    if sha256(tar).hexdigest() != expected:
+        raise DataError(
+            f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it"
+        )
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def state_folder() -> Path:
+    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
+    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "patchline"

@@ -1,0 +1,147 @@
+"""Patchline's command line: python -m jobs run|plan|status|demo|pack|index|submit|logs|stop|list (-h for each).
+
+Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal ·
+73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = str(Path(__file__).parents[1])
+if sys.path[0] != ROOT:  # first, also when started as `python -m jobs.pretrain` from elsewhere
+    sys.path.insert(0, ROOT)
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, and turn whatever ends the command into one message and an exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jobs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (function, text, add) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add(command)
+        command.add_argument("--debug", action="store_true", help="print the traceback of an error")
+        command.set_defaults(function=function)
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as end:
+        return 64 if end.code else 0
+    return guarded(options.function, options)
+
+
+def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) -> int:
+    """Run a command; an error becomes its message on stderr and its exit code."""
+    try:
+        return function(options) or 0
+    except KeyboardInterrupt:
+        print("interrupted twice: ended without a commit; the last checkpoint stands", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 74
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        code = exit_code(error)
+        known = code != 70 or hasattr(error, "exit_code")
+        text = str(error) if known else f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
+        print(f"error: {text}", file=sys.stderr)
+        return code
+
+
+def exit_code(error: BaseException) -> int:
+    """DESIGN's table: the exception's own code, else by its kind."""
+    import data
+
+    code = getattr(error, "exit_code", None)
+    if code is not None:
+        return code
+    if isinstance(error, data.DataError):
+        return 65
+    if isinstance(error, data.StorageError):
+        return 69
+    return 74 if isinstance(error, OSError) else 70
+
+
+def run_one(kind: str) -> None:
+    """`python -m jobs.<kind> recipe.yaml`: the one stage of that kind, its inputs must be there."""
+    parser = argparse.ArgumentParser(prog=f"python -m jobs.{kind}")
+    add_recipe(parser)
+    parser.add_argument("--stage", default=None, help="its name, where the recipe has several of this kind")
+    parser.add_argument("--debug", action="store_true")
+    options = parser.parse_args()
+    options.kind = kind
+    sys.exit(guarded(run_command, options))
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+def run_command(options: argparse.Namespace) -> int:
+    from jobs import campaign
+    from jobs.session import run_campaign
+
+    loaded = campaign.load(Path(options.recipe), options.overrides)
+    only = stage_of_kind(loaded, options) if getattr(options, "kind", None) else None
+    run_campaign(loaded, fresh=options.fresh, only=only)
+    return 0
+
+
+def stage_of_kind(loaded: Any, options: argparse.Namespace) -> str:
+    from pipeline.config import require
+
+    names = [stage.name for stage in loaded.stages if stage.kind == options.kind]
+    if options.stage is not None:
+        return loaded.stage(options.stage).name
+    require(len(names) == 1, f"the recipe has {len(names)} stages of kind {options.kind}: {', '.join(names)}; --stage names one")
+    return names[0]
+
+
+def plan_command(options: argparse.Namespace) -> None:
+    from jobs import campaign
+    from jobs.plan import plan
+
+    print("\n".join(plan(campaign.load(Path(options.recipe), options.overrides))))
+
+
+def status_command(options: argparse.Namespace) -> None:
+    from jobs.status import status
+
+    print("\n".join(status(Path(options.run).resolve())))
+
+
+def demo_command(options: argparse.Namespace) -> int:
+    from jobs.demo import demo
+
+    return demo(Path(options.directory))
+
+
+def index_command(options: argparse.Namespace) -> None:
+    import data
+
+    index = data.build_index(options.directory)
+    print(f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, digest {index.digest[:12]}")
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a YAML file; jobs/recipes holds those that ship")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example pretrain.optim.lr=1e-3")
+    parser.add_argument("--fresh", action="store_true", help="start a half-done stage over where its config changed")
+
+
+COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
+    "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
+    "plan": (plan_command, "print the resolved campaign, batch arithmetic, parameters and FLOPs", add_recipe),
+    "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", lambda p: p.add_argument("run", help="run directory")),
+    "demo": (demo_command, "the whole campaign on handwritten digits, with a worker killed on the way", lambda p: p.add_argument("--directory", default="runs/demo")),
+    "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

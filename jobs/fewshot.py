@@ -1,0 +1,92 @@
+"""Few-shot linear evaluation of frozen features (paper, section 4.1): python -m jobs.fewshot recipe.yaml [key=value …]"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import data
+import models
+from jobs import cluster
+from jobs.ownership import claim_attempt
+from jobs.stage import Context
+from pipeline import config, evaluate
+from pipeline.checkpoint import write_atomic
+from pipeline.config import Tags, require, tags
+from pipeline.evaluate import ProbeConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    init: str = "???"  # weights: a folder, or "@stage"
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
+    micro_batch: int = 64  # images a worker at a time
+    precision: Literal["bf16", "fp32"] = "fp32"
+
+    RESUME: Tags = tags(forbid="init probe preprocess precision", free="micro_batch")
+
+    def __post_init__(self) -> None:
+        require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
+
+
+DEFAULTS: Config | None = None
+INPUTS = ("init", "probe.train", "probe.test")
+
+
+def run(cfg: Config, context: Context) -> dict[str, Any]:
+    """Features on the gang, the closed form on its lead; results in metrics.json."""
+    require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
+    attempt = claim_attempt(context.run)
+    task = {
+        "config": config.plain(cfg),
+        "init": context.resolve(cfg.init),
+        "train": context.resolve(cfg.probe.train),
+        "test": context.resolve(cfg.probe.test),
+    }
+    name, folder = f"attempt-{attempt:06d}", context.directory / "attempts"
+    results = cluster.run_gang(
+        worker,
+        task,
+        cluster=context.cluster,
+        name=name,
+        directory=folder,
+        on_tick=lambda: context.tick(folder / name, attempt),
+    )
+    write_atomic(context.directory / "metrics.json", json.dumps(results, indent=1))
+    means = {k: v for k, v in results["metrics"].items() if "seed" not in k}
+    context.say("  ".join(f"{shots} {accuracy:.4f}" for shots, accuracy in means.items()))
+    return results
+
+
+def worker(task: Mapping[str, Any]) -> dict[str, Any]:
+    """One worker's share of the features; the lead's return value is the result."""
+    import torch
+    import torch.distributed as dist
+
+    from pipeline.engine import join_group
+
+    cfg = config.build(Config, task["config"], "config")
+    device = join_group(1800.0)
+    dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
+    state, model_config = models.load_weights(task["init"])
+    model = models.from_config(model_config).eval()
+    model.load_state_dict(state, strict=False)
+    model.to(device, dtype)
+    ops = cfg.preprocess or f"resize({model_config.image_size[0]})"
+    sets = []
+    for path in (task["train"], task["test"]):
+        samples = data.EvaluationSet(
+            data.load_index(path), ops, batch_size=cfg.micro_batch, rank=dist.get_rank(), world=dist.get_world_size()
+        )
+        sets.append(evaluate.features(model, samples, dtype, device))
+    metrics = evaluate.probe(sets[0], sets[1], cfg.probe) if dist.get_rank() == 0 else {}
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"metrics": metrics, "train_samples": len(sets[0][1]), "test_samples": len(sets[1][1]), "probe": asdict(cfg.probe)}
+
+
+if __name__ == "__main__":
+    from jobs.__main__ import run_one
+
+    run_one("fewshot")

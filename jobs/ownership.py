@@ -1,0 +1,69 @@
+"""One owner a run: a lock that dies with its process, and attempts numbered so that a late commit can be refused."""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.checkpoint import newest_attempt, sync_folder, write_file
+from pipeline.errors import RunOwned
+
+
+@contextmanager
+def owned(run: Path) -> Iterator[None]:
+    """Own the run directory for the life of this process. Raises RunOwned naming who does.
+
+    The lock is the kernel's (flock): SIGKILL frees it at once, a frozen owner keeps it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / "owner.json", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunOwned(_who(file.name, run)) from None
+        file.truncate(0)
+        file.write(
+            json.dumps(
+                {
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                    "command": " ".join(sys.argv),
+                }
+            )
+        )
+        file.flush()
+        yield
+
+
+def _who(path: str, run: Path) -> str:
+    try:
+        owner = json.loads(Path(path).read_text())
+        who = f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
+    except (OSError, ValueError, KeyError):
+        who = "another process that has not said its name yet"
+    return f"{run} is owned by {who}\n  watch it: python -m jobs status {run}\n  or give this run another name: run=…"
+
+
+def claim_attempt(run: Path) -> int:
+    """The next attempt number, ours alone: whoever commits re-reads it and refuses when a newer one exists."""
+    folder = run / "attempts"
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        number = newest_attempt(run) + 1
+        temporary = folder / f".{number:06d}.{os.getpid()}"
+        body = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        write_file(temporary, json.dumps(body).encode())
+        try:
+            os.link(temporary, folder / f"{number:06d}.json")  # fails where it exists: exclusive, and whole at once
+        except FileExistsError:
+            continue
+        finally:
+            temporary.unlink()
+        sync_folder(folder)
+        return number

@@ -1,0 +1,77 @@
+"""`python -m jobs plan recipe.yaml`: what would run, how the batch falls on the workers, and what it costs."""
+
+import data
+import models
+from jobs.campaign import Campaign, Stage
+from jobs.stage import reference
+from pipeline.errors import PatchlineError
+from pipeline.stage import TrainConfig, batch_arithmetic, steps_of
+from pipeline.telemetry import amount
+
+
+def plan(campaign: Campaign) -> list[str]:
+    """Lines for people: every stage, whether it would run, its arithmetic, parameters and FLOPs."""
+    cluster = campaign.cluster
+    lines = [f"run directory  {campaign.run}", f"cluster        {cluster.workers} workers ({cluster.backend})"]
+    changed: set[str] = set()
+    for stage in campaign.stages:
+        done = campaign.done(stage)
+        reason = why(campaign, stage, changed)
+        if done is None:
+            changed.add(stage.name)
+        lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {reason}"]
+        lines += [f"  reads   {field} = {value}" for field, value in stage.parents.items()]
+        if stage.model is not None:
+            lines.append(f"  model   {model_line(stage)}")
+        if isinstance(stage.config, TrainConfig):
+            lines += training_lines(campaign, stage)
+    return lines
+
+
+def why(campaign: Campaign, stage: Stage, changed: set[str]) -> str:
+    """Skipped, resumed or run, and the reason."""
+    if campaign.done(stage) is not None:
+        return "finished, would be skipped"
+    if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
+        return "half done, would be resumed from its newest checkpoint"
+    upstream = [link[0] for link in map(reference, stage.parents.values()) if link and link[0] in changed]
+    if upstream and any(campaign.run.glob(f"{stage.name}-*/done.json")):
+        return f"would run again, because {upstream[0]} would"
+    return "would run"
+
+
+def model_line(stage: Stage) -> str:
+    config = stage.model
+    size = "×".join(map(str, config.image_size))
+    return (
+        f"{config.family} {size} px, {config.classes} classes, {models.parameters_of(config):,} parameters, "
+        f"{models.macs_of(config) / 1e9:.3f} GMACs an image"
+    )
+
+
+def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
+    cfg = stage.config
+    a = batch_arithmetic(cfg, campaign.cluster.workers)
+    lines = [
+        f"  batch   {a.batch_size} = {a.world} workers × micro_batch {a.micro_batch} × accumulation {a.accumulation}"
+        if a.batch_size == a.world * a.micro_batch * a.accumulation
+        else f"  batch   {a.batch_size} over {a.world} workers unevenly, {a.accumulation} micro-batches each"
+    ]
+    samples = samples_of(campaign, cfg.data.train)
+    if samples is None and cfg.steps is None:
+        return [*lines, f"  steps   {cfg.passes:g} passes over data that does not exist yet"]
+    steps = steps_of(cfg, samples or 0)
+    images = steps * cfg.batch_size
+    passes = f"{images / samples:.2f} passes over {samples:,} samples" if samples else "data does not exist yet"
+    lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes})")
+    lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
+    lines.append(f"  optim   {cfg.optim.name} lr {cfg.optim.lr:g}, {cfg.optim.schedule.decay} after {cfg.optim.schedule.warmup_steps:,} warm-up steps, decay {cfg.optim.weight_decay:g}, clip {cfg.optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}")
+    return lines
+
+
+def samples_of(campaign: Campaign, path: str) -> int | None:
+    """Samples of a set, None where it has not been made yet."""
+    try:
+        return data.load_index(campaign.resolve(path) or "").samples
+    except (data.DataError, PatchlineError):
+        return None

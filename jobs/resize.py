@@ -1,0 +1,44 @@
+"""Carry weights to another image size by resizing their position embeddings (paper, 3.2; vit_jax checkpoint.py).
+
+python -m jobs.resize recipe.yaml [key=value …]
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import models
+from jobs.stage import Context
+from pipeline.checkpoint import write_atomic
+from pipeline.config import Tags, require, tags
+
+
+@dataclass(frozen=True)
+class Config:
+    init: str = "???"  # weights: a folder, or "@stage"
+    image_size: int = 384  # pixels (paper, table 4)
+
+    RESUME: Tags = tags(forbid="init image_size")
+
+    def __post_init__(self) -> None:
+        require(self.image_size > 0, f"image_size is {self.image_size}, expected more than 0")
+
+
+DEFAULTS: Config | None = None
+INPUTS = ("init",)
+
+
+def run(cfg: Config, context: Context) -> dict[str, Any]:
+    """Weights at the new size, and the report of what was kept, resized, new and dropped."""
+    state, source = models.load_weights(context.resolve(cfg.init) or "")
+    state, report = models.transfer(state, source, context.model)
+    models.save_weights(state, context.directory, context.model)
+    write_atomic(context.directory / "report.txt", f"{report}\n")
+    for line in str(report).splitlines():
+        context.say(line)
+    return {"kept": len(report.kept), "resized": len(report.resized), "new": len(report.new), "dropped": len(report.dropped)}
+
+
+if __name__ == "__main__":
+    from jobs.__main__ import run_one
+
+    run_one("resize")

@@ -1,0 +1,92 @@
+"""One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind."""
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jobs import campaign, cluster
+from jobs.campaign import Campaign
+from jobs.follow import Follower
+from jobs.ownership import owned
+from jobs.status import write_status
+from pipeline.telemetry import duration
+
+Tick = Callable[[Path, int], None]
+
+
+class Stopper:
+    """The first SIGTERM or SIGINT asks for a commit and exit 75; a second SIGINT ends at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked, self.say = False, say
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame: Any) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.asked:
+            self.say(f"{signal.Signals(number).name}: finishing the step, committing, then exit 75; again Ctrl-C ends at once")
+        self.asked = True
+
+
+def run_campaign(
+    loaded: Campaign, *, fresh: bool = False, only: str | None = None, also: Tick | None = None
+) -> list[dict[str, Any]]:
+    """Run it under this process's name; `also` is called with every tick of a gang. Prints the closing table."""
+    follower = Follower()
+    command = shlex.join(["python", "-m", "jobs", *sys.argv[1:]])
+
+    def tick(folder: Path, number: int) -> None:
+        follower.tick(folder, number)
+        if also is not None:
+            also(folder, number)
+
+    try:
+        with owned(loaded.run):
+            stopper = Stopper(follower.say)
+            write_status(loaded.run, None, "running", command)
+            for stage in loaded.stages:
+                follower.skip(loaded.directory(stage))
+            try:
+                rows = campaign.run(
+                    loaded, say=follower.say, tick=tick, stopping=lambda: stopper.asked, fresh=fresh, only=only
+                )
+            except BaseException as error:
+                from jobs.__main__ import exit_code
+
+                write_status(loaded.run, exit_code(error), str(error).splitlines()[0] if str(error) else "", command)
+                raise
+            write_status(loaded.run, 0, "done", command)
+            for line in table(rows):
+                follower.say(line)
+            follower.say(f"run: {loaded.run}")
+            return rows
+    finally:
+        follower.close()
+        cluster.disconnect()
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """What each stage did: images seen, accuracy, time."""
+    lines = [f"{'stage':12} {'images seen':>12} {'result':44} {'time':>8}"]
+    for row in rows:
+        metrics = {k: v for k, v in row.get("metrics", {}).items() if "seed" not in k}
+        result = "  ".join(f"{name} {value:.1%}" for name, value in metrics.items()) or _counts(row)
+        seen = f"{row['samples_seen']:,}" if "samples_seen" in row else "-"
+        time_text = duration(row["seconds"]) + ("*" if row["skipped"] else "")
+        lines.append(f"{row['stage']:12} {seen:>12} {result:44} {time_text:>8}")
+    if any(row["skipped"] for row in rows):
+        lines.append("* finished earlier, skipped now")
+    return lines
+
+
+def _counts(row: dict[str, Any]) -> str:
+    if "sets" in row:
+        return f"{len(row['sets'])} sets, {sum(s['shards'] for s in row['sets'].values())} shards"
+    return "  ".join(f"{row[name]} {name}" for name in ("kept", "resized", "new", "dropped") if row.get(name))
+
+

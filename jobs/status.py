@@ -1,0 +1,76 @@
+"""`python -m jobs status RUN`: stage, step, loss, images/s, ETA and last checkpoint, read from the run directory alone."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import checkpoint
+from pipeline.errors import CheckpointError, UsageError
+from pipeline.telemetry import amount, duration, read_metrics
+
+
+def status(run: Path) -> list[str]:
+    """One block a stage folder, in the order they were first started. Raises UsageError where there is no run."""
+    folders = sorted((p.parent for p in run.glob("*/stage.json")), key=lambda p: p.stat().st_ctime)
+    if not folders:
+        known = sorted({p.parents[1].name for p in run.parent.glob("*/*/stage.json")})
+        raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(known) or 'none'}")
+    lines = [f"run  {run}", f"end  {ending(run)}"]
+    for folder in folders:
+        lines.append(f"{folder.name:24} {stage_line(folder)}")
+    return lines
+
+
+def ending(run: Path) -> str:
+    """How the last command on this run ended, or who owns it now."""
+    try:
+        last = json.loads((run / "status.json").read_text())
+    except (OSError, ValueError):
+        return "unknown: no command has ended yet"
+    if last["exit_code"] is None:
+        return f"running since {last['time']}: {last['command']}"
+    return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+
+
+def stage_line(folder: Path) -> str:
+    done = folder / "done.json"
+    if done.exists():
+        outcome = json.loads(done.read_text())
+        scores = {k: v for k, v in outcome.get("metrics", {}).items() if "seed" not in k}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        return f"done in {duration(outcome['seconds'])}  {shown}".rstrip()
+    records = read_metrics(folder)
+    if not records:
+        return "started, no step yet"
+    last = records[-1]
+    return (
+        f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
+        f"eta {duration(last['eta_s'])}  {age(last['time'])} ago  {checkpoint_line(folder)}"
+    )
+
+
+def checkpoint_line(folder: Path) -> str:
+    found = checkpoint.committed(folder / "checkpoints")
+    if not found:
+        return "no checkpoint yet"
+    try:
+        return f"last checkpoint step {checkpoint.read_manifest(found[0]).step}"
+    except CheckpointError as error:
+        return f"last checkpoint unreadable: {error}"
+
+
+def age(then: float) -> str:
+    return duration(max(time.time() - then, 0))
+
+
+def write_status(run: Path, exit_code: int | None, message: str, command: str, **more: Any) -> None:
+    """How a command on this run stands or ended; Ray Jobs reduce exit codes to 0 and 1, this file does not."""
+    record = {
+        "exit_code": exit_code,
+        "message": message,
+        "command": command,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **more,
+    }
+    checkpoint.write_atomic(run / "status.json", json.dumps(record, indent=1))

@@ -1,0 +1,110 @@
+"""What pretrain and finetune share: attempts of a gang, restarts from the last commit, and when to give up."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import data
+import models
+from jobs import cluster
+from jobs.gang import GangError
+from jobs.ownership import claim_attempt
+from jobs.stage import Context, code_version
+from pipeline import checkpoint, config
+from pipeline.errors import PatchlineError, Preempted
+from pipeline.stage import TrainConfig, batch_arithmetic
+from pipeline.train import Job, worker
+
+INPUTS = ("data.train", "data.evaluate", "init", "probe.train", "probe.test")
+
+
+class StageFailed(PatchlineError):
+    """A stage ended for a reason that a restart does not cure; carries the worker's exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
+    """Attempts until the stage is done. Raises Preempted, or StageFailed with the code the worker wanted."""
+    batch_arithmetic(cfg, context.cluster.workers)
+    for path in filter(None, (context.resolve(cfg.data.train), context.resolve(cfg.data.evaluate))):
+        data.check_sizes(data.load_index(path))
+    without_progress = 0
+    while True:
+        before = last_step(context.directory)
+        try:
+            return attempt(cfg, context)
+        except GangError as error:
+            write_incident(context, error)
+            if error.exit_code == Preempted.exit_code:
+                raise Preempted(error.cause.partition(": ")[2]) from None
+            if error.exit_code is not None:
+                raise StageFailed(f"{context.name}: {error.cause.partition(': ')[2]}", error.exit_code) from None
+            without_progress = 0 if last_step(context.directory) > before else without_progress + 1
+            give_up_or_wait(context, error, without_progress)
+
+
+def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
+    """One gang, from claim to result."""
+    number = claim_attempt(context.run)
+    job = Job(
+        run=str(context.run),
+        directory=str(context.directory),
+        attempt=number,
+        key=context.key,
+        code=code_version(),
+        model=models.to_dict(context.model),
+        train=context.resolve(cfg.data.train) or "",
+        evaluate=context.resolve(cfg.data.evaluate),
+        init=context.resolve(cfg.init),
+        probe_train=context.resolve(cfg.probe.train),
+        probe_test=context.resolve(cfg.probe.test),
+    )
+    name = f"attempt-{number:06d}"
+    folder = context.directory / "attempts"
+    task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
+
+    def tick() -> None:
+        if context.stopping() and not job.stop_file.exists():
+            job.stop_file.touch()
+        context.tick(folder / name, number)
+
+    try:
+        return cluster.run_gang(worker, task, cluster=context.cluster, name=name, directory=folder, on_tick=tick)
+    finally:
+        context.tick(folder / name, number)
+
+
+def last_step(directory: Path) -> int:
+    """Step of the newest committed checkpoint; −1 where there is none."""
+    found = checkpoint.committed(directory / "checkpoints")
+    return int(found[0].name.removeprefix("step-")) if found else -1
+
+
+def give_up_or_wait(context: Context, error: GangError, without_progress: int) -> None:
+    """Say what happened and what follows; back off, or raise StageFailed when restarts bring no new checkpoint."""
+    limit = context.cluster.max_restarts
+    last = last_step(context.directory)
+    where = f"step {last}" if last >= 0 else "the start: nothing was committed yet"
+    if without_progress > limit:
+        raise StageFailed(
+            f"{context.name}: {error}\n  {limit} restarts in a row made no new checkpoint; the last is {where}\n"
+            f"  the traceback is in {context.directory / 'incidents.txt'}",
+            exit_code=70,
+        )
+    wait = context.cluster.backoff_s * 2 ** max(without_progress - 1, 0) if without_progress else 0.0
+    context.say(f"{error}; restarting from {where}" + (f" in {wait:.0f}s" if wait else ""))
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        if context.stopping():
+            raise Preempted(f"stopped while waiting to restart from {where}; run the same command again to go on")
+        time.sleep(0.2)
+
+
+def write_incident(context: Context, error: GangError) -> None:
+    """The incident log that a person can read: when, who, why, and the traceback."""
+    with open(context.directory / "incidents.txt", "a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}\n{error.traceback}\n")

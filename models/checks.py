@@ -1,0 +1,53 @@
+"""Refusals shared by the configs of all families: what was found, what was expected, what would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def pair(name: str, value: Any) -> tuple[int, int]:
+    """One number or two, as two positive integers."""
+    values = (value, value) if isinstance(value, int) else tuple(value)
+    if len(values) != 2 or not all(isinstance(v, int) and v > 0 for v in values):
+        raise ValueError(f"{name} must be a positive number or (height, width), found {value!r}")
+    return values
+
+
+def choices(config: Any, table: dict[str, tuple[str, ...]]) -> None:
+    for name, allowed in table.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}; found {getattr(config, name)!r}")
+
+
+def at_least(config: Any, least: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
+
+
+def rates(config: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not 0.0 <= getattr(config, name) < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), found {getattr(config, name)!r}")
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """'208 or 224': the closest multiples of step below and above value."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def multiple(name: str, value: int, step: int, what: str) -> None:
+    if value % step:
+        nearest = nearest_multiples(value, step)
+        raise ValueError(f"{name} {value} is not a multiple of {step} {what}; nearest: {nearest}")
+
+
+def image_size(size: tuple[int, int], stride: tuple[int, int]) -> None:
+    for side, pixels, step in zip(("height", "width"), size, stride, strict=True):
+        if pixels % step:
+            raise ValueError(
+                f"image {side} {pixels} is not a multiple of the patch stride {step}; "
+                f"nearest image_size: {nearest_multiples(pixels, step)}"
+            )

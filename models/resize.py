@@ -1,0 +1,166 @@
+"""Carry weights to another image size, patch size, pooling or classes; every parameter is accounted for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from models import catalog, initial, positions
+
+Shape = tuple[int, ...]
+Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
+
+# What may differ between source and target; any other difference would silently change the function.
+FREE = ("image_size", "patch", "classes", "representation", "pool")
+FREE += ("dropout", "drop_path", "head_bias", "position_std")  # of training and first values
+HEAD = ("pre_logits.", "head.")
+POOLING = ("prefix.cls", "map_head.")
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What became of every parameter, and how similar neighbouring positions were before and are after."""
+
+    kept: tuple[Change, ...] = ()
+    resized: tuple[Change, ...] = ()
+    new: tuple[Change, ...] = ()
+    dropped: tuple[Change, ...] = ()
+    drift: tuple[float, float] | None = None  # mean cosine similarity; None: no table on the grid
+
+    def __str__(self) -> str:
+        lines = [f"kept {len(self.kept)} parameters unchanged"]
+        for label in ("resized", "new", "dropped"):
+            for name, old, new in getattr(self, label):
+                lines.append(f"{label:8} {name:32} {shape_text(old):>18} -> {shape_text(new)}")
+        if self.drift:
+            lines.append("similarity of neighbouring positions {:.4f} -> {:.4f}".format(*self.drift))
+        return "\n".join(lines)
+
+
+def shape_text(shape: Shape | None) -> str:
+    return "-" if shape is None else "x".join(map(str, shape))
+
+
+def transfer(
+    weights: dict[str, Tensor],
+    source: Any,
+    target: Any,
+    new_head: bool = False,
+    generator: Generator | None = None,
+) -> tuple[dict[str, Tensor], TransferReport]:
+    """The target's whole state dict made from the source's weights, and the report of how.
+
+    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if classes,
+    representation or pooling differ (SPEC 1.5). Raises ValueError naming every key that does not fit.
+    """
+    check_comparable(source, target)
+    wanted = {name: tuple(p.shape) for name, p in catalog.empty(target).named_parameters()}
+    check_weights(weights, source)
+    fresh = changed_prefixes(source, target, new_head)
+    result, changes = {}, {"kept": [], "resized": [], "new": []}
+    for name, shape in wanted.items():
+        old = weights.get(name)
+        if old is None or name.startswith(fresh):
+            result[name] = initial.fill(name, torch.empty(shape), target, generator)
+            changes["new"].append((name, None, shape))
+            continue
+        result[name] = resize(name, old, source, target)
+        changes["kept" if result[name] is old else "resized"].append((name, tuple(old.shape), shape))
+    carried = {name for kind in ("kept", "resized") for name, *_ in changes[kind]}
+    dropped = tuple((name, tuple(w.shape), None) for name, w in weights.items() if name not in carried)
+    assert all(tuple(result[name].shape) == shape for name, shape in wanted.items())
+    report = TransferReport(**{k: tuple(v) for k, v in changes.items()}, dropped=dropped)
+    return result, replace(report, drift=drift(weights, source, result, target))
+
+
+def check_comparable(source: Any, target: Any) -> None:
+    if source.family != target.family:
+        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
+    differing = [f.name for f in fields(source) if getattr(source, f.name) != getattr(target, f.name)]
+    fixed = [name for name in differing if name not in FREE]
+    if fixed:
+        shown = "; ".join(f"{name}: {getattr(source, name)!r} -> {getattr(target, name)!r}" for name in fixed)
+        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
+
+
+def check_weights(weights: dict[str, Tensor], config: Any) -> None:
+    """ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
+    wanted = {name: tuple(p.shape) for name, p in catalog.empty(config).named_parameters()}
+    wrong = [f"missing {name} {shape_text(shape)}" for name, shape in wanted.items() if name not in weights]
+    for name, weight in weights.items():
+        if name not in wanted:
+            wrong.append(f"unknown {name} {shape_text(tuple(weight.shape))}")
+        elif tuple(weight.shape) != wanted[name]:
+            wrong.append(f"{name} is {shape_text(tuple(weight.shape))}, expected {shape_text(wanted[name])}")
+    if wrong:
+        raise ValueError(f"weights do not fit this {config.family}, {len(wrong)} keys: " + "; ".join(wrong))
+
+
+def changed_prefixes(source: Any, target: Any, new_head: bool) -> tuple[str, ...]:
+    """Beginnings of the names that are not carried over although both sides may have them."""
+    pooling = getattr(source, "pool", None) != getattr(target, "pool", None)
+    representation = getattr(source, "representation", None) != getattr(target, "representation", None)
+    return HEAD if new_head or pooling or representation or source.classes != target.classes else ()
+
+
+def resize(name: str, old: Tensor, source: Any, target: Any) -> Tensor:
+    """The tensor itself where nothing about it changed, else its resized form."""
+    if name == "embedding.weight" and source.patch != target.patch:
+        return resize_patches(old, target.patch)
+    moved = getattr(source, "grid", None) != getattr(target, "grid", None)
+    if not name.startswith("positions."):
+        return old
+    slots = (source.position_slots, target.position_slots)
+    if not moved and slots[0] == slots[1]:
+        return old
+    return resize_table(name.rpartition(".")[2], old, source, target)
+
+
+def resize_table(leaf: str, old: Tensor, source: Any, target: Any) -> Tensor:
+    (rows, columns), (slots, new_slots) = source.grid, (source.position_slots, target.position_slots)
+    if source.positions == "relative":
+        return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
+    if leaf == "x":
+        return positions.resize_positions(old, (1, columns), (1, target.grid[1]), 0)
+    if leaf == "y":
+        return positions.resize_positions(old, (rows, 1), (target.grid[0], 1), 0)
+    old = F.pad(old[:, max(slots - new_slots, 0) :], (0, 0, max(new_slots - slots, 0), 0))
+    if leaf == "slot":
+        return old
+    return positions.resize_positions(old, source.grid, target.grid, new_slots)
+
+
+def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Patch filters (D, C, h, w) for another size: the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
+
+    A patch enlarged bilinearly gives the enlarged filter the same answer the old patch gave the old filter.
+    """
+    old = tuple(weight.shape[2:])
+    basis = torch.eye(math.prod(old), dtype=torch.float64).view(-1, 1, *old)
+    enlarge = F.interpolate(basis, size=patch, mode="bilinear", align_corners=False).flatten(1)  # (old, new)
+    filters = weight.flatten(2).double() @ torch.linalg.pinv(enlarge).T
+    return filters.unflatten(-1, patch).to(weight.dtype)
+
+
+def drift(
+    weights: dict[str, Tensor], source: Any, result: dict[str, Tensor], target: Any
+) -> tuple[float, float] | None:
+    if getattr(source, "positions", "none") in ("none", "relative"):
+        return None
+    return tuple(
+        positions.neighbour_similarity(grid_table(tensors, config), config.grid)
+        for tensors, config in ((weights, source), (result, target))
+    )
+
+
+def grid_table(weights: dict[str, Tensor], config: Any) -> Tensor:
+    """(N, D): the patches' position entries of the first table."""
+    module = positions.KINDS[config.positions](config.grid, config.width, config.position_slots)
+    first = {name.removeprefix("positions.0."): w for name, w in weights.items() if "positions.0." in name}
+    module.load_state_dict(first)
+    return module.entries(torch.empty(0))[0, -math.prod(config.grid) :].detach()

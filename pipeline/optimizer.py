@@ -1,0 +1,51 @@
+"""The paper's optimizers in torch terms: Adam with decoupled decay on kernels only, and SGD with momentum."""
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pipeline.config import Tags, require, tags
+from pipeline.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adam", "sgd"] = "adam"
+    lr: float = 8e-4  # peak, at batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
+    weight_decay: float = 0.1  # torch convention: multiplied by the rate; kernels only (paper, table 3)
+    clip: float = 1.0  # global gradient norm; 0 is off
+    beta1: float = 0.9  # paper, section 4.1
+    beta2: float = 0.999  # paper, section 4.1
+    eps: float = 1e-8
+    momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    RESUME: Tags = tags(forbid="name lr weight_decay clip beta1 beta2 eps momentum schedule")
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"lr is {self.lr}, expected more than 0")
+        require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}, expected 0 or more")
+        require(self.clip >= 0, f"clip is {self.clip}, expected 0 (off) or more")
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name} is {value}, expected 0 ≤ {name} < 1")
+
+
+def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> torch.optim.Optimizer:
+    """One group that decays and one that does not; the rate is set by the loop before every step."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name in decayed], "weight_decay": cfg.weight_decay},
+        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if cfg.name == "adam":
+        fused = next(model.parameters()).is_cuda
+        return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
+    return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+
+
+STATE = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # per element, fp32, what a checkpoint holds

@@ -1,0 +1,155 @@
+"""The configuration of a trained stage (pretrain, finetune) and the arithmetic that follows from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import models
+from data import AugmentConfig
+from pipeline.config import Tags, require, tags
+from pipeline.errors import ConfigError
+from pipeline.evaluate import ProbeConfig
+from pipeline.optimizer import OptimConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
+
+    train: str = "???"  # the set's index, or its folder
+    evaluate: str | None = None
+    preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    lanes: int | None = None  # contiguous ranges read side by side; None: as many as divide the batch well
+    shuffle_block: int | None = None  # positions shuffled together; None: the default of data.Order
+    tail: Literal["carry", "drop"] = "carry"
+    max_labels: int = 1  # labels a sample has at most
+    max_bad_fraction: float = 1e-3  # of the samples seen, judged from the 10,000th on; past it, exit 65
+    processes: int = 0  # decoding processes a worker
+    timeout_s: float = 120.0  # without a batch
+
+    RESUME: Tags = tags(
+        forbid="train preprocess augment lanes shuffle_block tail max_labels",
+        warn="evaluate max_bad_fraction",
+        free="processes timeout_s",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
+        require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
+        require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3)."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
+    init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
+    new_head: bool = False  # replace the head by a zero-initialised one (paper, B.1.1) even where classes agree
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"
+    label_smoothing: float = 0.0
+    mixup: float = 0.0  # Beta(p, p); 0 is off
+    steps: int | None = None  # optimizer steps; or
+    passes: float | None = None  # over the data, rounded to steps as big_vision does
+    batch_size: int = 4096  # global
+    micro_batch: int = 64  # per worker; accumulation is derived
+    uneven: bool = False  # let workers own numbers of slots that differ by one
+    precision: Literal["bf16", "fp32"] = "bf16"
+    zero: int = 2  # DeepSpeed ZeRO stage
+    checkpoint_blocks: int = 0  # blocks that recompute their activations
+    deepspeed: str | None = None  # your own ds_config.json, merged in
+    seed: int = 0
+    evaluate_every: int = 0  # steps; 0: only at the end
+    probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot on the fly
+    log_every: int = 50
+    save_every: int = 1000
+    keep: int = 3  # newest checkpoints
+    keep_every: int = 0  # steps whose multiples are kept for good; 0: none
+    max_skipped: int = 5  # non-finite steps in a row before exit 70
+    max_failed_saves: int = 3  # in a row before exit 74
+    timeout_s: float = 1800.0  # collectives
+
+    RESUME: Tags = tags(
+        forbid="data model init new_head optim loss label_smoothing mixup steps passes batch_size precision seed",
+        warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
+        free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
+        require(
+            not (self.zero == 0 and self.precision == "bf16"),
+            "zero is 0 with precision bf16: DeepSpeed takes a phantom step there\n  use zero=1 or precision=fp32",
+        )
+        require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
+        require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
+        require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
+        require((self.steps or 1) > 0 and (self.passes or 1) > 0, "steps and passes must be more than 0")
+        for name in ("batch_size", "micro_batch", "log_every", "save_every", "max_skipped", "max_failed_saves"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, expected 1 or more")
+        for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
+        require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
+
+
+def model_config(values: Mapping[str, Any], source: Any = None) -> Any:
+    """The architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
+
+    Raises ConfigError with what the models room found.
+    """
+    plain = dict(values)
+    try:
+        if "name" not in plain and source is not None:
+            return models.from_dict({**models.to_dict(source), **plain})
+        return models.config_of(plain.pop("name"), plain.pop("image_size"), plain.pop("classes"), **plain)
+    except KeyError as error:
+        raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model: {error}") from None
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a global batch falls on the workers."""
+
+    batch_size: int
+    micro_batch: int
+    world: int
+    accumulation: int
+
+    def slots(self, rank: int) -> range:
+        """The contiguous slots of the global batch that a worker owns."""
+        return range(rank * self.batch_size // self.world, (rank + 1) * self.batch_size // self.world)
+
+
+def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
+    """Accumulation from batch_size, micro_batch and the world.
+
+    Raises ConfigError with the nearest sizes that fit where they do not divide, unless `uneven` allows it.
+    """
+    unit = cfg.micro_batch * world
+    require(
+        cfg.batch_size >= world,
+        f"batch_size {cfg.batch_size} is less than {world} workers: some would have no sample\n"
+        f"  use cluster.workers={cfg.batch_size} or fewer",
+    )
+    if cfg.batch_size % unit and not cfg.uneven:
+        below, above = cfg.batch_size // unit * unit, -(-cfg.batch_size // unit) * unit
+        sizes = " or ".join(str(size) for size in (below, above) if size)
+        raise ConfigError(
+            f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = {unit}; "
+            f"nearest: {sizes}\n  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
+        )
+    share = -(-cfg.batch_size // world)
+    return Arithmetic(cfg.batch_size, cfg.micro_batch, world, -(-share // cfg.micro_batch))
+
+
+def steps_of(cfg: TrainConfig, samples: int) -> int:
+    """Optimizer steps of the stage (big_vision utils.steps: passes · samples / batch, rounded)."""
+    if cfg.steps is not None:
+        return cfg.steps
+    assert cfg.passes is not None
+    return max(1, round(cfg.passes * samples / cfg.batch_size))

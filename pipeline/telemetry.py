@@ -1,0 +1,116 @@
+"""What a run says: one log line a report, the same names in metrics.jsonl and TensorBoard, and waits that speak.
+
+The lead worker writes; whoever drives the run follows `log.txt` and prints it.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def amount(value: float) -> str:
+    """41234.0 → "41.2k"."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{suffix}"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "3d04h", "2h05m", "4m10s" or "12s"."""
+    total = int(seconds)
+    days, hours, minutes = total // 86400, total // 3600 % 24, total // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{total % 60:02}s" if minutes else f"{total}s"
+
+
+def log_line(report: Mapping[str, Any]) -> str:
+    """The one line, always in the same order."""
+    parts = [
+        f"step {report['step']}/{report['steps']}",
+        f"loss {report['loss']:.4f}",
+        f"lr {report['lr']:.1e}",
+        f"grad {report['grad_norm']:.2f}",
+        f"img/s {amount(report['images_per_s'])} ({amount(report['images_per_s'] / report['world'])}/worker)",
+    ]
+    if report.get("mfu") is not None:
+        parts.append(f"mfu {report['mfu']:.2f}")
+    parts += [
+        f"wait {report['wait']:.1%}",
+        f"mem {report['memory_gb']:.1f}G",
+        f"eta {duration(report['eta_s'])}",
+    ]
+    return "  ".join(parts)
+
+
+def memory_gb() -> float:
+    """Peak memory of this worker: the GPU's where there is one, resident memory otherwise."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+class Telemetry:
+    """The lead's pen; on other workers only `say` writes (what they alone have seen)."""
+
+    def __init__(self, directory: Path, rank: int, attempt: int) -> None:
+        self.directory, self.rank, self.attempt = directory, rank, attempt
+        self.tensorboard: Any = None
+        if rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(directory / "tensorboard"), flush_secs=10)
+
+    def say(self, text: str) -> None:
+        """One line for people, from any worker; O_APPEND keeps lines of several workers whole."""
+        prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
+        self._append("log.txt", f"{prefix}{text}\n")
+
+    def report(self, kind: str, values: Mapping[str, Any], line: str = "") -> None:
+        """A record in metrics.jsonl and scalars in TensorBoard; the lead's alone."""
+        if self.rank != 0:
+            return
+        record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
+        self._append("metrics.jsonl", json.dumps(record) + "\n")
+        for name, value in values.items():
+            if isinstance(value, float):
+                self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
+        if line:
+            self.say(line)
+
+    def _append(self, name: str, text: str) -> None:
+        handle = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, text.encode())
+        finally:
+            os.close(handle)
+
+    def close(self) -> None:
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+
+def read_metrics(directory: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Records of a kind in the order written; a torn last line (the writer was killed) is left out."""
+    path = directory / "metrics.jsonl"
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["kind"] == kind:
+            records.append(record)
+    return records

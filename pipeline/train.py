@@ -1,0 +1,435 @@
+"""The one training loop: a worker of a trained stage, from its config to a committed checkpoint and weights.
+
+How training starts, first match wins:
+1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world;
+2. `init`: weights of another stage, step 0, a fresh optimizer;
+3. random weights from `seed`.
+"""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import data
+import models
+from data import Ledger, Order
+from pipeline import checkpoint, config
+from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.errors import CheckpointError, Diverged, Preempted
+from pipeline.evaluate import accuracy, features, normalise, probe
+from pipeline.losses import LOSSES, dense_targets, mixup
+from pipeline.schedule import learning_rate
+from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, steps_of
+from pipeline.telemetry import Telemetry, log_line, memory_gb
+
+# FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
+
+    run: str  # the run directory, shared by all nodes
+    directory: str  # of this stage
+    attempt: int
+    key: str  # of the stage
+    code: str  # version of the code
+    model: dict[str, Any]  # the resolved architecture (models.to_dict)
+    train: str
+    evaluate: str | None = None
+    init: str | None = None
+    probe_train: str | None = None
+    probe_test: str | None = None
+
+    @property
+    def stop_file(self) -> Path:
+        """Appears when the driver wants the gang to commit and end."""
+        return Path(self.directory) / f"stop-{self.attempt:06d}"
+
+
+class Trainer:
+    """What the loop holds: the engine, the data and what has been seen so far."""
+
+    def __init__(self, cfg: TrainConfig, job: Job) -> None:
+        self.cfg, self.job = cfg, job
+        self.device = join_group(cfg.timeout_s)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.directory = Path(job.directory)
+        self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
+        self.index = data.load_index(job.train)
+        self.order = self._order()
+        self.steps = steps_of(cfg, self.index.samples)
+        self.arithmetic = batch_arithmetic(cfg, self.world)
+        self.model_config = models.from_dict(job.model)
+        self.engine = self._engine(self.arithmetic)
+        self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
+        self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
+        self.ledger = Ledger.start(self.index.digest, cfg.seed)
+        self.last_metrics: dict[str, float] = {}
+        self.start()
+
+    def _order(self) -> Order:
+        given = {"lanes": self.cfg.data.lanes, "shuffle_block": self.cfg.data.shuffle_block}
+        return Order(
+            self.index.shard_samples,
+            seed=self.cfg.seed,
+            batch_size=self.cfg.batch_size,
+            tail=self.cfg.data.tail,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    def _engine(self, arithmetic: Arithmetic) -> Engine:
+        cfg = self.cfg
+        model = models.from_config(self.model_config, torch.Generator().manual_seed(cfg.seed))
+        if self.job.init:
+            state, source = models.load_weights(self.job.init)
+            state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
+            model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
+            self.telemetry.report("transfer", {"step": 0, "report": str(report)})
+        model.checkpoint_blocks = cfg.checkpoint_blocks  # type: ignore[assignment]
+        model.to(self.device)
+        settings = deepspeed_config(
+            zero=cfg.zero,
+            precision=cfg.precision,
+            micro_batch=cfg.micro_batch,
+            accumulation=arithmetic.accumulation,
+            clip=cfg.optim.clip,
+            user_file=cfg.deepspeed,
+        )
+        return Engine(model, models.decayed(model), cfg.optim, settings)
+
+    # ------------------------------------------------------------------------------------------ how training starts
+
+    def start(self) -> None:
+        """Resume, or start from weights or seed; say which, and what is therefore ignored, in one line."""
+        cfg, job = self.cfg, self.job
+        found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
+        if found is not None:
+            changed = config.differences(found.config, config.tagged(cfg, "forbid"))
+            assert found.key == job.key, f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
+            self.step, self.bad, self.ledger = found.step, found.bad_samples, Ledger(found.ledger)
+            ignored = f", init {job.init} ignored" if job.init else ", random weights ignored"
+            text = (
+                f"resumed from step {found.step} (attempt {found.attempt}, {found.world} workers, ZeRO {found.zero}, "
+                f"ledger {found.ledger[:12]}){ignored}"
+            )
+        elif job.init:
+            text = f"weights from {job.init}, optimizer fresh, step 0"
+        else:
+            text = f"random weights from seed {cfg.seed}, step 0"
+        if self.rank == 0:
+            a = self.arithmetic
+            self.telemetry.say(
+                f"attempt {job.attempt}: {text}; {self.world} workers × micro_batch {a.micro_batch} × accumulation "
+                f"{a.accumulation} = batch {a.batch_size}, {self.steps} steps, ZeRO {cfg.zero} {cfg.precision}"
+            )
+            self.telemetry.report("start", {"step": self.step, "text": text, "world": self.world})
+
+    # ------------------------------------------------------------------------------------------ pieces of a step
+
+    def micro_batches(self) -> Iterator[data.Batch]:
+        """This worker's micro-batches from the current step on."""
+        cfg = self.cfg
+        return iter(
+            data.TrainLoader(
+                self.index,
+                self.order,
+                image_size=self.model_config.image_size[0],
+                slots=self.arithmetic.slots(self.rank),
+                micro_batch=cfg.micro_batch,
+                start_step=self.step,
+                seed=cfg.seed,
+                augment=cfg.data.augment,
+                max_labels=cfg.data.max_labels,
+                processes=cfg.data.processes,
+                timeout_s=cfg.data.timeout_s,
+            )
+        )
+
+    def forward_backward(self, batch: data.Batch) -> torch.Tensor:
+        """Backward of one micro-batch, weighted so that the sum over workers and micro-batches is the global mean.
+
+        Returns the summed loss of its samples.
+        """
+        cfg = self.cfg
+        torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
+        images = normalise(batch.images, self.engine.dtype, self.device)
+        targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
+        if cfg.mixup:
+            images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
+        total = LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
+        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
+        return total.detach()
+
+    def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
+        """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
+        status = torch.tensor([0.0, bad, stop, self.saver.written], dtype=torch.float64, device=self.device)
+        status[0] = loss
+        dist.all_reduce(status)
+        total, bad_sum, stops, written = status.tolist()
+        return total / self.cfg.batch_size, int(bad_sum), stops > 0, written == self.world
+
+    def begin_save(self) -> None:
+        """Snapshot now; a save still in flight is finished first."""
+        if self.saver.in_flight:
+            self.finish_save()
+        self.saver.begin(
+            self.engine,
+            checkpoint.Manifest(
+                step=self.step,
+                samples_seen=self.step * self.cfg.batch_size,
+                updates=self.engine.updates,
+                ledger=self.ledger.hex,
+                attempt=self.job.attempt,
+                world=self.world,
+                zero=self.cfg.zero,
+                config=config.tagged(self.cfg, "forbid"),
+                key=self.job.key,
+                code=self.job.code,
+                bad_samples=self.bad,
+                metrics=self.last_metrics,
+            ),
+        )
+
+    def finish_save(self) -> None:
+        """Collective: commit the save in flight and prune; too many failures in a row end the run."""
+        done = self.saver.finish()
+        values = {"step": self.saver.manifest.step, "stalled_s": self.saver.stalled_s, "took_s": self.saver.took_s}
+        if done is not None:
+            self.failed_saves = 0
+            size = sum(file["bytes"] for file in done.files.values())
+            if self.rank == 0:
+                self.telemetry.report(
+                    "checkpoint",
+                    {**values, "bytes": size, "ledger": done.ledger},
+                    f"checkpoint step {done.step} committed: {len(done.files)} files, {size / 1e6:.1f} MB, "
+                    f"loop stalled {self.saver.stalled_s:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
+                )
+                checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
+            return
+        self.failed_saves += 1
+        if self.rank == 0:
+            self.telemetry.report(
+                "checkpoint_failed",
+                {**values, "error": self.saver.failure},
+                f"checkpoint step {values['step']} FAILED ({self.saver.failure}); training goes on from memory, the "
+                f"one before it stays; {self.failed_saves} of {self.cfg.max_failed_saves} failures in a row",
+            )
+        if self.failed_saves >= self.cfg.max_failed_saves:
+            raise CheckpointError(
+                f"{self.failed_saves} saves in a row failed, the last: {self.saver.failure}\n"
+                f"  make room under {self.saver.folder}, then run the same command again"
+            )
+
+    def judge(self, norm: float, ids: list[list[int]]) -> None:
+        """Count skipped steps: a non-finite gradient never reaches the weights, too many in a row end the run."""
+        if math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self.telemetry.say(
+            f"step {self.step}: gradient not finite, step skipped, weights unchanged; "
+            f"first samples (epoch, shard, sample) {ids[:4]}"
+        )
+        if self.skipped_in_a_row >= self.cfg.max_skipped:
+            raise Diverged(
+                f"{self.skipped_in_a_row} steps in a row up to {self.step} had a non-finite gradient\n"
+                f"  the last good weights are in {self.saver.folder}\n"
+                "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
+            )
+
+    def count_bad(self, batch: data.Batch, before: int) -> None:
+        """Name this worker's first and every thousandth bad sample."""
+        for number, bad in enumerate(batch.bad, start=before + 1):
+            if number == 1 or number % 1000 == 0:
+                self.telemetry.say(f"bad sample {number} replaced: {bad.shard} {bad.key}: {bad.reason}")
+
+    def check_bad(self) -> None:
+        """Raise DataError when more samples are bad than a healthy set can have."""
+        allowed = self.cfg.data.max_bad_fraction * max(self.step * self.cfg.batch_size, BAD_GRACE)
+        if self.bad > allowed:
+            raise data.DataError(
+                f"{self.bad} bad samples among {self.step * self.cfg.batch_size} seen, more than max_bad_fraction "
+                f"{self.cfg.data.max_bad_fraction} allows\n  see log.txt for names; "
+                f"python -m jobs data check {self.job.train} lists them all"
+            )
+
+    def evaluate(self) -> None:
+        """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
+        cfg, job = self.cfg, self.job
+        values: dict[str, Any] = {}
+        if job.evaluate:
+            values["accuracy"], values["judged"] = accuracy(
+                self.engine.model, self._samples(job.evaluate), self.engine.dtype, self.device
+            )
+        if job.probe_train and job.probe_test:
+            sets = [
+                features(self.engine.model, self._samples(path), self.engine.dtype, self.device)
+                for path in (job.probe_train, job.probe_test)
+            ]
+            if self.rank == 0:
+                values |= probe(sets[0], sets[1], cfg.probe)
+        if values and self.rank == 0:
+            self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
+            shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
+            self.telemetry.report("evaluate", {"step": self.step, **values}, f"evaluate step {self.step}  {shown}")
+
+    def _samples(self, path: str) -> data.EvaluationSet:
+        ops = self.cfg.data.preprocess or "resize({})".format(self.model_config.image_size[0])
+        return data.EvaluationSet(
+            data.load_index(path),
+            ops,
+            batch_size=self.cfg.micro_batch,
+            rank=self.rank,
+            world=self.world,
+            max_labels=self.cfg.data.max_labels,
+        )
+
+    def report(self, loss: float, norm: float, rate: float, since: float, steps: int, waited: float) -> None:
+        """The log line and its record."""
+        elapsed = time.monotonic() - since
+        speed = steps * self.cfg.batch_size / elapsed
+        flops = models.training_flops(self.model_config, 1) * speed / self.world
+        peak = next((v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()), None)
+        values = {
+            "step": self.step,
+            "steps": self.steps,
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "images_per_s": speed,
+            "tflops_per_worker": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "wait": waited / elapsed,
+            "memory_gb": memory_gb(),
+            "eta_s": (self.steps - self.step) * elapsed / steps,
+            "world": self.world,
+            "samples_seen": self.step * self.cfg.batch_size,
+            "bad_samples": self.bad,
+            "ledger": self.ledger.hex,
+        }
+        self.telemetry.report("train", values, log_line(values))
+
+
+def config_seed(*parts: int) -> int:
+    """A seed for dropout that depends on what is computed, not on who computes it or what ran before."""
+    return int(config.digest(parts)[:15], 16)
+
+
+def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
+    """Run (or go on with) the stage on this worker; returns what the stage hands on. Collective.
+
+    Raises Preempted after committing when asked to stop, Diverged, CheckpointError, data.DataError.
+    """
+    t = Trainer(cfg, job)
+    asked: list[int] = []
+    _catch_sigterm(asked)
+    batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
+    since, counted, waited, bad_here = time.monotonic(), 0, 0.0, 0
+    saved = t.step if t.step else -1
+
+    while t.step < t.steps:
+        # 1. forward and backward over the accumulation; the optimizer steps with the last micro-batch
+        rate = learning_rate(t.step, t.steps, cfg.optim.lr, cfg.optim.schedule)
+        loss, bad, ids = torch.zeros((), device=t.device), 0, []
+        for _ in range(accumulation):
+            began = time.monotonic()
+            batch = next(batches)
+            waited += time.monotonic() - began
+            assert batch.step == t.step, f"the loader is at step {batch.step}, the loop at {t.step}"
+            t.count_bad(batch, bad_here + bad)
+            bad += len(batch.bad)
+            ids += batch.ids.tolist()
+            loss = loss + t.forward_backward(batch)
+            t.engine.end_micro_batch(rate)
+
+        # 2. what all workers must agree on
+        stop = bool(asked) or (t.rank == 0 and job.stop_file.exists())
+        mean_loss, all_bad, stopping, written = t.agree(loss, bad, stop)
+        norm = t.engine.gradient_norm()
+        t.ledger = t.ledger.update(t.step, *t.order.batch(t.step))
+        t.step, t.bad, bad_here, counted = t.step + 1, t.bad + all_bad, bad_here + bad, counted + 1
+        t.judge(norm, ids)
+        t.check_bad()
+
+        # 3. what the step asks for
+        last = t.step == t.steps
+        if t.step % cfg.log_every == 0 or last or counted == 1:
+            t.report(mean_loss, norm, rate, since, counted, waited)
+            if t.step % cfg.log_every == 0:
+                since, counted, waited = time.monotonic(), 0, 0.0
+        if t.saver.in_flight and written:
+            t.finish_save()
+        if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:
+            t.evaluate()
+        if t.step % cfg.save_every == 0 or last or stopping:
+            t.begin_save()
+            saved = t.step
+        if stopping and not last:
+            t.finish_save()
+            raise Preempted(f"stopped at step {t.step} after committing it; run the same command again to go on")
+
+    if saved != t.step:
+        t.begin_save()
+    if t.saver.in_flight:
+        t.finish_save()
+    t.evaluate()
+    return finish(t)
+
+
+def _catch_sigterm(asked: list[int]) -> None:
+    """Remember SIGTERM until the end of the step; only a main thread may (under Ray the driver's stop file tells)."""
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    except ValueError:
+        return
+
+
+def finish(t: Trainer) -> dict[str, Any]:
+    """The lead writes the stage's weights and their provenance from the committed checkpoint; all wait for it."""
+    outcome: list[Any] = [None]
+    if t.rank == 0:
+        last = checkpoint.committed(t.saver.folder)[0]
+        manifest = checkpoint.read_manifest(last)
+        weights = export(last, t.model_config)
+        models.save_weights(weights, t.model_config, t.directory)
+        outcome = [
+            {
+                "step": t.step,
+                "samples_seen": manifest.samples_seen,
+                "ledger": manifest.ledger,
+                "bad_samples": manifest.bad_samples,
+                "metrics": t.last_metrics,
+                "world": t.world,
+            }
+        ]
+        t.telemetry.say(f"done at step {t.step}: weights in {t.directory / 'weights.safetensors'}")
+    dist.broadcast_object_list(outcome, src=0)
+    t.telemetry.close()
+    t.engine.close()
+    dist.destroy_process_group()
+    return outcome[0]
+
+
+def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:
+    """World-size-free fp32 weights of a committed checkpoint."""
+    manifest = checkpoint.read_manifest(folder)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in models.from_config(model).named_parameters()}
+    return checkpoint.Reader(folder, manifest.files).weights(shapes)
+
+
+def worker(task: Mapping[str, Any]) -> dict[str, Any]:
+    """What a gang runs: `task` holds the plain config and job."""
+    cfg = config.build(TrainConfig, json.loads(json.dumps(task["config"])), "config")
+    return train(cfg, Job(**task["job"]))

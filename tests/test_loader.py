@@ -1,0 +1,147 @@
+"""The loader gives the same pixels and labels whatever the topology, and replaces what it cannot use."""
+
+from itertools import islice
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from data import AugmentConfig, DataError, EvaluationSet, Order, Sample, TrainLoader, digits, pack
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    return pack(islice(digits(True), 300), tmp_path_factory.mktemp("digits"), shard_samples=70)
+
+
+@pytest.fixture(scope="module")
+def order(index):
+    return Order(index.shard_samples, seed=5, batch_size=24, lanes=4)
+
+
+def run(index, order, *, steps, slots=range(24), micro_batch=24, start_step=0, **options):
+    """All rows of some steps, in slot order: (images, labels, ids)."""
+    options = {"image_size": 32, "seed": 5} | options
+    loader = TrainLoader(index, order, slots=slots, micro_batch=micro_batch, start_step=start_step, **options)
+    batches = list(islice(iter(loader), steps * -(-len(slots) // micro_batch)))
+    return [torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels", "ids")]
+
+
+def equal(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_batch_is_uint8_images_labels_and_ids(index, order):
+    batch = next(
+        iter(TrainLoader(index, order, image_size=24, slots=range(8, 16), micro_batch=5, max_labels=3))
+    )
+    assert batch.images.shape == (5, 3, 24, 24) and batch.images.dtype == torch.uint8
+    assert (
+        batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
+    )
+    assert batch.ids.tolist() == np.stack(order.batch(0), 1)[8:13].tolist() and batch.bad == ()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world, processes):
+    whole = run(index, order, steps=3)
+    share = 24 // world
+    parts = [
+        run(
+            index, order, steps=3, slots=range(r * share, (r + 1) * share), micro_batch=5, processes=processes
+        )
+        for r in range(world)
+    ]
+    for column, parts_of in zip(whole, zip(*parts, strict=True), strict=True):
+        stacked = torch.cat([part.unflatten(0, (3, share)) for part in parts_of], 1).flatten(0, 1)
+        assert torch.equal(stacked, column)
+
+
+def test_resuming_at_a_step_equals_never_having_stopped(index, order):
+    whole = run(index, order, steps=20)
+    resumed = run(index, order, steps=6, start_step=14)
+    assert equal([column[14 * 24 :] for column in whole], resumed)
+
+
+def test_seed_and_epoch_change_the_pixels_of_a_sample(index):
+    order = Order(index.shard_samples, seed=5, batch_size=300)
+    first, second = (
+        run(index, order, steps=1, slots=range(300)),
+        run(index, order, steps=1, slots=range(300), start_step=1),
+    )
+    place = {tuple(row[1:].tolist()): n for n, row in enumerate(second[2])}
+    again = second[0][[place[tuple(row[1:].tolist())] for row in first[2]]]
+    assert (first[0] == again).flatten(1).all(1).float().mean() < 0.1
+    other = run(index, order, steps=1, slots=range(300), seed=6)
+    assert torch.equal(first[2], other[2]) and not torch.equal(first[0], other[0])
+
+
+def test_without_crop_and_flip_the_pixels_are_the_image_s_own(index, order):
+    images, _, ids = run(index, order, steps=1, augment=AugmentConfig(crop="none", flip=False))
+    kept = list(islice(digits(True), 300))
+    for image, (_, shard, sample) in zip(images, ids.tolist(), strict=True):
+        original = cv2.imdecode(
+            np.frombuffer(kept[shard * 70 + sample].image, np.uint8), cv2.IMREAD_COLOR_RGB
+        )
+        assert np.array_equal(image.permute(1, 2, 0), original)
+
+
+def test_bad_samples_are_replaced_by_the_next_of_their_lane_and_reported(tmp_path):
+    good = list(islice(digits(True), 40))
+    broken = {3: b"", 11: b"not an image", 17: good[17].image[:100]}
+    samples = [Sample(s.key, broken.get(n, s.image), s.labels) for n, s in enumerate(good)]
+    index = pack(samples, tmp_path, shard_samples=16)
+    order = Order(index.shard_samples, seed=0, batch_size=8, lanes=2)
+    one, two = (
+        [
+            b
+            for b in islice(
+                iter(TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=m)), 5 * 8 // m
+            )
+        ]
+        for m in (8, 2)
+    )
+    bad = [problem for batch in one for problem in batch.bad]
+    assert {problem.key for problem in bad} >= {good[n].key for n in broken}
+    assert sorted(map(str, bad)) == sorted(str(problem) for batch in two for problem in batch.bad)
+    ids = torch.cat([batch.ids for batch in one])
+    assert torch.equal(ids, torch.cat([batch.ids for batch in two]))
+    used = {shard * 16 + sample for _, shard, sample in ids.tolist()}
+    assert used == set(range(40)) - set(broken)
+
+
+def test_a_set_without_a_good_sample_stops_with_a_data_error(tmp_path):
+    index = pack([Sample(f"s{n}", b"junk", (0,)) for n in range(5)], tmp_path)
+    order = Order(index.shard_samples, seed=0, batch_size=4)
+    with pytest.raises(DataError, match="bad samples in a row"):
+        next(iter(TrainLoader(index, order, image_size=16, slots=range(4), micro_batch=4)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 7])
+def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
+    sets = [
+        EvaluationSet(index, "resize_small(40)|central_crop(32)", batch_size=16, rank=r, world=world)
+        for r in range(world)
+    ]
+    seen = []
+    for part in sets:
+        batches = list(part)
+        assert len(batches) == len(part) == len(sets[0])
+        for batch in batches:
+            assert batch.images.shape == (16, 3, 32, 32) and batch.images.dtype == torch.uint8
+            assert (batch.labels[batch.mask] >= 0).all() and (batch.labels[~batch.mask] == -1).all()
+            seen += batch.ids[batch.mask].tolist()
+    assert sorted(seen) == [
+        [shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)
+    ]
+
+
+def test_the_float_squash_stays_float(index):
+    batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
+    assert (
+        batch.images.dtype == torch.float32
+        and batch.images.shape == (4, 3, 48, 48)
+        and batch.images.max() > 200
+    )

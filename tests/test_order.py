@@ -1,0 +1,115 @@
+"""The order is a pure function of the step; every sample once an epoch, whatever the topology."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.order import Ledger, Order, key_of, permute
+
+shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
+per_lane = st.integers(1, 6)
+lane_count = st.integers(1, 8)
+blocks = st.integers(1, 50)
+
+
+def ids(order: Order, steps: int) -> np.ndarray:
+    return np.concatenate([np.stack(order.batch(step), 1) for step in range(steps)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(shards, lane_count, per_lane, blocks, st.integers(0, 5))
+def test_every_sample_is_used_exactly_once_an_epoch(sizes, lanes, k, block, seed):
+    order = Order(sizes, seed=seed, batch_size=lanes * k, lanes=lanes, shuffle_block=block)
+    seen = ids(order, -(-3 * sum(sizes) // (lanes * k)))[: 3 * sum(sizes)]
+    every = {(shard, sample) for shard, n in enumerate(sizes) for sample in range(n)}
+    for epoch in range(3):
+        part = seen[epoch * sum(sizes) : (epoch + 1) * sum(sizes)]
+        assert (part[:, 0] == epoch).all()
+        assert len(part) == len(every) and set(map(tuple, part[:, 1:].tolist())) == every
+
+
+@settings(max_examples=100, deadline=None)
+@given(shards, lane_count, per_lane, blocks)
+def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, k, block):
+    batch = lanes * k
+    if sum(sizes) < batch:
+        with pytest.raises(ValueError, match="carry"):
+            Order(sizes, seed=0, batch_size=batch, lanes=lanes, tail="drop")
+        return
+    order = Order(sizes, seed=0, batch_size=batch, lanes=lanes, shuffle_block=block, tail="drop")
+    for epoch in range(2):
+        steps = range(int(epoch * order.steps_per_epoch), int((epoch + 1) * order.steps_per_epoch))
+        seen = np.concatenate([np.stack(order.batch(step), 1) for step in steps])
+        assert (seen[:, 0] == epoch).all() and len(np.unique(seen, axis=0)) == len(seen)
+        assert sum(sizes) - len(seen) < batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(shards, lane_count, per_lane, blocks, st.integers(0, 200))
+def test_any_step_is_computed_without_replay(sizes, lanes, k, block, step):
+    fresh = Order(sizes, seed=3, batch_size=lanes * k, lanes=lanes, shuffle_block=block)
+    used = Order(sizes, seed=3, batch_size=lanes * k, lanes=lanes, shuffle_block=block)
+    for earlier in range(max(0, step - 5), step):
+        used.batch(earlier)
+    assert np.array_equal(fresh.batch(step), used.batch(step))
+    assert fresh.epoch_of(step) == fresh.batch(step)[0][0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 2**40))
+def test_a_keyed_permutation_is_a_permutation(size, key):
+    found = permute(np.arange(size), np.full(size, size), np.repeat(key_of(key), size))
+    assert sorted(found) == list(range(size))
+
+
+def test_epochs_and_seeds_are_shuffled_differently():
+    order, other = (Order([50] * 20, seed=seed, batch_size=50) for seed in (0, 1))
+    first, second = ids(order, 20)[:, 1:], ids(order, 40)[1000:, 1:]
+    assert (first == second).all(1).mean() < 0.02
+    assert (first == ids(other, 20)[:, 1:]).all(1).mean() < 0.02
+
+
+def test_a_step_far_into_300_million_samples_needs_neither_replay_nor_memory():
+    order = Order([10_000] * 30_000, seed=0, batch_size=4096)
+    far = order.batch(700_000)
+    assert len(np.unique(np.stack(far), axis=1).T) == 4096 and far[0][0] == 700_000 * 4096 // 300_000_000
+    held = (
+        sum(array.nbytes for arrays in order._starts.values() for array in arrays)
+        + order.shard_samples.nbytes
+    )
+    assert held < 2_000_000
+
+
+def test_a_worker_s_slots_touch_few_shards():
+    order = Order([1000] * 640, seed=0, batch_size=1024, lanes=64, shuffle_block=1000)
+    _, shard, _ = order.batch(100)
+    assert len(set(shard[:128])) <= 8 * 2  # an eighth of the slots is an eighth of the lanes
+
+
+def test_a_replacement_is_the_next_sample_of_the_lane_and_another_one():
+    order = Order([30, 0, 30, 3], seed=0, batch_size=8, lanes=4)
+    for slot in range(8):
+        chain = [order.replacement(2, slot, attempt) for attempt in range(order.samples)]
+        assert chain[0] == tuple(column[slot] for column in order.batch(2))
+        assert len(set(chain)) == order.samples
+    assert order.replacement(2, 0, 1)[1:] == tuple(column[1] for column in order.batch(2))[1:]
+
+
+def test_lanes_that_do_not_divide_the_batch_are_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="nearest: 6"):
+        Order([10], seed=0, batch_size=12, lanes=7)
+    assert Order([10], seed=0, batch_size=100).lanes == 50
+
+
+def test_equal_ledgers_mean_equal_data():
+    order = Order([13, 8], seed=0, batch_size=4)
+
+    def ledger(steps, seed=0):
+        found = Ledger.start("digest", seed)
+        for step in steps:
+            found = found.update(step, *order.batch(step))
+        return found.hex
+
+    assert ledger(range(5)) == ledger(range(5))
+    assert len({ledger(range(5)), ledger(range(4)), ledger([0, 1, 2, 4, 3]), ledger(range(5), seed=1)}) == 4

@@ -1,0 +1,190 @@
+"""Packing is deterministic, resumable, and makes the same index that indexing its tars does."""
+
+import io
+import tarfile
+from collections import Counter
+
+import cv2
+import numpy as np
+import pandas
+import pytest
+import webdataset
+
+from data.errors import DataError
+from data.index import build_index, load_index
+from data.packing import pack
+from data.reader import Reader, check_sizes
+from data.sources import Sample, class_folders, digits, path_table
+
+
+def picture(value: int, size: int = 8) -> bytes:
+    return cv2.imencode(".jpg", np.full((size, size, 3), value, np.uint8))[1].tobytes()
+
+
+def samples(count: int, classes: int = 5):
+    return [Sample(f"s{n:05d}", picture(n % 256), (n % classes,)) for n in range(count)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path):
+    first, second = (pack(samples(25), tmp_path / name, shard_samples=10) for name in "ab")
+    assert first.digest == second.digest and contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert first.shard_samples == (10, 10, 5) and first.class_counts == (5, 5, 5, 5, 5)
+
+
+def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
+    def dying():
+        yield from samples(25)[:17]
+        raise KeyboardInterrupt
+
+    pack(samples(25), tmp_path / "whole", shard_samples=5)
+    with pytest.raises(KeyboardInterrupt):
+        pack(dying(), tmp_path / "killed", shard_samples=5)
+    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list(
+        (tmp_path / "killed").glob("*.json")
+    )
+    kept = (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns
+    pack(samples(25), tmp_path / "killed", shard_samples=5)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns == kept
+
+
+def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):
+    packed = pack(samples(23), tmp_path / "set", shard_samples=10)
+    found = build_index(tmp_path / "set", output=tmp_path / "elsewhere", name="again")
+    assert (found.digest, found.shards, found.class_counts) == (
+        packed.digest,
+        packed.shards,
+        packed.class_counts,
+    )
+    one, other = Reader(packed), Reader(found)
+    assert one.read(2, 1) == other.read(2, 1) == ("s00021", picture(21), b"1")
+
+
+def test_shards_are_plain_webdataset(tmp_path):
+    pack(samples(7), tmp_path, shard_samples=10)
+    read = list(webdataset.WebDataset(str(tmp_path / "train-000000.tar"), shardshuffle=False))
+    assert [(row["__key__"], row["jpg"], row["cls"]) for row in read] == [
+        (s.key, s.image, str(s.labels[0]).encode()) for s in samples(7)
+    ]
+
+
+def test_shards_are_cut_by_bytes_too(tmp_path):
+    size = len(picture(0, 64))
+    made = pack((Sample(f"s{n}", picture(0, 64), (0,)) for n in range(10)), tmp_path, shard_bytes=3 * size)
+    assert made.shard_samples == (3, 3, 3, 1)
+
+
+def test_several_labels_are_kept_and_counted_once_each(tmp_path):
+    made = pack([Sample("a", picture(0), (1, 3)), Sample("b", picture(0), (3,))], tmp_path)
+    assert made.class_counts == (0, 1, 0, 2) and Reader(made).read(0, 0)[2] == b"1 3"
+
+
+def test_class_folders_are_labelled_by_sorted_name_and_mixed(tmp_path):
+    for name in ("dog", "cat"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for n in range(10):
+            (tmp_path / "in" / name / f"{n}.v1.jpg").write_bytes(picture(n))
+    made = list(class_folders(tmp_path / "in"))
+    assert {sample.key for sample in made if sample.labels == (0,)} == {f"cat/{n}_v1" for n in range(10)}
+    assert 0 < sum(sample.labels[0] for sample in made[:10]) < 10
+    (tmp_path / "in" / "eel").mkdir()
+    with pytest.raises(DataError, match=r"eel.*no images"):
+        list(class_folders(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_of_paths_and_labels(tmp_path, kind):
+    (tmp_path / "a.jpg").write_bytes(picture(1))
+    (tmp_path / "b.jpg").write_bytes(picture(2))
+    if kind == "csv":
+        (tmp_path / "t.csv").write_text('path,label\na.jpg,3\nb.jpg,"1 2"\n')
+    else:
+        pandas.DataFrame({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]}).to_parquet(
+            tmp_path / "t.parquet"
+        )
+    made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
+    assert made["a"].labels == (3,) and made["b"].labels == (1, 2) and made["b"].image == picture(2)
+
+
+def test_digits_split_is_stratified_and_fixed():
+    train, test = list(digits(True)), list(digits(False))
+    assert len(train) + len(test) == 1797 and not {s.key for s in train} & {s.key for s in test}
+    assert set(Counter(s.labels[0] for s in test).values()) <= set(range(34, 37))
+    assert {s.labels[0] for s in digits(True, classes=range(5))} == set(range(5))
+
+
+def test_labels_beyond_the_classes_are_refused_by_name(tmp_path):
+    pack(samples(6), tmp_path)
+    with pytest.raises(
+        DataError, match=r"train-000000.tar: sample s00004 has label 4, but there are 4 classes"
+    ):
+        build_index(tmp_path, classes=4)
+    with pytest.raises(DataError, match=r"s00004 has labels \[4\], expected one or more of 0 … 3"):
+        pack(samples(6), tmp_path / "x", classes=4)
+
+
+def test_missing_short_and_altered_shards_are_named(tmp_path):
+    made = pack(samples(40), tmp_path, shard_samples=10)
+    check_sizes(made)
+    (tmp_path / "train-000001.tar").unlink()
+    with open(tmp_path / "train-000002.tar", "r+b") as file:
+        file.truncate(1000)
+    data = bytearray((tmp_path / "train-000003.tar").read_bytes())
+    data[700] ^= 1
+    (tmp_path / "train-000003.tar").write_bytes(data)
+    with pytest.raises(
+        DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"
+    ):
+        check_sizes(made)
+    with pytest.raises(DataError, match=r"train-000003.tar: its sha256 is not the one"):
+        Reader(made).read(3, 0)
+    with pytest.raises(DataError, match="1000 bytes"):
+        Reader(made).read(2, 0)
+    with pytest.raises(DataError, match=r"train-000002.tar: .*(short|wants)"):
+        build_index(tmp_path)
+
+
+def test_an_index_is_found_in_its_folder_and_refused_when_edited(tmp_path):
+    made = pack(samples(4), tmp_path)
+    assert load_index(tmp_path) == made
+    path = tmp_path / "train.index.json"
+    path.write_text(
+        path.read_text().replace('"train-000000.tar", 4', '"train-000000.tar", 5').replace(" 4,", " 5,")
+    )
+    with pytest.raises(DataError, match="digest"):
+        load_index(path)
+    with pytest.raises(DataError, match="found none"):
+        load_index(tmp_path.parent)
+
+
+def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
+
+        def add(name, body=b"", **fields):
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            for field, value in fields.items():
+                setattr(info, field, value)
+            tar.addfile(info, io.BytesIO(body))
+
+        add("a.jpg", picture(0))
+        add("a.cls", b"0")
+        add("evil.pyd", b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
+        add("../../out.jpg", picture(1))
+        add("../../out.cls", b"1")
+        add("b.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add("c.jpg", type=tarfile.CHRTYPE)
+        add("folder", type=tarfile.DIRTYPE)
+        add("x" * 200 + ".jpg", picture(2))
+        add("x" * 200 + ".cls", b"2")
+    (tmp_path / "t.tar").write_bytes(buffer.getvalue())
+    found = build_index(tmp_path, name="t")
+    assert found.samples == 3 and found.class_counts == (1, 1, 1)
+    assert Reader(found).read(0, 2)[0] == "x" * 200
+    text = (tmp_path / "t.index.json").read_text()
+    assert '"link, device or sparse member": 2' in text and '"member type .pyd": 1' in text

@@ -1,0 +1,55 @@
+"""Preprocessing equals the original repositories' on golden arrays."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.augment import AugmentConfig, Draws, inception_box
+from data.preprocess import preprocess
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
+
+
+@needs_golden
+@pytest.mark.parametrize("case", range(8))
+def test_op_strings_match_the_original(case):
+    golden = np.load(GOLDEN / "preprocess.npz")
+    config, expected = json.loads(str(golden["cases_json"]))[str(case)], golden[f"out_{case}"]
+    found = preprocess(golden[f"in_{case}"], config["pp"])
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    error = np.abs(found.astype(float) - expected)
+    level = 1.001 if expected.dtype == np.uint8 else 0.00785  # one uint8 level
+    growing = config["pp"].startswith("decode|resize_small(56)")  # ties of exact integers fall either way
+    assert error.max() <= level and (error > 1e-6).mean() < (0.2 if growing else 0.01)
+
+
+@needs_golden
+def test_the_inception_crop_is_distributed_as_the_original():
+    golden = np.load(GOLDEN / "inception_crop_stats.npz")
+    height, width = 300, 400
+    boxes = np.array([inception_box(height, width, Draws(n), AugmentConfig()) for n in range(10_000)])
+    y, x, h, w = boxes.T
+    found = {"area": h * w / height / width, "aspect": w / h, "height": h / height, "width": w / width}
+    found |= {"y0": y / height, "x0": x / width}
+    scale = {"height": height, "width": width, "y0": height, "x0": width}
+    for name, values in found.items():
+        quantiles = golden[f"{name}_quantiles"] / scale.get(name, 1)
+        assert np.abs(np.quantile(values, golden["quantiles"]) - quantiles).max() < 0.02, name
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (1, 500), (500, 1), (3, 4)])
+def test_a_box_lies_inside_any_image(height, width):
+    for n in range(200):
+        y, x, h, w = inception_box(height, width, Draws(n), AugmentConfig())
+        assert y >= 0 and x >= 0 and h > 0 and w > 0 and y + h <= height and x + w <= width
+
+
+def test_unknown_ops_and_crops_of_small_images_are_refused():
+    image = np.zeros((10, 20, 3), np.uint8)
+    with pytest.raises(ValueError, match=r"'resise' .* unknown; there are decode, resize"):
+        preprocess(image, "decode|resise(3)")
+    with pytest.raises(ValueError, match="put a resize before"):
+        preprocess(image, "central_crop(12)")
