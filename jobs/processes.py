@@ -72,6 +72,8 @@ def _workers(
 def _worker(function: Function, config: dict[str, Any], folder: Path, seat: Seat, port: int) -> None:
     """The life of one worker: leads its own process group, dies with the driver, writes to its own log."""
     os.setsid()
+    # Who stops a job signals its whole tree; the driver tells the gang when to stop, and kills it if it must.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     threading.Thread(target=_die_with_driver, daemon=True).start()
     log = os.open(folder / f"rank-{seat.rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):

@@ -23,7 +23,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from jobs import reaper
-from jobs.credentials import ensure_token, use_token_if_any
+from jobs.access import EXCLUDES, ROOT, ensure_token, explain, require_reachable, use_token_if_any
 from jobs.gang import (
     ClusterConfig,
     ClusterError,
@@ -37,8 +37,6 @@ from jobs.gang import (
     work,
 )
 
-ROOT = Path(__file__).parents[1]
-EXCLUDES = [".git", ".venv", "runs", "shards", "**/__pycache__"]
 TICK_S = 0.5
 NODE_ADDRESS = (
     "127.0.0.2" if sys.platform == "linux" else None
@@ -108,9 +106,10 @@ def disconnect() -> None:
 
 def _start_embedded(cluster: ClusterConfig) -> None:
     os.environ.update({k: os.environ.get(k, v) for k, v in EMBEDDED_ENVIRONMENT.items()})
-    # The raylet hands its environment to the workers, which import the rooms from this checkout.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    # The raylet hands its environment on: workers and jobs import the rooms from here, with this Python.
+    for name, path in {"PYTHONPATH": ROOT, "PATH": Path(sys.executable).parent}.items():
+        paths = [str(path), *filter(None, [os.environ.get(name)])]
+        os.environ[name] = os.pathsep.join(dict.fromkeys(paths))
     ensure_token()
     directory = _short_directory()
     _reapers.append(reaper.start(directory))
@@ -138,7 +137,14 @@ def _short_directory() -> str:
 
 
 def _join(address: str) -> None:
-    _require_reachable(address)
+    if address.startswith("http"):
+        raise ClusterError(
+            f"RAY_ADDRESS={address} is a dashboard\n"
+            f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
+            f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
+        )
+    if address != "auto":
+        require_reachable(address)
     use_token_if_any()
     ships = (
         "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ
@@ -154,50 +160,6 @@ def _join(address: str) -> None:
         )
     except Exception as error:
         raise explain(error, address) from None
-
-
-def _require_reachable(address: str) -> None:
-    """Ask the port before Ray does, which takes a minute to say less."""
-    if address == "auto":
-        return
-    if address.startswith("http"):
-        raise ClusterError(
-            f"RAY_ADDRESS={address} is a dashboard\n"
-            f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
-            f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
-        )
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"nothing answers at RAY_ADDRESS={address} ({error})\n"
-            f"expected the host:port that `ray start --head` printed\n"
-            f"type `ray status --address {address}` to check, or `unset RAY_ADDRESS` to use this machine"
-        ) from None
-
-
-def explain(error: Exception, address: str) -> ClusterError:
-    """Ray's reason for refusing us, as what, why and what to type."""
-    text = str(error).strip()
-    lines = text.splitlines() or [type(error).__name__]
-    if "ersion mismatch" in text:
-        return ClusterError(
-            f"the cluster at {address} has other versions: {' '.join(line.strip() for line in lines)[:400]}\n"
-            f"Ray and Python must be the same on both sides\n"
-            f"install there what constraints.txt pins, or `pip install ray==` its version here"
-        )
-    if "uthentication" in text or "token" in text.lower() or "401" in text:
-        return ClusterError(
-            f"the cluster at {address} refuses us: {lines[0]}\n"
-            f"it asks for a token, which must be the head's own\n"
-            f"set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a copy of the head's ~/.ray/auth_token"
-        )
-    return ClusterError(
-        f"cannot join the cluster at {address}: {type(error).__name__}: {lines[0]}\n"
-        f"expected the host:port that `ray start --head` printed\n"
-        f"type `ray status --address {address}`"
-    )
 
 
 def _info() -> ClusterInfo:

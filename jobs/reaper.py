@@ -7,6 +7,7 @@ kills whoever else has a file open in the directory (every process of the cluste
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ def _uses(process: psutil.Process, directory: str) -> bool:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # who stops a driver may signal its children as well
     pid, path = sys.argv[1:]
     sys.stdin.read()
     reap(path, {int(pid), os.getpid()})
