@@ -207,7 +207,7 @@ def _client() -> JobSubmissionClient:
         raise ClusterError(
             "RAY_ADDRESS is not set and no cluster runs on this machine\n"
             "a job needs a cluster that outlives this command\n"
-            "type `RAY_AUTH_MODE=token ray start --head`, or set RAY_ADDRESS=http://host:8265 of its dashboard"
+            "type `RAY_AUTH_MODE=token ray start --head`, or set RAY_ADDRESS=http://host:8265"
         ) from None
 
 
