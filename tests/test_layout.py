@@ -68,7 +68,7 @@ def arrows(room: str) -> dict[str, set[str]]:
 
 
 def targets(source: str, modules: set[str]) -> set[str]:
-    """Those of `modules` that the source imports, by `import a.b`, `from a import b` or `from a.b import c`."""
+    """Those of `modules` that the source imports, whichever way the import is written."""
     return {
         module for module in modules for _, found in imports(source) if f"{found}.".startswith(f"{module}.")
     }

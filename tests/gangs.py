@@ -1,0 +1,81 @@
+"""What the workers of the cluster tests run; a module of its own, because workers import it by name."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAMES = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "OMP_NUM_THREADS",
+]
+
+
+class WantsToStop(Exception):
+    exit_code = 65
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
+    """The sum of all ranks by gloo, and what the worker was told."""
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(rank())])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    seat = {name: os.environ[name] for name in NAMES}
+    return {
+        "sum": total.item(),
+        "given": config["x"],
+        "cwd": os.getcwd(),
+        "threads": torch.get_num_threads(),
+    } | seat
+
+
+def wait_for_peers(config: dict[str, Any]) -> None:
+    """One rank does as the config says while the others wait for it in a collective."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if rank() == config["rank"]:
+        misbehave(config["act"])
+    dist.barrier()
+
+
+def misbehave(act: str) -> None:
+    if act == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "crash":
+        ctypes.string_at(0)  # reads address zero
+    if act == "raise":
+        raise ZeroDivisionError("the third batch was empty")
+    if act == "stop":
+        raise WantsToStop("shard 7 is short")
+    if act == "exit":
+        raise SystemExit(75)
+    if act == "hang":
+        time.sleep(600)
+
+
+def sleep_until_told(config: dict[str, Any]) -> str:
+    """Wait for a stop file, as a training run does."""
+    Path(config["ready"]).touch()
+    while not Path(config["stop"]).exists():
+        time.sleep(0.05)
+    return "stopped"
+
+
+def return_a_path(config: dict[str, Any]) -> Path:
+    return Path("no JSON")

@@ -1,0 +1,202 @@
+"""One function on N workers: the same contract as plain processes and under an embedded Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs.cluster import ClusterConfig, ClusterError, GangError, connect, disconnect, run_gang
+from jobs.gang import verdict
+from tests import gangs
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = ["processes", "ray"]
+FAILURES = [
+    # backend, act, cause, exit code
+    ("processes", "die", "killed by SIGKILL", None),
+    ("processes", "crash", "killed by SIGSEGV", None),
+    ("processes", "raise", "ZeroDivisionError: the third batch was empty", None),
+    ("processes", "stop", "WantsToStop: shard 7 is short", 65),
+    ("processes", "exit", "SystemExit: 75", 75),
+    ("ray", "die", "its process died (killed, or crashed)", None),
+    ("ray", "stop", "WantsToStop: shard 7 is short", 65),
+]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[dict[str, ClusterConfig]]:
+    """A gang of two for each backend; one Ray for the whole module."""
+    yield {backend: ClusterConfig(workers=2, backend=backend) for backend in BACKENDS}
+    disconnect()
+
+
+def alive(folder: Path) -> list[int]:
+    pids = [json.loads(path.read_text())["pid"] for path in folder.glob("rank-*.json")]
+    assert pids, f"no worker has ever started in {folder}"
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def cluster_directories(family: list[psutil.Process]) -> set[Path]:
+    """The temporary directories of the raylets among the processes, from their command lines."""
+    words = [word for process in family if process.name() == "raylet" for word in process.cmdline()]
+    return {Path(word.partition("=")[2]) for word in words if word.startswith("--temp_dir=")}
+
+
+# ------------------------------------------------------------------------ one attempt
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_workers_find_their_seats_and_each_other(backend, two, tmp_path) -> None:
+    ticks = []
+    value = run_gang(
+        gangs.add_ranks,
+        {"x": 3},
+        cluster=two[backend],
+        name=f"sum-{backend}",
+        directory=tmp_path,
+        on_tick=lambda: ticks.append(time.monotonic()),
+    )
+    assert value["sum"] == 1.0 and value["given"] == 3
+    assert [value[name] for name in gangs.NAMES[:5]] == ["0", "2", "0", "2", "0"]
+    assert value["threads"] == 1 and value["cwd"] == os.getcwd()
+    assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded gang leaves this machine
+    assert ticks and not alive(tmp_path / f"sum-{backend}")
+
+
+@pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
+def test_the_worker_to_blame_is_named_and_its_peers_die(
+    backend, act, cause, exit_code, two, tmp_path
+) -> None:
+    config, name = {"rank": 1, "act": act}, f"{act}-{backend}"
+    with pytest.raises(GangError) as caught:
+        run_gang(gangs.wait_for_peers, config, cluster=two[backend], name=name, directory=tmp_path)
+    error = caught.value
+    assert (error.rank, error.exit_code, error.cause) == (1, exit_code, cause)
+    assert str(error) == f"worker 1 on {os.uname().nodename}: {cause}"
+    assert act == "die" or "in misbehave" in error.traceback
+    assert not alive(tmp_path / name)
+
+
+def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
+    with pytest.raises(GangError, match="not JSON serializable"):
+        run_gang(gangs.return_a_path, {}, cluster=two["processes"], name="path", directory=tmp_path)
+
+
+def test_a_name_is_used_once(two, tmp_path) -> None:
+    (tmp_path / "twice").mkdir()
+    with pytest.raises(FileExistsError):
+        run_gang(gangs.add_ranks, {"x": 0}, cluster=two["processes"], name="twice", directory=tmp_path)
+
+
+def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
+    def left(rank: int, **end) -> None:
+        record = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
+        (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps(record))
+
+    failure = {"kind": "E", "error": "e", "traceback": "t"}
+    left(0, ended=2.0, exit_code=None, **failure)
+    left(1, ended=1.0, exit_code=None, **failure)
+    left(2)
+    assert verdict(tmp_path, 3, {0: "exited", 1: "exited"}).rank == 1
+    left(3, ended=3.0, exit_code=65, **failure)
+    assert verdict(tmp_path, 4, {0: "exited", 1: "exited", 3: "exited"}).rank == 3
+    died = verdict(tmp_path, 4, {0: "exited", 2: "killed", 3: "exited"})
+    assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
+
+
+# ------------------------------------------------------------------------ what is too small or absent
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
+    cluster = ClusterConfig(workers=64, gpus_per_worker=1, backend=backend)
+    with pytest.raises(ClusterError, match=r"(\d+ of 64 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers"):
+        run_gang(gangs.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)]
+)
+def test_a_size_that_makes_no_sense_is_refused(field, value) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}, expected"):
+        ClusterConfig(**{field: value})
+
+
+# ------------------------------------------------------------------------ nothing is left behind
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_on_tick_raises_ends_the_gang_and_an_embedded_cluster(backend, two, tmp_path) -> None:
+    if backend == "ray":
+        info = connect(two["ray"])
+        assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
+    names = {"ray", "raylet", "gcs_server"} if backend == "ray" else set()
+    family = [p for p in psutil.Process().children(recursive=True) if p.name().split(":")[0] in names]
+    directories = cluster_directories(family)
+    assert len(directories) == (backend == "ray")
+
+    def give_up_on_a_hang() -> None:
+        if len(list((tmp_path / "hang").glob("rank-*.json"))) == 2:
+            raise TimeoutError("rank 1 hangs")
+
+    config = {"rank": 1, "act": "hang"}
+    with pytest.raises(TimeoutError):
+        run_gang(
+            gangs.wait_for_peers,
+            config,
+            cluster=two[backend],
+            name="hang",
+            directory=tmp_path,
+            on_tick=give_up_on_a_hang,
+        )
+    assert not alive(tmp_path / "hang")
+    assert not psutil.wait_procs(family, timeout=1)[1]
+    assert not any(directory.exists() for directory in directories)
+
+
+DRIVER = """
+    import sys
+    from pathlib import Path
+    from jobs.cluster import ClusterConfig, run_gang
+    from tests import gangs
+
+    if __name__ == "__main__":
+        backend, folder = sys.argv[1], Path(sys.argv[2])
+        cluster = ClusterConfig(workers=2, backend=backend)
+        config = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
+        run_gang(gangs.sleep_until_told, config, cluster=cluster, name="a", directory=folder)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    command = [sys.executable, str(script), backend, str(tmp_path)]
+    driver = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    try:
+        wait_until(lambda: (tmp_path / "ready").exists() or driver.poll() is not None, 120)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        directories = cluster_directories(family)
+        assert len(family) >= 3  # two workers and what carries them
+        assert len(directories) == (backend == "ray")
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    wait_until(lambda: not any(directory.exists() for directory in directories), 20)

@@ -1,0 +1,156 @@
+"""A run as a Ray job, on a real cluster with its dashboard: submitted, found by name, followed, stopped."""
+
+import json
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import submission
+from jobs.access import explain
+from jobs.cluster import ClusterConfig, ClusterError, connect, disconnect
+from pipeline.errors import RunOwned, UsageError
+
+TRAIN = """
+import signal, sys, time
+def stop(number, frame):
+    time.sleep(4)  # longer than Ray's own grace of 3 s
+    print("committed", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("step 1 {braces}", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """The address of an embedded cluster's dashboard, which commands find as RAY_ADDRESS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        url = connect(ClusterConfig()).dashboard
+        patch.setenv("RAY_ADDRESS", url)
+        yield url
+        disconnect()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").touch()
+    return tmp_path
+
+
+def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout) -> None:
+    said: list[str] = []
+    command = [sys.executable, "-c", TRAIN]
+    job = submission.submit("/runs/digits", command, root=checkout, say=said.append)
+    assert job.alive and job.id.startswith("digits-001-") and job.run == "/runs/digits"
+    assert any(f"{dashboard}/#/jobs/{job.id}" in line for line in said)
+    with pytest.raises(RunOwned, match=f"owned by job {job.id}"):
+        submission.submit("/runs/digits", command, root=checkout, say=said.append)
+
+    printed: list[str] = []
+    follower = threading.Thread(
+        target=submission.logs, args=("/runs/digits",), kwargs={"write": printed.append}
+    )
+    follower.start()
+    deadline = time.monotonic() + 60
+    while "step 1 {braces}" not in "".join(printed):  # a command's braces and quotes arrive as they were
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert submission.stop("/runs/digits", say=said.append).status == "STOPPED"
+    follower.join(30)
+    assert "committed" in "".join(printed)
+
+    again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout, say=said.append)
+    assert again.id.startswith("digits-002-")
+    assert [job.id for job in submission.list_jobs()] == [again.id, job.id]
+    ended = submission.logs("/runs/digits", write=printed.append)
+    assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
+
+
+def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard, checkout) -> None:
+    job = submission.submit("pending", ["true"], root=checkout, entrypoint_cpus=10_000, say=lambda line: None)
+    assert job.status == "PENDING"
+    assert not submission.stop("pending", say=lambda line: None).alive
+    assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
+
+
+def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
+    with pytest.raises(UsageError, match="no job of nothing"):
+        submission.status("nothing")
+
+
+# ------------------------------------------------------------------------ without a cluster
+
+
+def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checkout) -> None:
+    (checkout / ".gitignore").write_text("/cache/\n")
+    for name, size in {"images/a.tar": 90, "images/b.tar": 20, "runs/x.bin": 500, "cache/y": 500}.items():
+        (checkout / name).parent.mkdir(exist_ok=True)
+        with (checkout / name).open("wb") as file:
+            file.truncate(size * 2**20)
+    with pytest.raises(UsageError) as caught:
+        submission.measure(checkout)
+    assert "the checkout is 110 MiB" in str(caught.value)
+    assert "largest: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
+    (checkout / ".rayignore").write_text("images/a.tar\n")
+    assert submission.measure(checkout)["images/b.tar"] == 20 * 2**20
+
+
+def test_a_secret_in_the_environment_is_refused() -> None:
+    with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY would be shown in clear"):
+        submission.submit("x", ["true"], environment={"AWS_SECRET_ACCESS_KEY": "abc"})
+
+
+def test_the_equivalent_command_says_the_same() -> None:
+    request = {
+        "submission_id": "x-001",
+        "metadata": {"run": "x"},
+        "runtime_env": {"working_dir": "/w", "env_vars": {"A": "b c"}},
+    }
+    words = shlex.split(submission.equivalent("http://h:8265", request, ["python", "-m", "jobs", "a={b}"]))
+    assert words[:3] == ["ray", "job", "submit"] and words[-4:] == ["python", "-m", "jobs", "a={b}"]
+    options = dict(zip(words[3:-5:2], words[4:-5:2], strict=True))
+    assert json.loads(options["--runtime-env-json"]) == {"env_vars": {"A": "b c"}}
+    assert options["--submission-id"] == "x-001" and json.loads(options["--metadata-json"]) == {"run": "x"}
+
+
+@pytest.mark.parametrize(
+    "ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "gang"]
+)
+def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
+    disconnect()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so nobody else's, and not listening
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
+            ask()
+
+
+def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ClusterError, match=r"is a dashboard\n[\s\S]*jobs submit"):
+        connect(ClusterConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
+            "has other versions",
+        ),
+        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses us"),
+        ("Failed to connect to GCS", "cannot join the cluster"),
+    ],
+)
+def test_rays_refusal_becomes_what_why_and_what_to_type(text, what) -> None:
+    lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
+    assert what in lines[0] and "h:6379" in lines[0] and len(lines) == 3
