@@ -104,5 +104,5 @@ class EvaluationSet:
             pixels[row], mask[row] = image, True
             targets[row, : len(labels[row])] = labels[row]
         tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        targets, places, mask = map(torch.from_numpy, (targets, places, mask))
-        return EvaluationBatch(tensor, targets, places, mask, bad)
+        arrays = (torch.from_numpy(array) for array in (targets, places, mask))
+        return EvaluationBatch(tensor, *arrays, bad=bad)
