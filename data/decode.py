@@ -1,7 +1,7 @@
-"""Encoded bytes to RGB pixels, whole or only the crop that training wants; whatever is odd is refused by reason.
+"""Encoded bytes to RGB pixels, whole or only the crop that training wants; what is odd is refused by reason.
 
-Orientation tags are ignored, as TensorFlow's decoders do; 16-bit images lose their low byte, alpha is dropped, grey
-becomes three equal channels, CMYK is converted.
+Orientation tags are ignored, as TensorFlow's decoders do; 16-bit images lose their low byte, alpha is
+dropped, grey becomes three equal channels, CMYK is converted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Format and size from the first bytes; raises BadImage where they are odd, too large, or the end is missing."""
+    """Format and size from the first bytes; raises BadImage where odd, too large, or without an end."""
     if not data or len(data) > MAX_BYTES:
         raise BadImage("image file too large" if data else "no image")
     try:
@@ -103,7 +103,9 @@ def decode(data: bytes) -> np.ndarray:
 def decode_whole(data: bytes) -> np.ndarray:
     """As `decode`, for bytes whose header has been read."""
     try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+        image = cv2.imdecode(
+            np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        )
     except cv2.error:
         image = None
     if image is None:
@@ -112,10 +114,10 @@ def decode_whole(data: bytes) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """The pixels inside `box` (y, x, h, w), in JPEGs at 1/2, 1/4 or 1/8 scale where `covering` pixels remain a side.
+    """The pixels inside `box`; of JPEGs at 1/2, 1/4 or 1/8 scale where `covering` pixels remain a side.
 
-    Only the box is decoded; at a reduced scale its edges move by at most half a reduced pixel. `covering` 0 keeps
-    full scale. Raises BadImage.
+    Only the box is decoded; at a reduced scale its edges move by at most half a reduced pixel. `covering` 0
+    keeps full scale. Raises BadImage.
     """
     y, x, h, w = box
     if header.kind != "jpeg" or header.channels == 4:

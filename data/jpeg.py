@@ -1,8 +1,8 @@
 """libjpeg-turbo through a thin binding: decode just a region, at a reduced scale; add restart markers.
 
-`jpeg.cpp` is compiled on first use (two seconds, kept in the user's cache folder) against the libjpeg-turbo inside
-Pillow's wheel. Where that cannot be, OpenCV decodes the whole image at the same scale and the region is cut from
-it: the same pixels, more slowly. `docs/decoding.md` has the measurements behind this.
+`jpeg.cpp` is compiled on first use (under a second, kept in the user's cache folder) against the
+libjpeg-turbo inside Pillow's wheel. Where that cannot be, OpenCV decodes the whole image at the same scale and
+the region is cut from it: the same pixels, more slowly. `docs/decoding.md` has the measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Region = tuple[int, int, int, int]  # y, x, h, w in pixels of the reduced image
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled binding, or None where this machine has no compiler or another Pillow; compiles if need be."""
+    """The binding, compiled if need be; None where there is no compiler or Pillow is not the wheel."""
     if os.environ.get("PATCHLINE_JPEG") == "opencv":
         return None
     try:
@@ -50,7 +50,9 @@ def library() -> ctypes.CDLL | None:
 def compile_binding() -> Path:
     """Compile unless the cache folder has it; the name holds everything that the result depends on."""
     jpeg = next(Path(str(f.locate())) for f in files("pillow") or () if f.name.startswith("libjpeg-"))
-    name = sha256(SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()).hexdigest()
+    name = sha256(
+        SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()
+    ).hexdigest()
     path = state_folder() / f"jpeg-{name[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,7 @@ def compile_binding() -> Path:
 
 
 def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
-    """The region of the image at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
+    """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
     y, x, h, w = region
     binding = library()
     if binding is None:
@@ -79,7 +81,7 @@ def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray |
 def add_restarts(data: bytes) -> bytes:
     """The same image, to the pixel, with a restart marker a row of blocks; unchanged where that cannot be.
 
-    Progressive files become sequential, metadata goes; cropping then need not even read the rows it leaves out.
+    Progressive files become sequential, metadata goes; a crop then need not even read the rows it leaves out.
     """
     binding = library()
     if binding is None:

@@ -45,6 +45,10 @@ class Reader:
         self.index, self.verify = index, verify
         self._open: OrderedDict[int, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
 
+    def __getstate__(self) -> dict:
+        """Open shards stay where they are when a reader goes to another process."""
+        return self.__dict__ | {"_open": OrderedDict()}
+
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """The key, encoded image and label of a sample; empty bytes where the shard has none.
 
