@@ -9,6 +9,7 @@ from typing import Any
 
 _HOMES = {
     "augment": ("AugmentConfig",),
+    "cache": ("CacheConfig",),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
     "index": ("Index", "Shard", "build_index", "load_index"),

@@ -1,8 +1,8 @@
 """libjpeg-turbo through a thin binding: decode just a region, at a reduced scale; add restart markers.
 
 `jpeg.cpp` is compiled on first use (under a second, kept in the user's cache folder) against the
-libjpeg-turbo inside Pillow's wheel. Where that cannot be, OpenCV decodes the whole image at the same scale and
-the region is cut from it: the same pixels, more slowly. `docs/decoding.md` has the measurements.
+libjpeg-turbo inside Pillow's wheel. Where that cannot be, OpenCV decodes the whole image at the same scale
+and the region is cut from it: the same pixels, more slowly. `docs/decoding.md` has the measurements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.reader import state_folder
+from data.cache import state_folder
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
 REDUCED = {

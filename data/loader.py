@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -19,9 +19,11 @@ from time import perf_counter
 import torch
 
 from data.augment import AugmentConfig
+from data.cache import Ahead, CacheConfig
 from data.errors import DataError
 from data.index import Index
 from data.order import Order
+from data.reader import Reader
 from data.worker import BadSample, Decoder, Done, Layout, Task
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
@@ -76,6 +78,7 @@ class TrainLoader:
         prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,
         verify: bool = True,
+        cache: CacheConfig | None = None,
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
@@ -84,15 +87,29 @@ class TrainLoader:
         self.slots, self.start_step = slots, start_step
         self.processes, self.prefetch, self.timeout_s = processes, prefetch, timeout_s
         self.layout = Layout(min(micro_batch, len(slots)), image_size, max_labels)
-        self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, verify)
+        self.cache = cache or CacheConfig()
+        reader = Reader(index, verify=verify, cache=self.cache)
+        self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader)
 
     @property
     def memory_bytes(self) -> int:
         """Shared memory that the decoded micro-batches may fill, at most."""
         return self.processes * self.prefetch * self.layout.bytes
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self.from_processes() if self.processes else self.from_here()
+    def __iter__(self) -> Generator[Batch]:
+        batches = self.from_processes() if self.processes else self.from_here()
+        return self.fetching_ahead(batches) if self.decoder.index.remote else batches
+
+    def fetching_ahead(self, batches: Generator[Batch]) -> Generator[Batch]:
+        """The same batches, while a thread fetches the shards of coming steps."""
+        ahead = Ahead(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
+        try:
+            for batch in batches:
+                ahead.reached(batch.step)
+                yield batch
+        finally:
+            ahead.stop()
+            batches.close()
 
     def tasks(self) -> Iterator[Task]:
         """(step, first slot, slot after the last) of every micro-batch to come."""
@@ -100,14 +117,14 @@ class TrainLoader:
             for first in range(self.slots.start, self.slots.stop, self.layout.b):
                 yield step, first, min(first + self.layout.b, self.slots.stop)
 
-    def from_here(self) -> Iterator[Batch]:
+    def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""
         memory = bytearray(self.layout.bytes)
         for task in self.tasks():
             done = self.decoder.run(task, *self.layout.arrays(memory))
             yield self.take(task, memory, 0, done, done.storage_s + done.decode_s)
 
-    def from_processes(self) -> Iterator[Batch]:
+    def from_processes(self) -> Generator[Batch]:
         """Deal tasks to the processes in turn, and take their answers in the same turn."""
         tasks = self.tasks()
         crew = [Process(self.decoder, self.prefetch) for _ in range(self.processes)]

@@ -80,7 +80,7 @@ def test_photographs_decode_to_the_same_pixels_with_and_without_the_binding(monk
 
 
 def test_the_training_crop_is_the_reference_crop_to_within_a_level():
-    """At full scale: decode, crop, bilinear without antialiasing, as the reference does before it truncates."""
+    """At full scale: decode, crop, bilinear without antialiasing, as the reference does."""
     data, cfg = encoded(scene(300, 400)), AugmentConfig(flip=False, reduced=False)
     out = np.empty((96, 96, 3), np.uint8)
     for number in range(20):
@@ -90,15 +90,15 @@ def test_the_training_crop_is_the_reference_crop_to_within_a_level():
 
 
 def test_a_reduced_decode_stays_close_to_the_average_of_what_it_merges():
-    """A 1/d decode is d×d averages: within 6 levels in the mean of an area resize of the same crop."""
-    data, cfg = encoded(scene(1200, 1600, grain=64), quality=92), AugmentConfig(flip=False)
+    """A 1/d decode is d×d averages: within 5 levels in the mean of an area resize."""
+    data, cfg = encoded(scene(1200, 1600, grain=128), quality=92), AugmentConfig(flip=False)
     out = np.empty((96, 96, 3), np.uint8)
     for number in range(10):
         augment(data, 96, Draws(number), cfg, out)
         y, x, h, w = boxes(number, 1200, 1600, cfg)
         crop = decode(data)[y : y + h, x : x + w]
         expected = cv2.resize(crop, (96, 96), interpolation=cv2.INTER_AREA)
-        assert np.abs(out.astype(int) - expected).mean() < 6
+        assert np.abs(out.astype(int) - expected).mean() < 5
 
 
 def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int, int, int, int]:
