@@ -9,13 +9,15 @@ from typing import Any
 
 _HOMES = {
     "augment": ("AugmentConfig",),
+    "cache": ("CacheConfig",),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
     "index": ("Index", "Shard", "build_index", "load_index"),
-    "loader": ("BadSample", "Batch", "TrainLoader"),
+    "loader": ("Batch", "TrainLoader", "Wait"),
     "order": ("Ledger", "Order"),
     "packing": ("pack",),
     "reader": ("check_sizes",),
+    "worker": ("BadSample",),
     "sources": ("Sample", "class_folders", "digits", "folder_classes", "path_table"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

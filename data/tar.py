@@ -153,7 +153,7 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
 
 
 def parse_labels(raw: bytes) -> tuple[int, ...]:
-    """Class ids from a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or a `.json` (`{"labels": [3]}`, `{"label": 3}`).
+    """Class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
 
     Raises ValueError where there is none, or where one is no whole number ≥ 0.
     """
