@@ -6,7 +6,14 @@ models.transfer(weights, source, target)              the same weights for anoth
 """
 
 from models.catalog import build, config_of, decayed, from_config, from_dict, to_dict
-from models.cost import forward_macs, macs_of, parameter_count, parameters_of, training_flops
+from models.cost import (
+    checkpoint_blocks_for,
+    forward_macs,
+    macs_of,
+    parameter_count,
+    parameters_of,
+    training_flops,
+)
 from models.initial import initialize
 from models.positions import resize_positions
 from models.resize import TransferReport, transfer
@@ -18,6 +25,7 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "build",
+    "checkpoint_blocks_for",
     "config_of",
     "decayed",
     "forward_macs",

@@ -227,8 +227,16 @@ assert losses[0][0] == losses[1][0] > 0 and abs(losses[0][1] - losses[1][1]) < 1
 
 def test_zero3_with_and_without_checkpointing_matches_zero0(tmp_path):
     pytest.importorskip("deepspeed")
-    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    ranks = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
     environment = {**os.environ, **ranks, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", ZERO3], env=environment, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ZERO3], env=environment, cwd=root, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
