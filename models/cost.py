@@ -68,8 +68,8 @@ def checkpoint_blocks_for(config: Any, micro_batch: int, budget_bytes: int, byte
     for blocks in range(1, config.depth + 1):  # in the backward pass one recomputed block is whole again
         if (config.depth - blocks + 1) * whole + blocks * recomputed <= budget_bytes:
             return blocks
-    least = (whole + config.depth * recomputed) // micro_batch
+    least = whole + config.depth * recomputed
     raise ValueError(
-        f"activations of micro_batch {micro_batch} take {least * micro_batch / 2**30:.1f} GiB with every block "
-        f"recomputed, {budget_bytes / 2**30:.1f} GiB are free; largest that fits: {budget_bytes // least}"
+        f"activations of micro_batch {micro_batch} take {least / 2**30:.1f} GiB with all blocks recomputed, "
+        f"{budget_bytes / 2**30:.1f} GiB are free; largest that fits: {budget_bytes * micro_batch // least}"
     )
