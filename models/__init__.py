@@ -5,6 +5,7 @@ models.load_weights(directory)                        state dict and config of a
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 
+from models import masked
 from models.catalog import build, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
     checkpoint_blocks_for,
@@ -35,6 +36,7 @@ __all__ = [
     "load",
     "load_weights",
     "macs_of",
+    "masked",
     "parameter_count",
     "parameters_of",
     "resize_positions",

@@ -58,9 +58,11 @@ def transfer(
     The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if classes,
     representation or pooling differ (SPEC 1.5). Raises ValueError naming every key that does not fit.
     """
+    check_weights(weights, source)
+    if source.family == "masked" and target.family != "masked":
+        return unmask(weights, source, target, generator)
     check_comparable(source, target)
     wanted = {name: tuple(p.shape) for name, p in catalog.empty(target).named_parameters()}
-    check_weights(weights, source)
     fresh = changed_prefixes(source, target, new_head)
     result, changes = {}, {"kept": [], "resized": [], "new": []}
     for name, shape in wanted.items():
@@ -74,9 +76,19 @@ def transfer(
         changes[kind].append((name, tuple(old.shape), shape))
     carried = {name for kind in ("kept", "resized") for name, *_ in changes[kind]}
     dropped = tuple((name, tuple(w.shape), None) for name, w in weights.items() if name not in carried)
-    assert all(tuple(result[name].shape) == shape for name, shape in wanted.items())
+    check_weights(result, target)
     report = TransferReport(**{k: tuple(v) for k, v in changes.items()}, dropped=dropped)
     return result, replace(report, drift=drift(weights, source, result, target))
+
+
+def unmask(
+    weights: dict[str, Tensor], source: Any, target: Any, generator: Generator | None
+) -> tuple[dict[str, Tensor], TransferReport]:
+    """The ordinary ViT inside a masked model, carried over; what was around it is dropped."""
+    inside = {name.removeprefix("vit."): w for name, w in weights.items() if name.startswith("vit.")}
+    state, report = transfer(inside, source.vit, target, generator=generator)
+    around = tuple((name, tuple(w.shape), None) for name, w in weights.items() if not name.startswith("vit."))
+    return state, replace(report, dropped=report.dropped + around)
 
 
 def check_comparable(source: Any, target: Any) -> None:
@@ -111,6 +123,7 @@ def changed_prefixes(source: Any, target: Any, new_head: bool) -> tuple[str, ...
 
 def resize(name: str, old: Tensor, source: Any, target: Any) -> Tensor:
     """One parameter of the source as the target needs it, most often the tensor itself."""
+    name = name.removeprefix("vit.")
     if name == "embedding.weight" and source.patch != target.patch:
         return resize_patches(old, target.patch)
     if not name.startswith("positions."):
@@ -155,6 +168,6 @@ def drift(
 def grid_table(weights: dict[str, Tensor], config: Any) -> Tensor:
     """(N, D): the patches' position entries of the first table."""
     module = positions.KINDS[config.positions](config.grid, config.width, config.position_slots)
-    first = {name.removeprefix("positions.0."): w for name, w in weights.items() if "positions.0." in name}
+    first = {name.rpartition(".")[2]: w for name, w in weights.items() if "positions.0." in name}
     module.load_state_dict(first)
     return module.entries(torch.empty(0))[0, -math.prod(config.grid) :].detach()
