@@ -122,6 +122,42 @@ def demo_command(options: argparse.Namespace) -> int:
     return demo(Path(options.directory))
 
 
+def submit_command(options: argparse.Namespace) -> None:
+    from jobs import campaign, submission
+
+    run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
+    fresh = ["--fresh"] if options.fresh else []
+    recipe = os.path.relpath(Path(options.recipe).resolve(), ROOT)
+    command = ["python", "-m", "jobs", "run", recipe, *options.overrides, f"run={run}", *fresh]
+    submission.submit(str(run), command)
+
+
+def logs_command(options: argparse.Namespace) -> int:
+    from jobs import submission
+
+    return 0 if submission.logs(job_name(options.run)).status in ("SUCCEEDED", "RUNNING", "PENDING") else 1
+
+
+def stop_command(options: argparse.Namespace) -> None:
+    from jobs import submission
+
+    submission.stop(job_name(options.run))
+
+
+def list_command(options: argparse.Namespace) -> None:
+    import time
+
+    from jobs import submission
+
+    for job in submission.list_jobs():
+        print(f"{job.status:10} {time.strftime('%Y-%m-%d %H:%M', time.localtime(job.started_s))}  {job.run}  ({job.id})")
+
+
+def job_name(run: str) -> str:
+    """A run is named by its directory; "runs/digits" and its absolute path are the same run, a job id stays one."""
+    return str(Path(run).resolve()) if "/" in run or Path(run).exists() else run
+
+
 def index_command(options: argparse.Namespace) -> None:
     import data
 
@@ -135,11 +171,19 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="start a half-done stage over where its config changed")
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run directory, as the recipe's run: says")
+
+
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
     "plan": (plan_command, "print the resolved campaign, batch arithmetic, parameters and FLOPs", add_recipe),
-    "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", lambda p: p.add_argument("run", help="run directory")),
-    "demo": (demo_command, "the whole campaign on handwritten digits, with a worker killed on the way", lambda p: p.add_argument("--directory", default="runs/demo")),
+    "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", add_run),
+    "demo": (demo_command, "the whole campaign on handwritten digits, with a worker killed on the way", lambda p: p.add_argument("--directory", default="runs")),
+    "submit": (submit_command, "run a campaign as a Ray job on the cluster at RAY_ADDRESS", add_recipe),
+    "logs": (logs_command, "follow what a submitted run prints", add_run),
+    "stop": (stop_command, "ask a submitted run to commit and end", add_run),
+    "list": (list_command, "the jobs on the cluster", lambda p: None),
     "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
 }
 
