@@ -6,7 +6,7 @@ models.transfer(weights, source, target)              the same weights for anoth
 """
 
 from models import masked
-from models.catalog import build, config_of, decayed, from_config, from_dict, to_dict
+from models.catalog import build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
     checkpoint_blocks_for,
     forward_macs,
@@ -27,6 +27,7 @@ __all__ = [
     "ViTConfig",
     "build",
     "checkpoint_blocks_for",
+    "compile_blocks",
     "config_of",
     "decayed",
     "forward_macs",

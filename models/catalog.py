@@ -116,6 +116,13 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
     return from_config(config_of(name, image_size, classes, **config))
 
 
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """`torch.compile` each block in place, names unchanged: one block's compilation serves all of them."""
+    inner = getattr(model, "vit", model)
+    for block in inner.stages if isinstance(inner, resnet.BiT) else inner.blocks:
+        block.compile(**options)
+
+
 def decayed(model: nn.Module) -> set[str]:
     """Names of the parameters with weight decay: the official `*/kernel`s and nothing else (SPEC 2.2).
 
