@@ -18,7 +18,18 @@ _HOMES = {
     "packing": ("pack",),
     "reader": ("check_sizes",),
     "worker": ("BadSample",),
-    "sources": ("Sample", "class_folders", "digits", "folder_classes", "path_table"),
+    "sources": (
+        "Sample",
+        "cifar",
+        "class_folders",
+        "digits",
+        "folder_classes",
+        "image_parquet",
+        "imagenet_train",
+        "imagenet_validation",
+        "path_table",
+        "tars",
+    ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
