@@ -10,11 +10,13 @@ from typing import Any
 _HOMES = {
     "augment": ("AugmentConfig",),
     "cache": ("CacheConfig",),
+    "doctor": ("Report", "check", "repair"),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
     "index": ("Index", "Shard", "build_index", "load_index"),
     "loader": ("Batch", "TrainLoader", "Wait"),
     "order": ("Ledger", "Order"),
+    "page": ("write_page",),
     "packing": ("pack",),
     "reader": ("check_sizes",),
     "worker": ("BadSample",),

@@ -148,7 +148,7 @@ def image_parquet(
 
 
 def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
-    """ILSVRC2012_img_train.tar as it is distributed, a tar of one tar a class; ids follow the sorted wnids."""
+    """ILSVRC2012_img_train.tar as distributed, a tar of one tar a class; ids follow the sorted wnids."""
     with open(tar, "rb") as file, mapped(file) as outer:
         classes = sorted((name, at, size) for name, at, size in members(outer, str(tar), Counter()))
         entries = []
