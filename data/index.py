@@ -169,6 +169,7 @@ def build_index(
                 journal.add(*record)
         if errors:
             raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
+        journal.keep(str(path.resolve().relative_to(directory)) for path in paths)
         return journal.finish(at or directory)
 
 
@@ -282,6 +283,10 @@ class Journal:
         self.refused.update(refused)
         row = [shard.name, shard.samples, shard.bytes, shard.sha256]
         print(json.dumps([row, counts, refused]), file=self.file, flush=True)
+
+    def keep(self, shards: Iterable[str]) -> None:
+        """Forget shards that an earlier try wrote but this one does not have."""
+        self.records = {name: self.records[name] for name in shards}
 
     def finish(self, directory: Path | str) -> Index:
         """Write the JSON and forget the journal."""

@@ -217,20 +217,21 @@ int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long*
     memset(static_cast<void*>(&copy), 0, sizeof copy);
     image.err = copy.err = &jump;
     *out = nullptr;
-    int failed = 1;
+    volatile int failed = 1;
     if (!setjmp(jump.back)) {
         jpeg_CreateDecompress(&image, kVersion, sizeof image);
         jpeg_CreateCompress(&copy, kVersion, sizeof copy);
         jpeg_mem_src(&image, data, size);
         jpeg_read_header(&image, 1);
         void** coefficients = jpeg_read_coefficients(&image);
+        const bool damaged = jump.warnings != 0;  // writing starts the count anew
         jpeg_copy_critical_parameters(&image, &copy);
         copy.restart_in_rows = 1;
         copy.optimize = 1;
         jpeg_mem_dest(&copy, out, out_size);
         jpeg_write_coefficients(&copy, coefficients);
         jpeg_finish_compress(&copy);
-        failed = jump.warnings != 0;
+        failed = damaged;
     }
     jpeg_destroy_compress(&copy);
     jpeg_destroy_decompress(&image);

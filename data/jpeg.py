@@ -83,11 +83,20 @@ def add_restarts(data: bytes) -> bytes:
 
     Progressive files become sequential, metadata goes; a crop then need not even read the rows it leaves out.
     """
-    binding = library()
-    if binding is None:
+    if library() is None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
-    out, size = ctypes.c_void_p(), ctypes.c_ulong()
+    return rewritten(data) or data
+
+
+def is_damaged(data: bytes) -> bool:
+    """Whether libjpeg warns of this JPEG, which it decodes all the same; False without the binding."""
+    return library() is not None and rewritten(data) is None
+
+
+def rewritten(data: bytes) -> bytes | None:
+    binding, out, size = library(), ctypes.c_void_p(), ctypes.c_ulong()
+    assert binding is not None
     failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
-    made = data if failed else ctypes.string_at(out, size.value)
+    made = None if failed else ctypes.string_at(out, size.value)
     binding.release(out)
     return made

@@ -2,7 +2,7 @@
 
 Credentials come from the environment alone. `pipe:`, `file:`, `http:` and all else is refused; so are private
 and link-local addresses behind `https://`, after resolution and every redirect, unless their host stands in
- `PATCHLINE_PRIVATE_HOSTS` (comma-separated). Your own S3 endpoint is `AWS_ENDPOINT_URL`.
+`PATCHLINE_PRIVATE_HOSTS` (comma-separated). Your own S3 endpoint is `AWS_ENDPOINT_URL`.
 """
 
 from __future__ import annotations
