@@ -106,7 +106,10 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 
 
 def _section(name: str, section: Any) -> tuple[str, Any]:
-    require(isinstance(section, Mapping), f"{name} is {section!r}, expected a stage's section{nearest(name, KINDS)}")
+    require(
+        isinstance(section, Mapping),
+        f"{name} is {section!r}, expected a stage's section{nearest(name, KINDS)}",
+    )
     values = dict(section)
     kind = values.pop("kind", name)
     hint = "" if "kind" in section else f"; or give the section a kind: {', '.join(KINDS)}"
@@ -134,7 +137,10 @@ def _in_order(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
         links = {field: reference(value) for field, value in _inputs(KINDS[kind], cfg).items()}
         for field, link in links.items():
             known = link is None or link[0] in sections
-            require(known, f"{name}.{field} is @{link and link[0]}, no such stage{nearest(link[0] if link else '', sections)}")
+            require(
+                known,
+                f"{name}.{field} is @{link and link[0]}, no such stage{nearest(link[0] if link else '', sections)}",
+            )
         graph[name] = {link[0] for link in links.values() if link}
     try:
         return list(TopologicalSorter(graph).static_order()) if graph else []
@@ -166,16 +172,23 @@ def _content(name: str, field: str, value: str) -> str:
         return data.load_index(value).digest
     path = Path(value)
     if not (path / "weights.safetensors").is_file():
-        raise ConfigError(f"{name}.{field} is {value}: no weights.safetensors there\n  give a folder that holds one, or @stage")
+        raise ConfigError(
+            f"{name}.{field} is {value}: no weights.safetensors there\n  give a folder that holds one, or @stage"
+        )
     with open(path / "weights.safetensors", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_part(name: str, field: str, link: tuple[str, str], parent: Stage) -> None:
     if parent.kind == "pack":
-        require(link[1] in parent.config.sets, f"{name}.{field}: {parent.name} packs no set {link[1]!r}{nearest(link[1], parent.config.sets)}")
+        require(
+            link[1] in parent.config.sets,
+            f"{name}.{field}: {parent.name} packs no set {link[1]!r}{nearest(link[1], parent.config.sets)}",
+        )
     elif field != "init" or link[1] or parent.kind == "fewshot":
-        raise ConfigError(f"{name}.{field} is @{link[0]}: a {parent.kind} stage makes no {'data' if field != 'init' else 'weights'}")
+        raise ConfigError(
+            f"{name}.{field} is @{link[0]}: a {parent.kind} stage makes no {'data' if field != 'init' else 'weights'}"
+        )
 
 
 def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
@@ -252,7 +265,9 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
     for field, value in stage.parents.items():
         link = reference(value)
         if link and campaign.done(campaign.stage(link[0])) is None:
-            raise ConfigError(f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {link[0]} alone first")
+            raise ConfigError(
+                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {link[0]} alone first"
+            )
     conflict = resume_conflict(campaign, stage)
     if conflict and not fresh:
         raise ConfigError(
@@ -261,14 +276,29 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
         )
     directory = campaign.directory(stage)
     directory.mkdir(parents=True, exist_ok=True)
-    record = {"name": stage.name, "kind": stage.kind, "key": stage.key, "forbid": _forbidden(stage), "config": config.plain(stage.config)}
+    record = {
+        "name": stage.name,
+        "kind": stage.kind,
+        "key": stage.key,
+        "forbid": _forbidden(stage),
+        "config": config.plain(stage.config),
+    }
     warn = _warned(directory, stage)
     if warn:
         say(f"{stage.name}: resuming with a changed {'; '.join(warn)}")
     write_atomic(directory / "stage.json", json.dumps(record | {"warn": config.tagged(stage.config, "warn")}, indent=1))
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
     context = Context(
-        stage.name, campaign.run, directory, stage.key, campaign.cluster, campaign.resolve, stage.model, say, tick, stopping
+        stage.name,
+        campaign.run,
+        directory,
+        stage.key,
+        campaign.cluster,
+        campaign.resolve,
+        stage.model,
+        say,
+        tick,
+        stopping,
     )
     outcome = stage.room.run(stage.config, context)
     parents = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}

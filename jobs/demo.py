@@ -1,4 +1,4 @@
-"""`make demo`: the whole campaign on handwritten digits, one worker killed on purpose, and the proof that nothing moved.
+"""`make demo`: the whole campaign on handwritten digits, one worker killed on purpose, and the proof that all is equal.
 
 Pretraining runs under Ray with two workers; once a checkpoint is committed and a few more steps are done, one worker
 gets SIGKILL. The run restarts from the commit. Afterwards the same stage runs once more without any interruption, in
@@ -39,7 +39,10 @@ class Killer:
         saved = last_step(self.directory)
         if saved > 0 and steps and steps[-1] >= saved + self.save_every // 4:
             victim = records(folder, self.world)[VICTIM]["pid"]
-            print(f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {steps[-1]}, last commit step {saved}", flush=True)
+            print(
+                f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {steps[-1]}, last commit step {saved}",
+                flush=True,
+            )
             os.kill(victim, signal.SIGKILL)
             self.killed_at = steps[-1]
 
@@ -71,8 +74,12 @@ def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
     files, expected = (checkpoint.read_manifest(checkpoint.committed(d / "checkpoints")[0]) for d in (ours, theirs))
     same_files = files.files == expected.files and files.ledger == expected.ledger
     print(f"demo: killed after step {killer.killed_at}; {len(replayed)} steps were computed twice")
-    print(f"demo: {len(losses)} step losses {'equal the uninterrupted run bit for bit' if same_losses else 'DIFFER from the uninterrupted run'}")
-    print(f"demo: last checkpoint (weights, moments, ledger): sha256 {'equal' if same_files else 'DIFFERENT'} in both runs")
+    verdict = "equal the uninterrupted run's bit for bit" if same_losses else "DIFFER from the uninterrupted run's"
+    print(f"demo: {len(losses)} step losses {verdict}")
+    print(
+        "demo: last checkpoint (weights, moments, ledger): sha256",
+        "equal in both runs" if same_files else "DIFFERENT",
+    )
     return same_losses and same_files
 
 

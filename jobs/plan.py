@@ -12,7 +12,10 @@ from pipeline.telemetry import amount
 def plan(campaign: Campaign) -> list[str]:
     """Lines for people: every stage, whether it would run, its arithmetic, parameters and FLOPs."""
     cluster = campaign.cluster
-    lines = [f"run directory  {campaign.run}", f"cluster        {cluster.workers} workers ({cluster.backend})"]
+    lines = [
+        f"run directory  {campaign.run}",
+        f"cluster        {cluster.workers} workers ({cluster.backend})",
+    ]
     changed: set[str] = set()
     for stage in campaign.stages:
         done = campaign.done(stage)
@@ -65,7 +68,11 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     passes = f"{images / samples:.2f} passes over {samples:,} samples" if samples else "data does not exist yet"
     lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes})")
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
-    lines.append(f"  optim   {cfg.optim.name} lr {cfg.optim.lr:g}, {cfg.optim.schedule.decay} after {cfg.optim.schedule.warmup_steps:,} warm-up steps, decay {cfg.optim.weight_decay:g}, clip {cfg.optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}")
+    optim, schedule = cfg.optim, cfg.optim.schedule
+    lines.append(
+        f"  optim   {optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
+        f"decay {optim.weight_decay:g}, clip {optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
+    )
     return lines
 
 

@@ -29,12 +29,18 @@ class Stopper:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:
-            self.say(f"{signal.Signals(number).name}: finishing the step, committing, then exit 75; again Ctrl-C ends at once")
+            name = signal.Signals(number).name
+            self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
         self.asked = True
 
 
 def run_campaign(
-    loaded: Campaign, *, fresh: bool = False, only: str | None = None, also: Tick | None = None, quiet: bool = False
+    loaded: Campaign,
+    *,
+    fresh: bool = False,
+    only: str | None = None,
+    also: Tick | None = None,
+    quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Run it under this process's name and print the closing table.
 
@@ -58,7 +64,12 @@ def run_campaign(
                 follower.skip(loaded.directory(stage))
             try:
                 rows = campaign.run(
-                    loaded, say=follower.say, tick=tick, stopping=lambda: stopper.asked, fresh=fresh, only=only
+                    loaded,
+                    say=follower.say,
+                    tick=tick,
+                    stopping=lambda: stopper.asked,
+                    fresh=fresh,
+                    only=only,
                 )
             except BaseException as error:
                 from jobs.__main__ import exit_code
@@ -108,5 +119,3 @@ def _counts(row: dict[str, Any]) -> str:
     if "sets" in row:
         return f"{len(row['sets'])} sets, {sum(s['shards'] for s in row['sets'].values())} shards"
     return "  ".join(f"{row[name]} {name}" for name in ("kept", "resized", "new", "dropped") if row.get(name))
-
-

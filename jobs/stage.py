@@ -36,7 +36,7 @@ class Context:
 
 
 def reference(value: str) -> tuple[str, str] | None:
-    """"@shards/train" → ("shards", "train"); None for a path."""
+    """ "@shards/train" → ("shards", "train"); None for a path."""
     if not value.startswith("@"):
         return None
     stage, _, part = value[1:].partition("/")
@@ -60,7 +60,9 @@ def environment() -> dict[str, str]:
     return {"python": sys.version.split()[0], "machine": platform.machine()} | {p: version(p) for p in packages}
 
 
-def write_done(context: Context, config: dict[str, Any], parents: dict[str, str], outcome: dict[str, Any], began: float) -> None:
+def write_done(
+    context: Context, config: dict[str, Any], parents: dict[str, str], outcome: dict[str, Any], began: float
+) -> None:
     """Provenance first, then the marker that makes the stage finished."""
     provenance = {
         "stage": context.name,

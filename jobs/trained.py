@@ -95,7 +95,8 @@ def give_up_or_wait(context: Context, error: GangError, without_progress: int, a
     where = f"step {last}" if last >= 0 else "the start: nothing was committed yet"
     if again or without_progress > context.cluster.max_restarts:
         raise StageFailed(
-            f"{context.name}: {error}\n  {without_progress} attempts in a row made no new checkpoint; the last is {where}\n"
+            f"{context.name}: {error}\n"
+            f"  {without_progress} attempts in a row made no new checkpoint; the last is {where}\n"
             f"  the traceback is in {context.directory / 'incidents.txt'}",
             exit_code=70,
         )

@@ -126,7 +126,9 @@ class Trainer:
         found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
         if found is not None:
             changed = config.differences(found.config, config.tagged(cfg, "forbid"))
-            assert found.key == job.key, f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
+            assert found.key == job.key, (
+                f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
+            )
             self.step, self.bad, self.ledger = found.step, found.bad_samples, Ledger(found.ledger)
             ignored = f", init {job.init} ignored" if job.init else ", random weights ignored"
             text = (
@@ -214,7 +216,11 @@ class Trainer:
     def finish_save(self) -> None:
         """Collective: commit the save in flight and prune; too many failures in a row end the run."""
         done = self.saver.finish()
-        values = {"step": self.saver.manifest.step, "stalled_s": self.saver.stalled_s, "took_s": self.saver.took_s}
+        values = {
+            "step": self.saver.manifest.step,
+            "stalled_s": self.saver.stalled_s,
+            "took_s": self.saver.took_s,
+        }
         if done is not None:
             self.failed_saves = 0
             size = sum(file["bytes"] for file in done.files.values())
@@ -295,7 +301,7 @@ class Trainer:
             self.telemetry.report("evaluate", {"step": self.step, **values}, f"evaluate step {self.step}  {shown}")
 
     def _samples(self, path: str) -> data.EvaluationSet:
-        ops = self.cfg.data.preprocess or "resize({})".format(self.model_config.image_size[0])
+        ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
         return data.EvaluationSet(
             data.load_index(path),
             ops,
@@ -310,7 +316,10 @@ class Trainer:
         elapsed, steps = time.monotonic() - since, len(losses)
         speed = steps * self.cfg.batch_size / elapsed
         flops = models.training_flops(self.model_config, 1) * speed / self.world
-        peak = next((v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()), None)
+        peak = next(
+            (v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()),
+            None,
+        )
         values = {
             "step": self.step,
             "steps": self.steps,
