@@ -57,7 +57,8 @@ def environment() -> dict[str, str]:
     from importlib.metadata import version
 
     packages = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
-    return {"python": sys.version.split()[0], "machine": platform.machine()} | {p: version(p) for p in packages}
+    found = {package: version(package) for package in packages}
+    return {"python": sys.version.split()[0], "machine": platform.machine(), **found}
 
 
 def write_done(
@@ -73,7 +74,7 @@ def write_done(
         "environment": environment(),
         "command": " ".join(sys.argv),
         "user": os.environ.get("USER", ""),
-        **{name: outcome[name] for name in ("ledger", "samples_seen", "step") if name in outcome},
+        **{str(name): outcome[name] for name in ("ledger", "samples_seen", "step") if name in outcome},
     }
     write_atomic(context.directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
     done = {"key": context.key, "seconds": round(time.time() - began, 1), **outcome}

@@ -1,9 +1,9 @@
 """DeepSpeed behind four verbs: backward, step, fragments, restore. Nothing else in Patchline touches its insides.
 
 The optimizer state leaves and enters as *fragments*: (parameter name, first element, flat fp32 views). They know
-nothing of the world size or the ZeRO stage, so what one topology wrote any other can read. DeepSpeed's own checkpoints are not
-used: they cannot cross stages and load flipped bits silently. `tests/test_engine.py` guards every private
-attribute used here.
+nothing of the world size or the ZeRO stage, so what one topology wrote any other can read. DeepSpeed's own
+checkpoints are not used: they cannot cross stages and load flipped bits silently. `tests/test_engine.py` guards
+every private attribute used here.
 """
 
 import json
