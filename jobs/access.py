@@ -75,7 +75,8 @@ def require_reachable(address: str) -> None:
 
 def explain(error: Exception, address: str) -> ClusterError:
     """Ray's reason for refusing us, as what, why and what to type."""
-    text = str(error).strip() or type(error).__name__
+    chain = [error, error.__cause__, error.__context__]
+    text = "\n".join(str(link).strip() or type(link).__name__ for link in chain if link is not None)
     first, *_ = text.splitlines()
     if "ersion mismatch" in text or "not compatible with the Ray cluster" in text:
         return ClusterError(
@@ -83,7 +84,7 @@ def explain(error: Exception, address: str) -> ClusterError:
             f"Ray and Python must be the same on both sides\n"
             f"install there what constraints.txt pins, or here the `ray==` that the cluster has"
         )
-    if "uthenticat" in text or "401" in text or "403" in text:
+    if "uthenticat" in text or "Unauthorized" in text or "Forbidden" in text:
         return ClusterError(
             f"the cluster at {address} refuses us: {first}\n"
             f"it asks for a token, which must be its head's own\n"

@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -206,7 +207,8 @@ def bury(folder: Path, world: int, timeout_s: float = 10.0) -> None:
     workers = [_process(record) for record in records(folder, world).values() if record["node"] == host]
     _, alive = psutil.wait_procs([worker for worker in workers if worker is not None], timeout=timeout_s)
     for worker in alive:
-        worker.kill()
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
     psutil.wait_procs(alive, timeout=timeout_s)
 
 

@@ -268,7 +268,7 @@ def _trainer(
             num_workers=cluster.workers, use_gpu=cluster.gpus_per_worker > 0, resources_per_worker=resources
         ),
         run_config=RunConfig(
-            name=name,
+            name=f"{folder.parent.name}-{name}",
             storage_path=str(folder / "ray"),
             # Without a limit Train waits for nodes for ever.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -27,7 +28,8 @@ def reap(directory: str, spared: set[int]) -> None:
     while time.monotonic() < deadline:
         users = [p for p in psutil.process_iter() if p.pid not in spared and _uses(p, directory)]
         for user in users:
-            user.kill()
+            with suppress(psutil.NoSuchProcess):
+                user.kill()
         if not users:
             break
         psutil.wait_procs(users, timeout=1)

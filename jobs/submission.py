@@ -6,6 +6,7 @@ its metadata, and its id is the run's name and the number of the try.
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shlex
@@ -81,7 +82,7 @@ def submit(
             )
     request: dict[str, Any] = {
         "submission_id": f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}",
-        "metadata": {"job_name": run, "run": run},
+        "metadata": {"job_name": Path(run).name, "run": run},
         "runtime_env": {
             "working_dir": str(root),
             "excludes": EXCLUDES,
@@ -196,6 +197,7 @@ def _refuse_secrets(environment: Mapping[str, str]) -> None:
 def _client() -> JobSubmissionClient:
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     use_token_if_any()
+    logging.getLogger("ray").setLevel(logging.WARNING)  # it tells every file that it leaves out
     if address not in ("", "auto"):
         require_reachable(address)
     try:

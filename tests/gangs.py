@@ -79,3 +79,10 @@ def sleep_until_told(config: dict[str, Any]) -> str:
 
 def return_a_path(config: dict[str, Any]) -> Path:
     return Path("no JSON")
+
+
+class Holder:
+    """An actor that only takes up its place."""
+
+    def ready(self) -> bool:
+        return True

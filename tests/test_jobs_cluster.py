@@ -1,5 +1,6 @@
 """One function on N workers: the same contract as plain processes and under an embedded Ray."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ FAILURES = [
     ("processes", "stop", "WantsToStop: shard 7 is short", 65),
     ("processes", "exit", "SystemExit: 75", 75),
     ("ray", "die", "its process died (killed, or crashed)", None),
-    ("ray", "stop", "WantsToStop: shard 7 is short", 65),
+    pytest.param("ray", "stop", "WantsToStop: shard 7 is short", 65, marks=pytest.mark.slow),
 ]
 
 
@@ -127,6 +128,21 @@ def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
     cluster = ClusterConfig(workers=64, gpus_per_worker=1, backend=backend)
     with pytest.raises(ClusterError, match=r"(\d+ of 64 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers"):
         run_gang(gangs.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
+
+
+def test_a_wait_says_what_for_and_ends(two) -> None:
+    import ray
+
+    info = connect(two["ray"])
+    holder = ray.remote(num_cpus=info.cpus)(gangs.Holder).remote()
+    ray.get(holder.ready.remote())
+    said: list[str] = []
+    with pytest.raises(
+        ClusterError, match=r"0 of 2 CPUs free for 2 workers of 1 CPUs[\s\S]*waited 1 s\ntype"
+    ):
+        connect(dataclasses.replace(two["ray"], start_timeout_s=1), say=said.append)
+    assert said == ["waiting for the cluster: 0 of 2 CPUs free"]
+    ray.kill(holder)
 
 
 @pytest.mark.parametrize(

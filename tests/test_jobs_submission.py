@@ -1,8 +1,10 @@
 """A run as a Ray job, on a real cluster with its dashboard: submitted, found by name, followed, stopped."""
 
 import json
+import os
 import shlex
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs import submission
-from jobs.access import explain
+from jobs.access import ROOT, explain
 from jobs.cluster import ClusterConfig, ClusterError, connect, disconnect
 from pipeline.errors import RunOwned, UsageError
 
@@ -84,6 +86,17 @@ def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard, checkout) -> N
 def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
     with pytest.raises(UsageError, match="no job of nothing"):
         submission.status("nothing")
+
+
+def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
+    program = "from jobs import submission; submission.list_jobs()"
+    environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
+    asked = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert asked.returncode == 1
+    assert f"ClusterError: the cluster at {dashboard} refuses us: " in asked.stderr
+    assert "RAY_AUTH_TOKEN_PATH to a copy of the head's" in asked.stderr
 
 
 # ------------------------------------------------------------------------ without a cluster
