@@ -118,9 +118,9 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """`torch.compile` each block in place, names unchanged: one block's compilation serves all of them."""
-    inner = getattr(model, "vit", model)
-    for block in inner.stages if isinstance(inner, resnet.BiT) else inner.blocks:
-        block.compile(**options)
+    for module in model.modules():
+        if isinstance(module, (vit.Block, resnet.StemUnit, resnet.BiTUnit)):
+            module.compile(**options)
 
 
 def decayed(model: nn.Module) -> set[str]:

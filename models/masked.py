@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +73,7 @@ class Corruption(nn.Module):
     def forward(self, patches: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
         """Patches (B, N, D) to corrupted ones and the places (B, K) of the corruption."""
         batch, patch_count, width = patches.shape
-        draw = {"generator": generator, "device": patches.device}
+        draw: dict[str, Any] = {"generator": generator, "device": patches.device}
         places = torch.rand(batch, patch_count, **draw).argsort(dim=1)[:, : self.count]
         others = torch.randint(1, patch_count, places.shape, **draw)
         others = (places + others) % patch_count  # any patch of the image but this one

@@ -16,8 +16,10 @@ Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
 
 # What may differ between source and target; any other difference would silently change the function.
-FREE = ("image_size", "patch", "classes", "representation", "pool")
-FREE += ("dropout", "drop_path", "head_bias", "position_std")  # of training and first values
+FREE = (
+    *("image_size", "patch", "classes", "representation", "pool"),
+    *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
+)
 HEAD = ("pre_logits.", "head.")
 POOLING = ("prefix.cls", "map_head.")
 
@@ -64,7 +66,8 @@ def transfer(
     check_comparable(source, target)
     wanted = {name: tuple(p.shape) for name, p in catalog.empty(target).named_parameters()}
     fresh = changed_prefixes(source, target, new_head)
-    result, changes = {}, {"kept": [], "resized": [], "new": []}
+    result: dict[str, Tensor] = {}
+    changes: dict[str, list[Change]] = {"kept": [], "resized": [], "new": []}
     for name, shape in wanted.items():
         old = weights.get(name)
         if old is None or name.startswith(fresh):
@@ -77,8 +80,8 @@ def transfer(
     carried = {name for kind in ("kept", "resized") for name, *_ in changes[kind]}
     dropped = tuple((name, tuple(w.shape), None) for name, w in weights.items() if name not in carried)
     check_weights(result, target)
-    report = TransferReport(**{k: tuple(v) for k, v in changes.items()}, dropped=dropped)
-    return result, replace(report, drift=drift(weights, source, result, target))
+    kept, resized, new = (tuple(rows) for rows in changes.values())
+    return result, TransferReport(kept, resized, new, dropped, drift(weights, source, result, target))
 
 
 def unmask(
@@ -159,15 +162,10 @@ def drift(
 ) -> tuple[float, float] | None:
     if getattr(source, "positions", "none") in ("none", "relative"):
         return None
-    return tuple(
-        positions.neighbour_similarity(grid_table(tensors, config), config.grid)
+    before, after = (
+        positions.neighbour_similarity(
+            positions.whole_table(tensors, config)[0, config.position_slots :], config.grid
+        )
         for tensors, config in ((weights, source), (result, target))
     )
-
-
-def grid_table(weights: dict[str, Tensor], config: Any) -> Tensor:
-    """(N, D): the patches' position entries of the first table."""
-    module = positions.KINDS[config.positions](config.grid, config.width, config.position_slots)
-    first = {name.rpartition(".")[2]: w for name, w in weights.items() if "positions.0." in name}
-    module.load_state_dict(first)
-    return module.entries(torch.empty(0))[0, -math.prod(config.grid) :].detach()
+    return before, after
