@@ -115,7 +115,8 @@ def plan_command(options: argparse.Namespace) -> None:
     from jobs import campaign
     from jobs.plan import plan
 
-    print("\n".join(plan(campaign.load(Path(options.recipe), options.overrides))))
+    loaded = campaign.load(Path(options.recipe), options.overrides)
+    print(campaign.resolved(loaded) if options.resolved else "\n".join(plan(loaded)))
 
 
 def status_command(options: argparse.Namespace) -> None:
@@ -183,13 +184,18 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="start a half-done stage over where its config changed")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory, as the recipe's run: says")
 
 
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
-    "plan": (plan_command, "print the resolved campaign, batch arithmetic, parameters and FLOPs", add_recipe),
+    "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
     "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", add_run),
     "demo": (
         demo_command,

@@ -17,6 +17,7 @@ class DataConfig:
     """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
     train: str = "???"  # the set's index, or its folder
+    samples: int | None = None  # what `plan` counts with while the index is not there
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -31,7 +32,7 @@ class DataConfig:
     RESUME: ClassVar[Tags] = tags(
         forbid="train preprocess augment lanes shuffle_block tail max_labels",
         warn="evaluate max_bad_fraction",
-        free="processes timeout_s",
+        free="samples processes timeout_s",
     )
 
     def __post_init__(self) -> None:
