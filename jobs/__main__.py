@@ -47,6 +47,8 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
     except BrokenPipeError:
         return 74
     except Exception as error:
+        from pipeline.errors import exit_code
+
         if options.debug:
             traceback.print_exc()
         code = exit_code(error)
@@ -58,20 +60,6 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
         )
         print(f"error: {text}", file=sys.stderr)
         return code
-
-
-def exit_code(error: BaseException) -> int:
-    """DESIGN's table: the exception's own code, else by its kind."""
-    import data
-
-    code = getattr(error, "exit_code", None)
-    if code is not None:
-        return code
-    if isinstance(error, data.DataError):
-        return 65
-    if isinstance(error, data.StorageError):
-        return 69
-    return 74 if isinstance(error, OSError) else 70
 
 
 def run_one(kind: str) -> None:

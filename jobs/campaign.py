@@ -116,6 +116,9 @@ def _section(name: str, section: Any) -> tuple[str, Any]:
     hint = "" if "kind" in section else f"; or give the section a kind: {', '.join(KINDS)}"
     require(kind in KINDS, f"unknown stage or key {kind!r}{nearest(kind, [*KINDS, 'run', 'cluster'])}{hint}")
     room = KINDS[kind]
+    for given, other in (("steps", "passes"), ("passes", "steps")):
+        if given in values:  # a recipe's length replaces the default one, whichever way either is given
+            values.setdefault(other, None)
     return kind, config.build(room.Config, values, name, room.DEFAULTS)
 
 
@@ -209,6 +212,8 @@ def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
     if cfg.init is not None:
         link = reference(cfg.init)
         source = earlier[link[0]].model if link else _config_in(cfg.init)
+        if source is None:
+            return None
     try:
         if kind == "fewshot":
             return source

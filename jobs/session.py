@@ -12,6 +12,7 @@ from jobs.campaign import Campaign
 from jobs.follow import Follower
 from jobs.ownership import owned
 from jobs.status import write_status
+from pipeline.errors import exit_code
 from pipeline.telemetry import duration
 
 Tick = Callable[[Path, int], None]
@@ -72,8 +73,6 @@ def run_campaign(
                     only=only,
                 )
             except BaseException as error:
-                from jobs.__main__ import exit_code
-
                 write_status(loaded.run, exit_code(error), str(error).splitlines()[0] if str(error) else "", command)
                 raise
             write_status(loaded.run, 0, "done", command)

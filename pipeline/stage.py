@@ -88,7 +88,7 @@ class TrainConfig:
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
-        require((self.steps or 1) > 0 and (self.passes or 1) > 0, "steps and passes must be more than 0")
+        require((self.steps or self.passes or 0) > 0, "steps and passes must be more than 0")
         for name in (
             "batch_size",
             "micro_batch",

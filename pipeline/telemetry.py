@@ -17,7 +17,7 @@ def amount(value: float) -> str:
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{suffix}"
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 100 and value % 1 else f"{value:.0f}"
 
 
 def duration(seconds: float) -> str:
