@@ -38,6 +38,7 @@ from jobs.gang import (
 )
 
 TICK_S = 0.5
+QUIET_S = 3.0
 NODE_ADDRESS = (
     "127.0.0.2" if sys.platform == "linux" else None
 )  # Ray replaces 127.0.0.1 by an outside address
@@ -84,6 +85,12 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
     too small for `start_timeout_s`.
     """
     handler = signal.getsignal(signal.SIGTERM)
+    wanted = {
+        "CPU": cluster.workers * cluster.cpus_per_worker,
+        "GPU": cluster.workers * cluster.gpus_per_worker,
+    }
+    if _reapers and ray.cluster_resources().get("CPU", 0) < wanted["CPU"]:
+        disconnect()  # an embedded cluster was told how many CPUs to count, for a smaller gang
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "")
         os.environ.update({k: os.environ.get(k, v) for k, v in ENVIRONMENT.items()})
@@ -93,7 +100,7 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
             _join(address)
         signal.signal(signal.SIGTERM, handler)  # Ray puts its own in
     info = _info()
-    _wait_for_resources(cluster, info.embedded, say)
+    _wait_for_resources(wanted, cluster, info.embedded, say)
     return info
 
 
@@ -175,12 +182,11 @@ def _info() -> ClusterInfo:
     )
 
 
-def _wait_for_resources(cluster: ClusterConfig, embedded: bool, say: Callable[[str], None]) -> None:
-    wanted = {
-        "CPU": cluster.workers * cluster.cpus_per_worker,
-        "GPU": cluster.workers * cluster.gpus_per_worker,
-    }
-    deadline, next_word = time.monotonic() + cluster.start_timeout_s, 0.0
+def _wait_for_resources(
+    wanted: dict[str, int], cluster: ClusterConfig, embedded: bool, say: Callable[[str], None]
+) -> None:
+    deadline = time.monotonic() + cluster.start_timeout_s
+    next_word = time.monotonic() + QUIET_S  # the last gang's places take a moment to come free
     while missing := _missing(wanted, ray.available_resources()):
         can_grow = not (embedded and _missing(wanted, ray.cluster_resources()))
         if not can_grow or time.monotonic() > deadline:

@@ -125,9 +125,15 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
-    cluster = ClusterConfig(workers=64, gpus_per_worker=1, backend=backend)
+    cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(ClusterError, match=r"(\d+ of 64 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers"):
         run_gang(gangs.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
+
+
+def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_gang(two) -> None:
+    cores = os.cpu_count() or 1
+    assert connect(two["ray"]).cpus == max(cores, 2)
+    assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
 
 
 def test_a_wait_says_what_for_and_ends(two) -> None:
@@ -138,9 +144,9 @@ def test_a_wait_says_what_for_and_ends(two) -> None:
     ray.get(holder.ready.remote())
     said: list[str] = []
     with pytest.raises(
-        ClusterError, match=r"0 of 2 CPUs free for 2 workers of 1 CPUs[\s\S]*waited 1 s\ntype"
+        ClusterError, match=r"0 of 2 CPUs free for 2 workers of 1 CPUs[\s\S]*waited 4 s\ntype"
     ):
-        connect(dataclasses.replace(two["ray"], start_timeout_s=1), say=said.append)
+        connect(dataclasses.replace(two["ray"], start_timeout_s=4), say=said.append)
     assert said == ["waiting for the cluster: 0 of 2 CPUs free"]
     ray.kill(holder)
 
