@@ -9,14 +9,29 @@ from typing import Any
 
 _HOMES = {
     "augment": ("AugmentConfig",),
+    "cache": ("CacheConfig",),
+    "doctor": ("Report", "check", "repair"),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
     "index": ("Index", "Shard", "build_index", "load_index"),
-    "loader": ("BadSample", "Batch", "TrainLoader"),
+    "loader": ("Batch", "TrainLoader", "Wait"),
     "order": ("Ledger", "Order"),
+    "page": ("write_page",),
     "packing": ("pack",),
     "reader": ("check_sizes",),
-    "sources": ("Sample", "class_folders", "digits", "folder_classes", "path_table"),
+    "worker": ("BadSample",),
+    "sources": (
+        "Sample",
+        "cifar",
+        "class_folders",
+        "digits",
+        "folder_classes",
+        "image_parquet",
+        "imagenet_train",
+        "imagenet_validation",
+        "path_table",
+        "tars",
+    ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -9,7 +9,7 @@ from typing import Literal
 import cv2
 import numpy as np
 
-from data.decode import decode
+from data.decode import Box, decode_crop, decode_whole, read_header
 from data.order import key_of
 from data.preprocess import resize_small
 
@@ -21,6 +21,7 @@ class AugmentConfig:
     """What happens to a training image between its bytes and the batch."""
 
     crop: Literal["inception", "random", "none"] = "inception"  # random: resize_small(size · 8/7), then crop
+    reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale where the crop still covers the image size
     flip: bool = True  # left to right, with probability 1/2
     min_area: float = 0.05  # of the image; Szegedy et al. 2015 and big_vision
     min_aspect: float = 0.75  # width / height, TensorFlow's defaults
@@ -52,7 +53,7 @@ class Draws:
         return int(self.uniform() * n)
 
 
-def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> tuple[int, int, int, int]:
+def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
     """(y, x, h, w) as tf.image.sample_distorted_bounding_box draws it: height is uniform, not area.
 
     The last offset is never drawn, as in the original; after 100 attempts it is the whole image.
@@ -73,14 +74,20 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
 
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
     """Decode, crop, resize and flip into `out` (image_size, image_size, 3) uint8; raises BadImage."""
-    image = decode(data)
-    if cfg.crop == "inception":
-        y, x, h, w = inception_box(image.shape[0], image.shape[1], draws, cfg)
-        image = image[y : y + h, x : x + w]
-    elif cfg.crop == "random":
-        image = resize_small(image, image_size * 8 // 7)
-        y, x = (draws.below(side - image_size + 1) for side in image.shape[:2])
+    header = read_header(data)
+    if cfg.crop == "random":
+        image = resize_small(decode_whole(data), image_size * 8 // 7)
+        y, x = draws.below(image.shape[0] - image_size + 1), draws.below(image.shape[1] - image_size + 1)
         image = image[y : y + image_size, x : x + image_size]
-    cv2.resize(image, (image_size, image_size), dst=out, interpolation=cv2.INTER_LINEAR)
-    if cfg.flip and draws.uniform() < 0.5:
-        out[:] = out[:, ::-1].copy()
+    else:
+        box = (0, 0, header.height, header.width)
+        if cfg.crop == "inception":
+            box = inception_box(header.height, header.width, draws, cfg)
+        image = decode_crop(data, header, box, image_size if cfg.reduced else 0)
+    flip = cfg.flip and draws.uniform() < 0.5
+    if image.shape[:2] == out.shape[:2]:
+        out[:] = image[:, ::-1] if flip else image
+    elif flip:
+        cv2.flip(cv2.resize(image, out.shape[1::-1], interpolation=cv2.INTER_LINEAR), 1, dst=out)
+    else:
+        cv2.resize(image, out.shape[1::-1], dst=out, interpolation=cv2.INTER_LINEAR)

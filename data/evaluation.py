@@ -10,9 +10,9 @@ import torch
 
 from data.decode import BadImage, decode
 from data.index import Index
-from data.loader import BadSample, read_labels
 from data.preprocess import preprocess
 from data.reader import Reader
+from data.worker import BadSample, read_labels
 
 
 @dataclass(frozen=True)
@@ -104,5 +104,5 @@ class EvaluationSet:
             pixels[row], mask[row] = image, True
             targets[row, : len(labels[row])] = labels[row]
         tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        targets, places, mask = map(torch.from_numpy, (targets, places, mask))
-        return EvaluationBatch(tensor, targets, places, mask, bad)
+        arrays = list(map(torch.from_numpy, (targets, places, mask)))
+        return EvaluationBatch(tensor, arrays[0], arrays[1], arrays[2], bad)

@@ -56,6 +56,11 @@ class Index:
         """Samples of each shard: what an `Order` is built from."""
         return tuple(shard.samples for shard in self.shards)
 
+    @property
+    def remote(self) -> bool:
+        """Whether shards are fetched before they are read."""
+        return "://" in self.directory or any("://" in shard.name for shard in self.shards)
+
     def location(self, shard: int) -> str:
         """The path or URL of a shard."""
         name = self.shards[shard].name
@@ -131,11 +136,13 @@ def build_index(
     name: str | None = None,
     classes: int | None = None,
     workers: int = 1,
+    at: str | None = None,
 ) -> Index:
     """Index existing tars: a folder of them, or a list of paths; safe to kill and run again.
 
     The JSON and the tables go to `output` (default: beside the shards) as `<name>.index.json` (default: the
-    folder's name). Raises DataError naming every tar that cannot be used and every label ≥ `classes`.
+    folder's name); `at` is the URL that the shards will be read from, where that is not here. Raises
+    DataError naming every tar that cannot be used and every label ≥ `classes`.
     """
     paths = (
         sorted(Path(source).glob("*.tar"))
@@ -162,7 +169,8 @@ def build_index(
                 journal.add(*record)
         if errors:
             raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
-        return journal.finish(directory)
+        journal.keep(str(path.resolve().relative_to(directory)) for path in paths)
+        return journal.finish(at or directory)
 
 
 def run_jobs(function, jobs: list, workers: int) -> Iterator:
@@ -276,7 +284,11 @@ class Journal:
         row = [shard.name, shard.samples, shard.bytes, shard.sha256]
         print(json.dumps([row, counts, refused]), file=self.file, flush=True)
 
-    def finish(self, directory: Path) -> Index:
+    def keep(self, shards: Iterable[str]) -> None:
+        """Forget shards that an earlier try wrote but this one does not have."""
+        self.records = {name: self.records[name] for name in shards}
+
+    def finish(self, directory: Path | str) -> Index:
         """Write the JSON and forget the journal."""
         records = [self.records[name] for name in sorted(self.records)]
         totals: Counter[int] = Counter()
@@ -287,7 +299,9 @@ class Journal:
         shards = [shard for shard, _ in records]
         content = {
             "schema": SCHEMA,
-            "directory": os.path.relpath(directory, self.path.parent),
+            "directory": str(directory)
+            if "://" in str(directory)
+            else os.path.relpath(directory, self.path.parent),
             "samples": sum(shard.samples for shard in shards),
             "digest": digest_of(shards, class_counts),
             "refused": dict(self.refused),

@@ -1,35 +1,43 @@
-"""The training loader: this worker's micro-batches, decoded ahead of the step by a few processes."""
+"""The training loader: this worker's micro-batches in order, decoded ahead of the step by a few processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from mmap import mmap
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from time import perf_counter
 
-import numpy as np
 import torch
 
-from data.augment import AugmentConfig, Draws, augment
-from data.decode import BadImage
+from data.augment import AugmentConfig
+from data.cache import Ahead, CacheConfig
 from data.errors import DataError
 from data.index import Index
 from data.order import Order
 from data.reader import Reader
-from data.tar import parse_labels
+from data.worker import BadSample, Decoder, Done, Layout, Task
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
-MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
-SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
+RESTARTS = 3  # times that one micro-batch may cost a process its life
 
 
 @dataclass(frozen=True)
-class BadSample:
-    """A sample that was replaced, and why."""
+class Wait:
+    """Seconds that the training loop waited for a micro-batch, by what it waited for."""
 
-    shard: str
-    key: str
-    reason: str
+    storage_s: float = 0.0
+    decode_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,16 @@ class Batch:
     labels: torch.Tensor
     ids: torch.Tensor
     bad: tuple[BadSample, ...]
+    wait: Wait
 
 
 class TrainLoader:
     """Iterates the micro-batches of this worker's `slots` of every global batch from `start_step` on.
 
     The pixels depend on index, order, image size, augmentation and seed alone: not on the number of workers,
-    `processes`, `micro_batch`, or where the run started. Raises DataError where a shard cannot be used.
+    `processes`, `micro_batch`, or where the run started. A process that dies, or is silent for `timeout_s`,
+    is replaced and its micro-batches are decoded again. Tensors are pinned where there is CUDA. Raises
+    DataError and StorageError.
     """
 
     def __init__(
@@ -64,106 +75,156 @@ class TrainLoader:
         augment: AugmentConfig | None = None,
         max_labels: int = 1,
         processes: int = 0,
+        prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,
         verify: bool = True,
+        cache: CacheConfig | None = None,
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
-            raise ValueError(
-                f"slots {slots} must be a contiguous, non-empty part of range(0, {order.batch_size})"
-            )
-        self.order, self.slots, self.micro_batch, self.start_step = order, slots, micro_batch, start_step
-        self.processes, self.timeout_s = processes, timeout_s
-        self.decoder = Decoder(
-            index,
-            order,
-            image_size,
-            seed,
-            augment or AugmentConfig(),
-            max_labels,
-            Reader(index, verify=verify),
-        )
+            raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
+        if index.shard_samples != tuple(order.shard_samples):
+            raise ValueError("the order was made for other shards than the index has")
+        self.slots, self.start_step = slots, start_step
+        self.processes, self.prefetch, self.timeout_s = processes, prefetch, timeout_s
+        self.layout = Layout(min(micro_batch, len(slots)), image_size, max_labels)
+        self.cache = cache or CacheConfig()
+        reader = Reader(index, verify=verify, cache=self.cache)
+        self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(
-            torch.utils.data.DataLoader(
-                self.decoder,
-                sampler=self.tasks(),
-                batch_size=None,
-                num_workers=self.processes,
-                timeout=self.timeout_s if self.processes else 0,
-                pin_memory=torch.cuda.is_available(),
-            )
-        )
+    @property
+    def memory_bytes(self) -> int:
+        """Shared memory that the decoded micro-batches may fill, at most."""
+        return self.processes * self.prefetch * self.layout.bytes
 
-    def tasks(self) -> Iterator[tuple[int, int, int]]:
+    def __iter__(self) -> Generator[Batch]:
+        batches = self.from_processes() if self.processes else self.from_here()
+        return self.fetching_ahead(batches) if self.decoder.index.remote else batches
+
+    def fetching_ahead(self, batches: Generator[Batch]) -> Generator[Batch]:
+        """The same batches, while a thread fetches the shards of coming steps."""
+        ahead = Ahead(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
+        try:
+            for batch in batches:
+                ahead.reached(batch.step)
+                yield batch
+        finally:
+            ahead.stop()
+            batches.close()
+
+    def tasks(self) -> Iterator[Task]:
         """(step, first slot, slot after the last) of every micro-batch to come."""
         for step in count(self.start_step):
-            for first in range(self.slots.start, self.slots.stop, self.micro_batch):
-                yield step, first, min(first + self.micro_batch, self.slots.stop)
+            for first in range(self.slots.start, self.slots.stop, self.layout.b):
+                yield step, first, min(first + self.layout.b, self.slots.stop)
 
+    def from_here(self) -> Generator[Batch]:
+        """Decode in this process, when the batch is asked for."""
+        memory = bytearray(self.layout.bytes)
+        for task in self.tasks():
+            done = self.decoder.run(task, *self.layout.arrays(memory))
+            yield self.take(task, memory, 0, done, done.storage_s + done.decode_s)
 
-@dataclass
-class Decoder(torch.utils.data.Dataset):
-    """Turns one task into one micro-batch; a pure function, whichever process runs it."""
-
-    index: Index
-    order: Order
-    image_size: int
-    seed: int
-    augment: AugmentConfig
-    max_labels: int
-    reader: Reader
-
-    def __getitem__(self, task: tuple[int, int, int]) -> Batch:
-        step, first, stop = task
-        size = self.image_size
-        images = np.empty((stop - first, size, size, 3), np.uint8)
-        labels = np.full((stop - first, self.max_labels), -1, np.int64)
-        ids = np.stack(self.order.batch(step), 1)[first:stop]
-        bad: list[BadSample] = []
-        for row in range(stop - first):
-            for attempt in range(1, MAX_REPLACEMENTS + 2):
-                problem = self.fill(ids[row], images[row], labels[row])
-                if problem is None:
-                    break
-                bad.append(problem)
-                ids[row] = self.order.replacement(step, first + row, attempt)
-            else:
-                last = bad[-1]
-                raise DataError(
-                    f"{MAX_REPLACEMENTS} bad samples in a row, last {last}; try `python -m jobs data check`"
-                )
-        tensor = torch.from_numpy(images).permute(0, 3, 1, 2)
-        return Batch(step, tensor, torch.from_numpy(labels), torch.from_numpy(ids), tuple(bad))
-
-    def fill(self, ids: np.ndarray, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
-        """Read and decode one sample into its row; returns what is wrong with it, if anything is."""
-        epoch, shard, sample = map(int, ids)
-        key, encoded, raw = self.reader.read(shard, sample)
+    def from_processes(self) -> Generator[Batch]:
+        """Deal tasks to the processes in turn, and take their answers in the same turn."""
+        tasks = self.tasks()
+        crew = [Process(self.decoder, self.prefetch) for _ in range(self.processes)]
         try:
-            found = read_labels(raw, self.index.classes, self.max_labels)
-            augment(
-                encoded,
-                self.image_size,
-                Draws(SEED_DOMAIN, self.seed, epoch, shard, sample),
-                self.augment,
-                image,
+            for _ in range(self.prefetch):
+                for process in crew:
+                    process.give(next(tasks))
+            for turn in count():
+                process = crew[turn % len(crew)]
+                start = perf_counter()
+                task, offset, done = process.answer(self.timeout_s)
+                yield self.take(task, process.memory, offset, done, perf_counter() - start)
+                process.give(next(tasks))
+        finally:
+            for process in crew:
+                process.end()
+
+    def take(self, task: Task, memory: mmap | bytearray, offset: int, done: Done, waited_s: float) -> Batch:
+        """Copy a micro-batch out of shared memory; split the wait by what its process spent its time on."""
+        start = perf_counter()
+        rows = task[2] - task[1]
+        images, labels, ids = (
+            copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset)
+        )
+        part = waited_s / max(done.storage_s + done.decode_s, 1e-9)
+        wait = Wait(done.storage_s * part, done.decode_s * part, perf_counter() - start)
+        return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, done.bad, wait)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, pin_memory=torch.cuda.is_available()).copy_(tensor)
+
+
+class Process:
+    """One decoding process, its pipe, and the anonymous memory that the kernel frees with its last user."""
+
+    def __init__(self, decoder: Decoder, prefetch: int):
+        self.decoder = decoder
+        self.file = os.memfd_create("patchline-batches")
+        os.ftruncate(self.file, prefetch * decoder.layout.bytes)
+        self.memory = mmap(self.file, 0)
+        self.free = deque(number * decoder.layout.bytes for number in range(prefetch))
+        self.pending: deque[tuple[Task, int]] = deque()
+        self.start()
+
+    def start(self) -> None:
+        here, there = socketpair()
+        with there:
+            root = str(Path(__file__).parents[1])
+            path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "data.worker", str(there.fileno()), str(self.file)],
+                pass_fds=(there.fileno(), self.file),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
-        except BadImage as error:
-            return BadSample(self.index.shards[shard].name, key, str(error))
-        labels[:] = -1
-        labels[: len(found)] = found
-        return None
+        self.connection = Connection(here.detach())
+        self.connection.send(self.decoder)
 
+    def give(self, task: Task) -> None:
+        """Queue a task; one that a dead process cannot take is given to the next."""
+        self.pending.append((task, self.free.popleft()))
+        with suppress(OSError):  # `answer` finds it dead
+            self.connection.send(self.pending[-1])
 
-def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
-    """Parse and check the labels of one sample; raises BadImage with a short reason."""
-    try:
-        found = parse_labels(raw)
-    except ValueError:
-        raise BadImage("no label") from None
-    if max(found) >= classes:
-        raise BadImage(f"label not below {classes}")
-    if len(found) > most:
-        raise BadImage(f"more than {most} labels")
-    return found
+    def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
+        """Wait for the oldest task, replacing the process where it dies or says nothing for `timeout_s`."""
+        task, offset = self.pending[0]
+        for _ in range(RESTARTS + 1):
+            try:
+                if self.connection.poll(timeout_s):
+                    answer = self.connection.recv()
+                    break
+            except (EOFError, OSError):
+                pass
+            self.restart()
+        else:
+            raise DataError(
+                f"step {task[0]}, slots {task[1]} … {task[2] - 1}: {RESTARTS + 1} processes died or were "
+                f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
+            )
+        if isinstance(answer, Exception):
+            raise answer
+        self.pending.popleft()
+        self.free.append(offset)
+        return task, offset, answer
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+        with suppress(OSError):
+            for item in self.pending:
+                self.connection.send(item)
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.child.kill()
+        self.child.wait()
+
+    def end(self) -> None:
+        """Stop it and give the memory back."""
+        self.stop()
+        os.close(self.file)  # the mapping goes with the last array on it

@@ -103,7 +103,7 @@ class Order:
         return self._at(*self._places(step))
 
     def replacement(self, step: int, slot: int, attempt: int) -> tuple[int, int, int]:
-        """What to use when the sample in `slot` is bad: the attempt-th after it, in its lane then the next."""
+        """What to use where the sample in `slot` is bad: the attempt-th after it, lane after lane."""
         epoch, position = (column[slot : slot + 1] for column in self._places(step))
         found = self._at(epoch, (position + attempt) % self.samples)
         return int(found[0][0]), int(found[1][0]), int(found[2][0])

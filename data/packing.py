@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from data.errors import DataError
-from data.index import SUFFIX, Index, Journal, Shard, mapped, whole, write_table
+from data.index import SUFFIX, Index, Journal, Shard, mapped, table_name, whole, write_table
+from data.jpeg import add_restarts
 from data.sources import Sample
 from data.tar import walk
 
@@ -22,24 +26,48 @@ def pack(
     shard_samples: int = 10_000,
     shard_bytes: int = 1 << 30,
     classes: int | None = None,
+    restarts: bool = False,
+    workers: int = 1,
+    report: Callable[[int, int], None] | None = None,
 ) -> Index:
     """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
 
-    Safe to kill and run again with the same samples: finished shards are kept. Raises DataError on a label
-    ≥ `classes`, on a repeated key inside a shard, and where there are no samples.
+    `restarts` adds restart markers to JPEGs (see `data.jpeg`): the same pixels, cropped faster. `report` is
+    told the shards and samples finished so far. Safe to kill and run again with the same samples: finished
+    shards are kept. Raises DataError on a label ≥ `classes`, a repeated key in a shard, or no samples.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    limits = f"{shard_samples} {shard_bytes}"
-    with Journal(directory / f"{name}{SUFFIX}", classes, limits) as journal:
+    limits = f"{shard_samples} {shard_bytes} {restarts}"
+    with (
+        Journal(directory / f"{name}{SUFFIX}", classes, limits) as journal,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        running: deque[Future] = deque()
+        shards = finished = 0
         for number, group in enumerate(cut(samples, shard_samples, shard_bytes)):
-            shard = f"{name}-{number:06d}.tar"
-            path = directory / shard
-            if not (path.exists() and journal.has(shard, path.stat().st_size)):
-                journal.add(*write_shard(path, group, classes))
-        if not journal.records:
+            path = directory / f"{name}-{number:06d}.tar"
+            if not is_done(journal, path, group):
+                running.append(pool.submit(write_shard, path, group, classes, restarts))
+            shards, finished = number + 1, finished + len(group)
+            while len(running) >= workers:
+                journal.add(*running.popleft().result())
+            if report:
+                report(shards - len(running), finished)
+        while running:
+            journal.add(*running.popleft().result())
+        if not shards:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
+        journal.keep(f"{name}-{number:06d}.tar" for number in range(shards))
         return journal.finish(directory)
+
+
+def is_done(journal: Journal, path: Path, group: list[Sample]) -> bool:
+    """Whether an earlier try finished this very shard."""
+    if not (path.exists() and journal.has(path.name, path.stat().st_size)):
+        return False
+    keys = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)["key"]
+    return [key.decode() for key in keys] == [sample.key for sample in group]
 
 
 def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
@@ -47,43 +75,49 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
     group: list[Sample] = []
     size = 0
     for sample in samples:
-        if group and (len(group) == shard_samples or size + len(sample.image) > shard_bytes):
+        if group and (len(group) == shard_samples or size + sample.size > shard_bytes):
             yield group
             group, size = [], 0
         group.append(sample)
-        size += len(sample.image)
+        size += sample.size
     if group:
         yield group
 
 
-def write_shard(
-    path: Path, group: list[Sample], classes: int | None
-) -> tuple[Shard, Counter[int], Counter[str]]:
-    """Write one tar and its table; owner, times and modes are fixed."""
-    from webdataset import TarWriter  # importing it takes a second, and only writing needs it
-
+def check_samples(shard: str, group: list[Sample], classes: int | None) -> Counter[int]:
+    """Samples per class; raises DataError on keys and labels that cannot be."""
     seen: set[str] = set()
     counts: Counter[int] = Counter()
     for sample in group:
         if sample.key in seen or not sample.key or "." in sample.key.rpartition("/")[2]:
-            raise DataError(
-                f"{path.name}: key {sample.key!r} is repeated, empty or has a dot; keys name samples"
-            )
+            raise DataError(f"{shard}: key {sample.key!r} is repeated, empty or has a dot; keys name samples")
         if not sample.labels or min(sample.labels) < 0 or (classes and max(sample.labels) >= classes):
             raise DataError(
-                f"{path.name}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of "
+                f"{shard}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of "
                 f"0 … {classes - 1 if classes else 'the number of classes'}"
             )
         seen.add(sample.key)
         counts.update(set(sample.labels))
+    return counts
+
+
+def write_shard(
+    path: Path, group: list[Sample], classes: int | None, restarts: bool
+) -> tuple[Shard, Counter[int], Counter[str]]:
+    """Write one tar and its table; owner, times and modes are fixed."""
+    from webdataset import TarWriter  # importing it takes a second, and only writing needs it
+
+    counts = check_samples(path.name, group, classes)
     with whole(path) as file:
         # PAX: its extra headers appear only for names over 100 bytes, so that usual tars stay plain ustar
         writer = TarWriter(
             file, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT"
         )
         for sample in group:
-            labels = " ".join(map(str, sample.labels)).encode()
-            writer.write({"__key__": sample.key, sample.extension: sample.image, "cls": labels})
+            image, labels = sample.read(), " ".join(map(str, sample.labels)).encode()
+            if restarts and image[:2] == b"\xff\xd8":
+                image = add_restarts(image)
+            writer.write({"__key__": sample.key, sample.extension: image, "cls": labels})
         writer.close()
     with open(path, "rb") as file, mapped(file) as tar:
         found = walk(tar, path.name)

@@ -1,4 +1,4 @@
-"""Raw bytes of samples out of local shards: memory-mapped, checked against their digest at first read."""
+"""Raw bytes of samples out of shards: memory-mapped, checked against their digest at first read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import mmap
 import os
 from collections import OrderedDict
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 
+from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
 from data.index import Index
 
@@ -41,9 +41,13 @@ def check_sizes(index: Index) -> None:
 class Reader:
     """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped."""
 
-    def __init__(self, index: Index, *, verify: bool = True):
-        self.index, self.verify = index, verify
+    def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None):
+        self.index, self.verify, self.cache = index, verify, Cache(cache or CacheConfig())
         self._open: OrderedDict[int, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
+
+    def __getstate__(self) -> dict:
+        """Open shards stay where they are when a reader goes to another process."""
+        return self.__dict__ | {"_open": OrderedDict()}
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """The key, encoded image and label of a sample; empty bytes where the shard has none.
@@ -63,18 +67,20 @@ class Reader:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        opened = map_shard(self.index, shard), self.index.table(shard)
-        if self.verify:
-            verify_once(opened[0], self.index, shard)
+        place, remote = self.index.location(shard), False
+        if "://" in place:
+            place, remote = str(self.cache.path(place, self.index.shards[shard])), True
+        opened = map_shard(place, self.index.shards[shard].bytes), self.index.table(shard)
+        if self.verify and not remote:  # the cache has verified what it fetched
+            verify_once(opened[0], place, self.index.shards[shard].sha256)
         self._open[shard] = opened
         if len(self._open) > OPEN_SHARDS:
             self._open.popitem(last=False)[1][0].close()
         return opened
 
 
-def map_shard(index: Index, shard: int) -> mmap.mmap:
+def map_shard(place: str, size: int) -> mmap.mmap:
     """Map a local shard after comparing its size; raises DataError."""
-    place, size = index.location(shard), index.shards[shard].bytes
     try:
         with open(place, "rb") as file:
             if os.fstat(file.fileno()).st_size != size:
@@ -84,9 +90,8 @@ def map_shard(index: Index, shard: int) -> mmap.mmap:
         raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
 
 
-def verify_once(tar: mmap.mmap, index: Index, shard: int) -> None:
+def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     """Compare a shard's digest unless this node already did; raises DataError where it differs."""
-    place, expected = index.location(shard), index.shards[shard].sha256
     status = os.stat(place)
     mark = state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
     if mark.exists():
@@ -97,9 +102,3 @@ def verify_once(tar: mmap.mmap, index: Index, shard: int) -> None:
         )
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
-
-
-def state_folder() -> Path:
-    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
-    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "patchline"

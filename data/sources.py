@@ -1,30 +1,47 @@
-"""Where samples come from: class folders, tables of paths and labels, and scikit-learn's digits.
+"""Where samples come from: folders, tables, tars, parquet, ImageNet's and CIFAR's own files, digits.
 
-A source is a generator of `Sample`, lazy and always in the same order; lists are shuffled by the hash of
-their names, so that a shard holds a mixture of classes whatever order the files were in.
+A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of
+their names, so that a shard mixes classes whatever order the files were in. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from data.errors import DataError
-from data.tar import IMAGES, parse_labels
+from data.index import mapped
+from data.tar import IMAGES, members, parse_labels, walk
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image, still encoded, with its class ids; `key` names it inside its shard and has no dot."""
+    """An encoded image, in memory or in a file, with its class ids; `key` names it, without a dot."""
 
     key: str
-    image: bytes
+    image: bytes | Path
     labels: tuple[int, ...]
     extension: str = "jpg"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the encoded image."""
+        return len(self.image) if isinstance(self.image, bytes) else self.image.stat().st_size
+
+    def read(self) -> bytes:
+        """The encoded image; raises DataError where its file cannot be read."""
+        if isinstance(self.image, bytes):
+            return self.image
+        try:
+            return self.image.read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None
 
 
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -82,19 +99,98 @@ def read_rows(path: Path) -> list[dict]:
 def read_files(
     root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[int, ...]]]
 ) -> Iterator[Sample]:
-    """Read each file when its turn comes, in the order of the hash of its name."""
+    """Samples of listed files, in the order of the hash of their names."""
     for name, labels in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
         path = Path(root, name)
         extension = path.suffix[1:].lower()
-        if extension not in IMAGES:
-            raise DataError(f"{path}: an image must be one of {', '.join(IMAGES)}")
-        try:
-            image = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{path}: cannot read it ({error.strerror})") from None
-        stem = name[: -len(path.suffix)].lstrip("/")
-        folder, slash, base = stem.rpartition("/")
-        yield Sample(folder + slash + base.replace(".", "_"), image, labels, extension)
+        if extension not in IMAGES or not path.is_file():
+            raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
+        folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
+        yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
+
+
+def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
+    """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew."""
+    paths = sorted(Path(source).glob("*.tar")) if isinstance(source, str | os.PathLike) else map(Path, source)
+    for path in paths:
+        with open(path, "rb") as file, mapped(file) as tar:
+            for key, image, image_size, label, label_size in walk(tar, path.name).rows:
+                with suppress(ValueError):  # the index and the doctor count what has no label
+                    labels = parse_labels(bytes(tar[label : label + label_size]))
+                    encoded = bytes(tar[image : image + image_size])
+                    yield Sample(key.decode("utf-8", "replace"), encoded, labels, kind_of(encoded))
+
+
+def kind_of(encoded: bytes) -> str:
+    """The extension that goes with an image's first bytes."""
+    return "png" if encoded[1:4] == b"PNG" else "webp" if encoded[8:12] == b"WEBP" else "jpg"
+
+
+def image_parquet(
+    source: str | os.PathLike[str], image: str = "image", label: str = "label"
+) -> Iterator[Sample]:
+    """Samples of Hugging Face image parquet: a column of {bytes, path} and one of class ids."""
+    from pyarrow import parquet
+
+    path = Path(source)
+    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
+        row = 0
+        for batch in parquet.ParquetFile(file).iter_batches(256, columns=[image, label]):
+            for item in batch.to_pylist():
+                encoded = item[image]["bytes"] if isinstance(item[image], dict) else item[image]
+                if encoded is None:
+                    raise DataError(
+                        f"{file}: row {row} holds a path instead of bytes; embed the images first"
+                    )
+                labels = parse_labels(str(item[label]).encode())
+                yield Sample(f"{file.stem.replace('.', '_')}-{row:08d}", encoded, labels, kind_of(encoded))
+                row += 1
+
+
+def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
+    """ILSVRC2012_img_train.tar as distributed, a tar of one tar a class; ids follow the sorted wnids."""
+    with open(tar, "rb") as file, mapped(file) as outer:
+        classes = sorted((name, at, size) for name, at, size in members(outer, str(tar), Counter()))
+        entries = []
+        for label, (name, at, size) in enumerate(classes):
+            inner = members(outer[at : at + size], f"{tar}: {name.decode()}", Counter())
+            entries += [(image.decode(), at + start, length, label) for image, start, length in inner]
+        for name, start, length, label in sorted(
+            entries, key=lambda entry: sha256(entry[0].encode()).digest()
+        ):
+            yield Sample(name.partition(".")[0], bytes(outer[start : start + length]), (label,))
+
+
+def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
+    """ILSVRC2012_img_val.tar with a text file of one wnid a line, in the order of the image names."""
+    truth = Path(wnids).read_text().split()
+    ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
+    with open(tar, "rb") as file, mapped(file) as found:
+        images = sorted(members(found, str(tar), Counter()))
+        if len(images) != len(truth):
+            raise DataError(
+                f"{tar}: {len(images)} images, {wnids}: {len(truth)} labels; they must be as many"
+            )
+        for (name, start, size), wnid in zip(images, truth, strict=True):
+            yield Sample(name.decode().partition(".")[0], bytes(found[start : start + size]), (ids[wnid],))
+
+
+def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
+    """CIFAR-10 or -100 from the binary version's `.bin` files, as PNG; of CIFAR-100 the fine labels."""
+    import cv2
+    import numpy as np
+
+    for path in map(Path, files):
+        raw = np.fromfile(path, np.uint8)
+        labels = 2 if path.stem in ("train", "test") else 1  # CIFAR-100: coarse, fine
+        if len(raw) % (labels + 3072):
+            raise DataError(
+                f"{path}: {len(raw)} bytes are no whole number of records; take the binary version"
+            )
+        for number, record in enumerate(raw.reshape(-1, labels + 3072)):
+            pixels = record[labels:].reshape(3, 32, 32).transpose(1, 2, 0)[..., ::-1]
+            image = cv2.imencode(".png", np.ascontiguousarray(pixels))[1].tobytes()
+            yield Sample(f"{path.stem}-{number:05d}", image, (int(record[labels - 1]),), "png")
 
 
 def digits(

@@ -32,6 +32,7 @@ class Walk:
 
     rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
+    broken: str = ""  # why the walk stopped before the tar's end
 
     def table(self) -> np.ndarray:
         """The rows as a structured array with fields `image image_size label label_size key`."""
@@ -42,12 +43,23 @@ class Walk:
         return table
 
 
-def walk(tar: memoryview | bytes, name: str) -> Walk:
+def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
     """Find the samples of a WebDataset tar: consecutive members that share the name up to the first dot.
 
-    Raises DataError where the tar is cut short or is no tar.
+    Raises DataError where the tar is cut short or is no tar; if `lenient`, returns what stands before that.
     """
-    found, key = Walk(), None
+    found = Walk()
+    try:
+        collect(tar, name, found)
+    except DataError as error:
+        if not lenient:
+            raise
+        found.broken = str(error)
+    return found
+
+
+def collect(tar: memoryview | bytes, name: str, found: Walk) -> None:
+    key = None
     parts: dict[str, tuple[int, int]] = {}
     for member, offset, size in members(tar, name, found.refused):
         stem, extension = split_name(member)
@@ -64,7 +76,6 @@ def walk(tar: memoryview | bytes, name: str) -> Walk:
         else:
             parts[extension] = (offset, size)
     add_row(found, key, parts)
-    return found
 
 
 def add_row(found: Walk, key: bytes | None, parts: dict[str, tuple[int, int]]) -> None:
@@ -153,7 +164,7 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
 
 
 def parse_labels(raw: bytes) -> tuple[int, ...]:
-    """Class ids from a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or a `.json` (`{"labels": [3]}`, `{"label": 3}`).
+    """Class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
 
     Raises ValueError where there is none, or where one is no whole number ≥ 0.
     """

@@ -6,7 +6,6 @@ Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable �
 
 import argparse
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,7 +21,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, run, and turn whatever ends the command into one message and an exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jobs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (function, text, add) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -50,7 +51,11 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
             traceback.print_exc()
         code = exit_code(error)
         known = code != 70 or hasattr(error, "exit_code")
-        text = str(error) if known else f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
+        text = (
+            str(error)
+            if known
+            else f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
+        )
         print(f"error: {text}", file=sys.stderr)
         return code
 
@@ -99,7 +104,10 @@ def stage_of_kind(loaded: Any, options: argparse.Namespace) -> str:
     names = [stage.name for stage in loaded.stages if stage.kind == options.kind]
     if options.stage is not None:
         return loaded.stage(options.stage).name
-    require(len(names) == 1, f"the recipe has {len(names)} stages of kind {options.kind}: {', '.join(names)}; --stage names one")
+    require(
+        len(names) == 1,
+        f"the recipe has {len(names)} stages of kind {options.kind}: {', '.join(names)}; --stage names one",
+    )
     return names[0]
 
 
@@ -107,7 +115,8 @@ def plan_command(options: argparse.Namespace) -> None:
     from jobs import campaign
     from jobs.plan import plan
 
-    print("\n".join(plan(campaign.load(Path(options.recipe), options.overrides))))
+    loaded = campaign.load(Path(options.recipe), options.overrides)
+    print(campaign.resolved(loaded) if options.resolved else "\n".join(plan(loaded)))
 
 
 def status_command(options: argparse.Namespace) -> None:
@@ -122,11 +131,51 @@ def demo_command(options: argparse.Namespace) -> int:
     return demo(Path(options.directory))
 
 
+def submit_command(options: argparse.Namespace) -> None:
+    from jobs import campaign, submission
+
+    run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
+    fresh = ["--fresh"] if options.fresh else []
+    recipe = os.path.relpath(Path(options.recipe).resolve(), ROOT)
+    command = ["python", "-m", "jobs", "run", recipe, *options.overrides, f"run={run}", *fresh]
+    submission.submit(str(run), command)
+
+
+def logs_command(options: argparse.Namespace) -> int:
+    from jobs import submission
+
+    return 0 if submission.logs(job_name(options.run)).status in ("SUCCEEDED", "RUNNING", "PENDING") else 1
+
+
+def stop_command(options: argparse.Namespace) -> None:
+    from jobs import submission
+
+    submission.stop(job_name(options.run))
+
+
+def list_command(options: argparse.Namespace) -> None:
+    import time
+
+    from jobs import submission
+
+    for job in submission.list_jobs():
+        print(
+            f"{job.status:10} {time.strftime('%Y-%m-%d %H:%M', time.localtime(job.started_s))}  {job.run}  ({job.id})"
+        )
+
+
+def job_name(run: str) -> str:
+    """A run is named by its directory; "runs/digits" and its absolute path are the same run, a job id stays one."""
+    return str(Path(run).resolve()) if "/" in run or Path(run).exists() else run
+
+
 def index_command(options: argparse.Namespace) -> None:
     import data
 
     index = data.build_index(options.directory)
-    print(f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, digest {index.digest[:12]}")
+    print(
+        f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, digest {index.digest[:12]}"
+    )
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -135,11 +184,28 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="start a half-done stage over where its config changed")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run directory, as the recipe's run: says")
+
+
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
-    "plan": (plan_command, "print the resolved campaign, batch arithmetic, parameters and FLOPs", add_recipe),
-    "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", lambda p: p.add_argument("run", help="run directory")),
-    "demo": (demo_command, "the whole campaign on handwritten digits, with a worker killed on the way", lambda p: p.add_argument("--directory", default="runs/demo")),
+    "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
+    "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", add_run),
+    "demo": (
+        demo_command,
+        "the whole campaign on handwritten digits, with a worker killed on the way",
+        lambda p: p.add_argument("--directory", default="runs"),
+    ),
+    "submit": (submit_command, "run a campaign as a Ray job on the cluster at RAY_ADDRESS", add_recipe),
+    "logs": (logs_command, "follow what a submitted run prints", add_run),
+    "stop": (stop_command, "ask a submitted run to commit and end", add_run),
+    "list": (list_command, "the jobs on the cluster", lambda p: None),
     "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
 }
 

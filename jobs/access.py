@@ -61,9 +61,7 @@ def _use_token() -> None:
 def require_reachable(address: str) -> None:
     """Raise ClusterError unless something listens at host:port or a URL; Ray takes a minute to say less."""
     host, _, port = (
-        address.partition("://")[2].rstrip("/").rpartition(":")
-        if "://" in address
-        else address.rpartition(":")
+        address.partition("://")[2].rstrip("/").rpartition(":") if "://" in address else address.rpartition(":")
     )
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()

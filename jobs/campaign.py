@@ -48,6 +48,7 @@ class Stage:
     parents: dict[str, str]  # input field → what stands behind it: "@stage/part", or a path's digest
     model: Any  # resolved architecture
     key: str
+    missing: tuple[str, ...] = ()  # inputs outside the campaign that are not there, as messages
 
     @property
     def room(self) -> ModuleType:
@@ -106,7 +107,10 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 
 
 def _section(name: str, section: Any) -> tuple[str, Any]:
-    require(isinstance(section, Mapping), f"{name} is {section!r}, expected a stage's section{nearest(name, KINDS)}")
+    require(
+        isinstance(section, Mapping),
+        f"{name} is {section!r}, expected a stage's section{nearest(name, KINDS)}",
+    )
     values = dict(section)
     kind = values.pop("kind", name)
     hint = "" if "kind" in section else f"; or give the section a kind: {', '.join(KINDS)}"
@@ -134,48 +138,67 @@ def _in_order(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
         links = {field: reference(value) for field, value in _inputs(KINDS[kind], cfg).items()}
         for field, link in links.items():
             known = link is None or link[0] in sections
-            require(known, f"{name}.{field} is @{link and link[0]}, no such stage{nearest(link[0] if link else '', sections)}")
+            require(
+                known,
+                f"{name}.{field} is @{link and link[0]}, no such stage{nearest(link[0] if link else '', sections)}",
+            )
         graph[name] = {link[0] for link in links.values() if link}
+    sorter, order, ready = TopologicalSorter(graph), [], set()
     try:
-        return list(TopologicalSorter(graph).static_order()) if graph else []
+        sorter.prepare()
     except CycleError as error:
         raise ConfigError(f"stages read each other in a circle: {' ← '.join(error.args[1])}") from None
+    while sorter.is_active():
+        ready |= set(sorter.get_ready())
+        order.append(min(ready, key=list(sections).index))
+        ready.remove(order[-1])
+        sorter.done(order[-1])
+    return order
 
 
 def _resolve(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Stage:
     parents: dict[str, str] = {}
     keys: dict[str, str] = {}
+    missing: list[str] = []
     for field, value in _inputs(KINDS[kind], cfg).items():
         link = reference(value)
         parents[field] = value
         if link is None:
-            keys[field] = _content(name, field, value)
+            require(value != "???", f"{name}.{field} is missing: a path, or @stage")
+            keys[field] = _content(name, field, value, missing)
         else:
             _check_part(name, field, link, earlier[link[0]])
             keys[field] = f"{earlier[link[0]].key}/{link[1]}"
     model = _model(name, kind, cfg, earlier)
     fields = {k: v for k, v in config.tagged(cfg, "forbid").items() if k not in parents and k not in KINDS[kind].INPUTS}
     described = {"schema": SCHEMA, "kind": kind, "config": fields, "inputs": keys}
-    return Stage(name, kind, cfg, parents, model, config.digest(described))
+    return Stage(name, kind, cfg, parents, model, config.digest(described), tuple(missing))
 
 
-def _content(name: str, field: str, value: str) -> str:
-    """Digest of an input that lies outside the campaign; raises when it is not there."""
-    require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-    if field != "init":
-        return data.load_index(value).digest
-    path = Path(value)
-    if not (path / "weights.safetensors").is_file():
-        raise ConfigError(f"{name}.{field} is {value}: no weights.safetensors there\n  give a folder that holds one, or @stage")
-    with open(path / "weights.safetensors", "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _content(name: str, field: str, value: str, missing: list[str]) -> str:
+    """Digest of an input that lies outside the campaign; what is not there is noted, and stops `run`, not `plan`."""
+    try:
+        if field != "init":
+            return data.load_index(value).digest
+        with open(Path(value) / "weights.safetensors", "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except data.DataError as error:
+        missing.append(f"{name}.{field}: {error}")
+    except OSError:
+        missing.append(f"{name}.{field}: no weights.safetensors in {value}\n  give a folder that holds one, or @stage")
+    return "missing"
 
 
 def _check_part(name: str, field: str, link: tuple[str, str], parent: Stage) -> None:
     if parent.kind == "pack":
-        require(link[1] in parent.config.sets, f"{name}.{field}: {parent.name} packs no set {link[1]!r}{nearest(link[1], parent.config.sets)}")
+        require(
+            link[1] in parent.config.sets,
+            f"{name}.{field}: {parent.name} packs no set {link[1]!r}{nearest(link[1], parent.config.sets)}",
+        )
     elif field != "init" or link[1] or parent.kind == "fewshot":
-        raise ConfigError(f"{name}.{field} is @{link[0]}: a {parent.kind} stage makes no {'data' if field != 'init' else 'weights'}")
+        raise ConfigError(
+            f"{name}.{field} is @{link[0]}: a {parent.kind} stage makes no {'data' if field != 'init' else 'weights'}"
+        )
 
 
 def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
@@ -185,7 +208,7 @@ def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
     source = None
     if cfg.init is not None:
         link = reference(cfg.init)
-        source = earlier[link[0]].model if link else models.load_weights(cfg.init)[1]
+        source = earlier[link[0]].model if link else _config_in(cfg.init)
     try:
         if kind == "fewshot":
             return source
@@ -194,6 +217,12 @@ def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
         return model_config(cfg.model, source)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from None
+
+
+def _config_in(folder: str) -> Any:
+    """The architecture of weights outside the campaign; None where there are none (`missing` says so)."""
+    path = Path(folder) / "model.json"
+    return models.from_dict(json.loads(path.read_text())) if path.is_file() else None
 
 
 def _check_world(stage: Stage, cluster: ClusterConfig) -> None:
@@ -218,6 +247,12 @@ def resume_conflict(campaign: Campaign, stage: Stage) -> list[str]:
     return []
 
 
+def resolved(campaign: Campaign) -> str:
+    """The whole campaign as YAML with every default written out: what a recipe's golden text holds."""
+    stages = {s.name: {"kind": s.kind, **config.plain(s.config)} for s in campaign.stages}
+    return config.to_yaml({"cluster": config.plain(campaign.cluster), **stages})
+
+
 def _forbidden(stage: Stage) -> dict[str, Any]:
     return config.tagged(stage.config, "forbid") | {"model": models.to_dict(stage.model) if stage.model else None}
 
@@ -232,6 +267,8 @@ def run(
     only: str | None = None,
 ) -> list[dict[str, Any]]:
     """Walk the stages in order; returns one row a stage. `only` runs one stage, whose inputs must be there."""
+    for problem in (message for stage in campaign.stages if only in (None, stage.name) for message in stage.missing):
+        raise data.DataError(problem)
     rows = []
     for stage in campaign.stages:
         if only is not None and stage.name != only:
@@ -252,7 +289,9 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
     for field, value in stage.parents.items():
         link = reference(value)
         if link and campaign.done(campaign.stage(link[0])) is None:
-            raise ConfigError(f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {link[0]} alone first")
+            raise ConfigError(
+                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {link[0]} alone first"
+            )
     conflict = resume_conflict(campaign, stage)
     if conflict and not fresh:
         raise ConfigError(
@@ -261,14 +300,29 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
         )
     directory = campaign.directory(stage)
     directory.mkdir(parents=True, exist_ok=True)
-    record = {"name": stage.name, "kind": stage.kind, "key": stage.key, "forbid": _forbidden(stage), "config": config.plain(stage.config)}
+    record = {
+        "name": stage.name,
+        "kind": stage.kind,
+        "key": stage.key,
+        "forbid": _forbidden(stage),
+        "config": config.plain(stage.config),
+    }
     warn = _warned(directory, stage)
     if warn:
         say(f"{stage.name}: resuming with a changed {'; '.join(warn)}")
     write_atomic(directory / "stage.json", json.dumps(record | {"warn": config.tagged(stage.config, "warn")}, indent=1))
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
     context = Context(
-        stage.name, campaign.run, directory, stage.key, campaign.cluster, campaign.resolve, stage.model, say, tick, stopping
+        stage.name,
+        campaign.run,
+        directory,
+        stage.key,
+        campaign.cluster,
+        campaign.resolve,
+        stage.model,
+        say,
+        tick,
+        stopping,
     )
     outcome = stage.room.run(stage.config, context)
     parents = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}

@@ -1,9 +1,12 @@
-"""Few-shot linear evaluation of frozen features (paper, section 4.1): python -m jobs.fewshot recipe.yaml [key=value …]"""
+"""Few-shot linear evaluation of frozen features (paper, section 4.1).
+
+python -m jobs.fewshot recipe.yaml [key=value …]
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import data
 import models
@@ -24,7 +27,7 @@ class Config:
     micro_batch: int = 64  # images a worker at a time
     precision: Literal["bf16", "fp32"] = "fp32"
 
-    RESUME: Tags = tags(forbid="init probe preprocess precision", free="micro_batch")
+    RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch")
 
     def __post_init__(self) -> None:
         require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
@@ -77,13 +80,22 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     sets = []
     for path in (task["train"], task["test"]):
         samples = data.EvaluationSet(
-            data.load_index(path), ops, batch_size=cfg.micro_batch, rank=dist.get_rank(), world=dist.get_world_size()
+            data.load_index(path),
+            ops,
+            batch_size=cfg.micro_batch,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
         )
         sets.append(evaluate.features(model, samples, dtype, device))
     metrics = evaluate.probe(sets[0], sets[1], cfg.probe) if dist.get_rank() == 0 else {}
     dist.barrier()
     dist.destroy_process_group()
-    return {"metrics": metrics, "train_samples": len(sets[0][1]), "test_samples": len(sets[1][1]), "probe": asdict(cfg.probe)}
+    return {
+        "metrics": metrics,
+        "train_samples": len(sets[0][1]),
+        "test_samples": len(sets[1][1]),
+        "probe": asdict(cfg.probe),
+    }
 
 
 if __name__ == "__main__":

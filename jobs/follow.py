@@ -13,15 +13,20 @@ QUIET_S = 10.0  # silence after which a wait says what it waits for
 class Follower:
     """Prints new lines of a stage's log.txt; knows the newest metrics record. One a campaign, driver only."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.offset: dict[Path, int] = {}
         self.spoke = time.monotonic()
         self.bar: Any = None
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not quiet:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             self.bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                transient=True,
             )
             self.task = self.bar.add_task("", total=None, visible=False)
             self.bar.start()
@@ -29,6 +34,8 @@ class Follower:
     def say(self, text: str) -> None:
         """One line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
+        if self.quiet:
+            return
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -24,9 +24,7 @@ Function = Callable[[dict[str, Any]], Any]
 Tick = Callable[[], None]
 
 LOOPBACK = "127.0.0.1"
-PEER_GRACE_S = (
-    1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
-)
+PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
 class ClusterError(Exception):
@@ -155,9 +153,7 @@ def _take(seat: Seat) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     import torch
 
-    torch.set_num_threads(
-        seat.threads
-    )  # a forked worker has torch already, which no longer reads the variable
+    torch.set_num_threads(seat.threads)  # a forked worker has torch already, which no longer reads the variable
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

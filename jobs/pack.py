@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import data
 from jobs.stage import Context
@@ -20,7 +20,7 @@ class SetConfig:
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
 
-    RESUME: Tags = tags(forbid="source path split keep image_size classes")
+    RESUME: ClassVar[Tags] = tags(forbid="source path split keep image_size classes")
 
     def __post_init__(self) -> None:
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
@@ -32,7 +32,7 @@ class Config:
     shard_samples: int = 10_000
     shard_bytes: int = 1 << 30
 
-    RESUME: Tags = tags(forbid="sets shard_samples shard_bytes")
+    RESUME: ClassVar[Tags] = tags(forbid="sets shard_samples shard_bytes")
 
     def __post_init__(self) -> None:
         require(bool(self.sets), "sets are empty: name at least one, for example sets.train.path=…")

@@ -1,4 +1,7 @@
-"""Pretraining from random weights (paper, section 4.1 and table 3): python -m jobs.pretrain recipe.yaml [key=value …]"""
+"""Pretraining from random weights (paper, section 4.1 and table 3).
+
+python -m jobs.pretrain recipe.yaml [key=value …]
+"""
 
 from jobs import trained
 from pipeline.stage import TrainConfig

@@ -33,9 +33,7 @@ PRELOAD = [
 ]  # imported once, then forked: 3 s a gang instead of 10 to 25
 
 
-def run(
-    function: Function, config: dict[str, Any], *, cluster: ClusterConfig, folder: Path, on_tick: Tick
-) -> None:
+def run(function: Function, config: dict[str, Any], *, cluster: ClusterConfig, folder: Path, on_tick: Tick) -> None:
     """Run the gang to its end; raises GangError when a worker fails, and leaves none alive either way."""
     _require_gpus(cluster)
     workers = _workers(function, config, cluster, folder)
@@ -53,9 +51,7 @@ def run(
         raise verdict(folder, cluster.workers, dead)
 
 
-def _workers(
-    function: Function, config: dict[str, Any], cluster: ClusterConfig, folder: Path
-) -> list[BaseProcess]:
+def _workers(function: Function, config: dict[str, Any], cluster: ClusterConfig, folder: Path) -> list[BaseProcess]:
     # A process that has touched CUDA must not fork, and importing deepspeed may touch it.
     context: Any = multiprocessing.get_context("spawn" if cluster.gpus_per_worker else "forkserver")
     if not cluster.gpus_per_worker:

@@ -39,9 +39,7 @@ from jobs.gang import (
 
 TICK_S = 0.5
 QUIET_S = 3.0
-NODE_ADDRESS = (
-    "127.0.0.2" if sys.platform == "linux" else None
-)  # Ray replaces 127.0.0.1 by an outside address
+NODE_ADDRESS = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by an outside address
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address; Ray appends up to 75 to its temporary directory
 
@@ -153,9 +151,7 @@ def _join(address: str) -> None:
     if address != "auto":
         require_reachable(address)
     use_token_if_any()
-    ships = (
-        "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ
-    )  # a submitted job has shipped the checkout already
+    ships = "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ  # a submitted job has shipped the checkout already
     runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES} if ships else None
     try:
         ray.init(
@@ -193,11 +189,7 @@ def _wait_for_resources(
             raise ClusterError(
                 f"{missing} free for {cluster.workers} workers of {cluster.cpus_per_worker} CPUs and "
                 f"{cluster.gpus_per_worker} GPUs\n"
-                + (
-                    "this machine has no more\n"
-                    if not can_grow
-                    else f"waited {cluster.start_timeout_s:.0f} s\n"
-                )
+                + ("this machine has no more\n" if not can_grow else f"waited {cluster.start_timeout_s:.0f} s\n")
                 + "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
             )
         if time.monotonic() > next_word:
@@ -324,6 +316,4 @@ def _verdict(error: BaseException, folder: Path, world: int) -> GangError:
 def _death(rank: int, folder: Path, world: int) -> str:
     node = records(folder, world).get(rank, {}).get("node")
     alive = {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}
-    return (
-        "its node left the cluster" if node and node not in alive else "its process died (killed, or crashed)"
-    )
+    return "its node left the cluster" if node and node not in alive else "its process died (killed, or crashed)"

@@ -4,7 +4,7 @@ python -m jobs.resize recipe.yaml [key=value …]
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import models
 from jobs.stage import Context
@@ -17,7 +17,7 @@ class Config:
     init: str = "???"  # weights: a folder, or "@stage"
     image_size: int = 384  # pixels (paper, table 4)
 
-    RESUME: Tags = tags(forbid="init image_size")
+    RESUME: ClassVar[Tags] = tags(forbid="init image_size")
 
     def __post_init__(self) -> None:
         require(self.image_size > 0, f"image_size is {self.image_size}, expected more than 0")
@@ -35,7 +35,12 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     write_atomic(context.directory / "report.txt", f"{report}\n")
     for line in str(report).splitlines():
         context.say(line)
-    return {"kept": len(report.kept), "resized": len(report.resized), "new": len(report.new), "dropped": len(report.dropped)}
+    return {
+        "kept": len(report.kept),
+        "resized": len(report.resized),
+        "new": len(report.new),
+        "dropped": len(report.dropped),
+    }
 
 
 if __name__ == "__main__":

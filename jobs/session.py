@@ -29,15 +29,24 @@ class Stopper:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:
-            self.say(f"{signal.Signals(number).name}: finishing the step, committing, then exit 75; again Ctrl-C ends at once")
+            name = signal.Signals(number).name
+            self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
         self.asked = True
 
 
 def run_campaign(
-    loaded: Campaign, *, fresh: bool = False, only: str | None = None, also: Tick | None = None
+    loaded: Campaign,
+    *,
+    fresh: bool = False,
+    only: str | None = None,
+    also: Tick | None = None,
+    quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run it under this process's name; `also` is called with every tick of a gang. Prints the closing table."""
-    follower = Follower()
+    """Run it under this process's name and print the closing table.
+
+    `also` is called with every tick of a gang; `quiet` leaves the log to log.txt.
+    """
+    follower = Follower(quiet)
     command = shlex.join(["python", "-m", "jobs", *sys.argv[1:]])
 
     def tick(folder: Path, number: int) -> None:
@@ -49,11 +58,18 @@ def run_campaign(
         with owned(loaded.run):
             stopper = Stopper(follower.say)
             write_status(loaded.run, None, "running", command)
+            if loaded.cluster.backend == "ray" and needs_gang(loaded, only):
+                show_cluster(loaded, follower.say)
             for stage in loaded.stages:
                 follower.skip(loaded.directory(stage))
             try:
                 rows = campaign.run(
-                    loaded, say=follower.say, tick=tick, stopping=lambda: stopper.asked, fresh=fresh, only=only
+                    loaded,
+                    say=follower.say,
+                    tick=tick,
+                    stopping=lambda: stopper.asked,
+                    fresh=fresh,
+                    only=only,
                 )
             except BaseException as error:
                 from jobs.__main__ import exit_code
@@ -68,6 +84,21 @@ def run_campaign(
     finally:
         follower.close()
         cluster.disconnect()
+
+
+def needs_gang(loaded: Campaign, only: str | None) -> bool:
+    """Something that is still to be run runs on workers."""
+    todo = [stage for stage in loaded.stages if loaded.done(stage) is None and only in (None, stage.name)]
+    return any(stage.kind not in ("pack", "resize") for stage in todo)
+
+
+def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
+    """Start or join the cluster and say where to watch it."""
+    info = cluster.connect(loaded.cluster, say)
+    kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
+    say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
+    if info.dashboard:
+        say(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -88,5 +119,3 @@ def _counts(row: dict[str, Any]) -> str:
     if "sets" in row:
         return f"{len(row['sets'])} sets, {sum(s['shards'] for s in row['sets'].values())} shards"
     return "  ".join(f"{row[name]} {name}" for name in ("kept", "resized", "new", "dropped") if row.get(name))
-
-

@@ -36,7 +36,7 @@ class Context:
 
 
 def reference(value: str) -> tuple[str, str] | None:
-    """"@shards/train" → ("shards", "train"); None for a path."""
+    """ "@shards/train" → ("shards", "train"); None for a path."""
     if not value.startswith("@"):
         return None
     stage, _, part = value[1:].partition("/")
@@ -57,10 +57,13 @@ def environment() -> dict[str, str]:
     from importlib.metadata import version
 
     packages = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
-    return {"python": sys.version.split()[0], "machine": platform.machine()} | {p: version(p) for p in packages}
+    found = {package: version(package) for package in packages}
+    return {"python": sys.version.split()[0], "machine": platform.machine(), **found}
 
 
-def write_done(context: Context, config: dict[str, Any], parents: dict[str, str], outcome: dict[str, Any], began: float) -> None:
+def write_done(
+    context: Context, config: dict[str, Any], parents: dict[str, str], outcome: dict[str, Any], began: float
+) -> None:
     """Provenance first, then the marker that makes the stage finished."""
     provenance = {
         "stage": context.name,
@@ -71,7 +74,7 @@ def write_done(context: Context, config: dict[str, Any], parents: dict[str, str]
         "environment": environment(),
         "command": " ".join(sys.argv),
         "user": os.environ.get("USER", ""),
-        **{name: outcome[name] for name in ("ledger", "samples_seen", "step") if name in outcome},
+        **{str(name): outcome[name] for name in ("ledger", "samples_seen", "step") if name in outcome},
     }
     write_atomic(context.directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
     done = {"key": context.key, "seconds": round(time.time() - began, 1), **outcome}

@@ -1,4 +1,4 @@
-"""`python -m jobs status RUN`: stage, step, loss, images/s, ETA and last checkpoint, read from the run directory alone."""
+"""`python -m jobs status RUN`: stage, step, loss, images/s, ETA, last checkpoint, from the run directory alone."""
 
 import json
 import time

@@ -86,8 +86,7 @@ def submit(
         "runtime_env": {
             "working_dir": str(root),
             "excludes": EXCLUDES,
-            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1"}
-            | dict(environment),
+            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1"} | dict(environment),
         },
     }
     say(f"shipping {root}: {size / 2**20:.1f} MiB before compression")

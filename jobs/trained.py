@@ -32,7 +32,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     batch_arithmetic(cfg, context.cluster.workers)
     for path in filter(None, (context.resolve(cfg.data.train), context.resolve(cfg.data.evaluate))):
         data.check_sizes(data.load_index(path))
-    without_progress = 0
+    without_progress, cause = 0, ""
     while True:
         before = last_step(context.directory)
         try:
@@ -44,7 +44,9 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
             if error.exit_code is not None:
                 raise StageFailed(f"{context.name}: {error.cause.partition(': ')[2]}", error.exit_code) from None
             without_progress = 0 if last_step(context.directory) > before else without_progress + 1
-            give_up_or_wait(context, error, without_progress)
+            again = error.kind != "" and error.cause == cause and without_progress > 0
+            cause = error.cause
+            give_up_or_wait(context, error, without_progress, again)
 
 
 def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
@@ -84,14 +86,17 @@ def last_step(directory: Path) -> int:
     return int(found[0].name.removeprefix("step-")) if found else -1
 
 
-def give_up_or_wait(context: Context, error: GangError, without_progress: int) -> None:
-    """Say what happened and what follows; back off, or raise StageFailed when restarts bring no new checkpoint."""
-    limit = context.cluster.max_restarts
+def give_up_or_wait(context: Context, error: GangError, without_progress: int, again: bool) -> None:
+    """Say what happened and what follows; back off, or raise StageFailed when restarts bring no new checkpoint.
+
+    `again`: the same exception as the time before, without progress between: one restart was enough to know.
+    """
     last = last_step(context.directory)
     where = f"step {last}" if last >= 0 else "the start: nothing was committed yet"
-    if without_progress > limit:
+    if again or without_progress > context.cluster.max_restarts:
         raise StageFailed(
-            f"{context.name}: {error}\n  {limit} restarts in a row made no new checkpoint; the last is {where}\n"
+            f"{context.name}: {error}\n"
+            f"  {without_progress} attempts in a row made no new checkpoint; the last is {where}\n"
             f"  the traceback is in {context.directory / 'incidents.txt'}",
             exit_code=70,
         )

@@ -5,8 +5,16 @@ models.load_weights(directory)                        state dict and config of a
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 
-from models.catalog import build, config_of, decayed, from_config, from_dict, to_dict
-from models.cost import forward_macs, macs_of, parameter_count, parameters_of, training_flops
+from models import masked
+from models.catalog import build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
+from models.cost import (
+    checkpoint_blocks_for,
+    forward_macs,
+    macs_of,
+    parameter_count,
+    parameters_of,
+    training_flops,
+)
 from models.initial import initialize
 from models.positions import resize_positions
 from models.resize import TransferReport, transfer
@@ -18,6 +26,8 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "build",
+    "checkpoint_blocks_for",
+    "compile_blocks",
     "config_of",
     "decayed",
     "forward_macs",
@@ -27,6 +37,7 @@ __all__ = [
     "load",
     "load_weights",
     "macs_of",
+    "masked",
     "parameter_count",
     "parameters_of",
     "resize_positions",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from models.positions import Relative
 from models.vit import Attention, Block, ViT, ViTConfig
 
 
@@ -33,7 +34,7 @@ class AxialConfig(ViTConfig):
 class AxisAttention(Attention):
     """Self-attention of (B, rows, columns, D) within each row."""
 
-    def forward(self, x: Tensor, relative: None = None) -> Tensor:
+    def forward(self, x: Tensor, relative: Relative | None = None) -> Tensor:
         return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from models import axial, initial, resnet, vit
+from models import axial, initial, masked, resnet, vit
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 
@@ -19,12 +19,13 @@ FAMILIES: dict[str, tuple[type, type]] = {  # family: (config, module)
     "vit": (vit.ViTConfig, vit.ViT),
     "bit": (resnet.BiTConfig, resnet.BiT),
     "axial": (axial.AxialConfig, axial.AxialViT),
+    "masked": (masked.MaskedConfig, masked.MaskedViT),
 }
 
 
 NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
-    r"|(?:(?P<axial>Axial)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
+    r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
 )
 
 
@@ -52,7 +53,8 @@ def vit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
             known = ", ".join(f"{prefix}+{found['size']}/{stride}" for prefix, stride in resnet.STEMS)
             raise ValueError(f"{found[0]!r}: no such stem; known: {known}")
         named["stem"], named["patch"] = resnet.STEMS[stem]
-    return axial.AxialConfig if found["axial"] else vit.ViTConfig, named
+    kinds = {"Axial": axial.AxialConfig, "Masked": masked.MaskedConfig, None: vit.ViTConfig}
+    return kinds[found["kind"]], named
 
 
 def bit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
@@ -112,6 +114,13 @@ def from_config(config: Any, generator: Generator | None = None) -> nn.Module:
 def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: Any) -> nn.Module:
     """A freshly initialised model by name: `build("B/16", image_size=384, pool="gap")`."""
     return from_config(config_of(name, image_size, classes, **config))
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """`torch.compile` each block in place, names unchanged: one block's compilation serves all of them."""
+    for module in model.modules():
+        if isinstance(module, (vit.Block, resnet.StemUnit, resnet.BiTUnit)):
+            module.compile(**options)
 
 
 def decayed(model: nn.Module) -> set[str]:

@@ -64,9 +64,12 @@ RULES: tuple[tuple[str, Fill], ...] = (  # first match wins, on the parameter's 
     (r"\b(up|down)\.bias$", normal(1e-6)),
     (r"\bprobe$", probe),
     (r"\bpositions\.", positions),
-    (r"\bregisters$", normal(0.02)),  # as position entries; Darcet et al. 2024 leave it open
+    (
+        r"\b(registers|corruption\.token)$",
+        normal(0.02),
+    ),  # as position entries; Darcet et al. 2024 leave it open
     (r"\b(norm\d?|gn\w+)\.weight$", constant(1.0)),
-    (r"\b(embedding|pre_logits|conv\w+)\.weight$", lecun_normal),
+    (r"\b(embedding|pre_logits|prediction|conv\w+)\.weight$", lecun_normal),
     (r"\.bias$", constant(0.0)),
 )
 

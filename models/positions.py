@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,17 @@ class Relative(nn.Module):
         return F.pad(logits.gather(-1, offset.expand(batch, heads, -1, -1)), (extra, 0, extra, 0))
 
 
-KINDS = {"learned": Learned, "learned2d": Learned2d, "sincos2d": Sincos2d, "relative": Relative}
+ADDED: dict[str, type[Added]] = {"learned": Learned, "learned2d": Learned2d, "sincos2d": Sincos2d}
+KINDS: dict[str, type[nn.Module]] = {**ADDED, "relative": Relative}
+
+
+def whole_table(state: dict[str, Tensor], config: Any) -> Tensor:
+    """What the first added table of a state dict comes to: (1, slots + N, D)."""
+    module = ADDED[config.positions](config.grid, config.width, config.position_slots)
+    module.load_state_dict(
+        {name.rpartition(".")[2]: w for name, w in state.items() if "positions.0." in name}
+    )
+    return module.entries(torch.empty(0)).detach()
 
 
 def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_tokens: int) -> Tensor:

@@ -16,8 +16,10 @@ Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
 
 # What may differ between source and target; any other difference would silently change the function.
-FREE = ("image_size", "patch", "classes", "representation", "pool")
-FREE += ("dropout", "drop_path", "head_bias", "position_std")  # of training and first values
+FREE = (
+    *("image_size", "patch", "classes", "representation", "pool"),
+    *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
+)
 HEAD = ("pre_logits.", "head.")
 POOLING = ("prefix.cls", "map_head.")
 
@@ -58,11 +60,14 @@ def transfer(
     The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if classes,
     representation or pooling differ (SPEC 1.5). Raises ValueError naming every key that does not fit.
     """
+    check_weights(weights, source)
+    if source.family == "masked" and target.family != "masked":
+        return unmask(weights, source, target, generator)
     check_comparable(source, target)
     wanted = {name: tuple(p.shape) for name, p in catalog.empty(target).named_parameters()}
-    check_weights(weights, source)
     fresh = changed_prefixes(source, target, new_head)
-    result, changes = {}, {"kept": [], "resized": [], "new": []}
+    result: dict[str, Tensor] = {}
+    changes: dict[str, list[Change]] = {"kept": [], "resized": [], "new": []}
     for name, shape in wanted.items():
         old = weights.get(name)
         if old is None or name.startswith(fresh):
@@ -70,12 +75,23 @@ def transfer(
             changes["new"].append((name, None, shape))
             continue
         result[name] = resize(name, old, source, target)
-        changes["kept" if result[name] is old else "resized"].append((name, tuple(old.shape), shape))
+        kind = "kept" if torch.equal(result[name], old) else "resized"
+        changes[kind].append((name, tuple(old.shape), shape))
     carried = {name for kind in ("kept", "resized") for name, *_ in changes[kind]}
     dropped = tuple((name, tuple(w.shape), None) for name, w in weights.items() if name not in carried)
-    assert all(tuple(result[name].shape) == shape for name, shape in wanted.items())
-    report = TransferReport(**{k: tuple(v) for k, v in changes.items()}, dropped=dropped)
-    return result, replace(report, drift=drift(weights, source, result, target))
+    check_weights(result, target)
+    kept, resized, new = (tuple(rows) for rows in changes.values())
+    return result, TransferReport(kept, resized, new, dropped, drift(weights, source, result, target))
+
+
+def unmask(
+    weights: dict[str, Tensor], source: Any, target: Any, generator: Generator | None
+) -> tuple[dict[str, Tensor], TransferReport]:
+    """The ordinary ViT inside a masked model, carried over; what was around it is dropped."""
+    inside = {name.removeprefix("vit."): w for name, w in weights.items() if name.startswith("vit.")}
+    state, report = transfer(inside, source.vit, target, generator=generator)
+    around = tuple((name, tuple(w.shape), None) for name, w in weights.items() if not name.startswith("vit."))
+    return state, replace(report, dropped=report.dropped + around)
 
 
 def check_comparable(source: Any, target: Any) -> None:
@@ -109,30 +125,24 @@ def changed_prefixes(source: Any, target: Any, new_head: bool) -> tuple[str, ...
 
 
 def resize(name: str, old: Tensor, source: Any, target: Any) -> Tensor:
-    """The tensor itself where nothing about it changed, else its resized form."""
+    """One parameter of the source as the target needs it, most often the tensor itself."""
+    name = name.removeprefix("vit.")
     if name == "embedding.weight" and source.patch != target.patch:
         return resize_patches(old, target.patch)
-    moved = getattr(source, "grid", None) != getattr(target, "grid", None)
     if not name.startswith("positions."):
         return old
-    slots = (source.position_slots, target.position_slots)
-    if not moved and slots[0] == slots[1]:
+    leaf, (rows, columns) = name.rpartition(".")[2], source.grid
+    slots, new_slots = source.position_slots, target.position_slots
+    if leaf == "slot":
         return old
-    return resize_table(name.rpartition(".")[2], old, source, target)
-
-
-def resize_table(leaf: str, old: Tensor, source: Any, target: Any) -> Tensor:
-    (rows, columns), (slots, new_slots) = source.grid, (source.position_slots, target.position_slots)
-    if source.positions == "relative":
-        return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
     if leaf == "x":
         return positions.resize_positions(old, (1, columns), (1, target.grid[1]), 0)
     if leaf == "y":
         return positions.resize_positions(old, (rows, 1), (target.grid[0], 1), 0)
-    old = F.pad(old[:, max(slots - new_slots, 0) :], (0, 0, max(new_slots - slots, 0), 0))
-    if leaf == "slot":
-        return old
-    return positions.resize_positions(old, source.grid, target.grid, new_slots)
+    if source.positions == "relative":
+        return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
+    refitted = F.pad(old[:, max(slots - new_slots, 0) :], (0, 0, max(new_slots - slots, 0), 0))
+    return positions.resize_positions(refitted, source.grid, target.grid, new_slots)
 
 
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -152,15 +162,10 @@ def drift(
 ) -> tuple[float, float] | None:
     if getattr(source, "positions", "none") in ("none", "relative"):
         return None
-    return tuple(
-        positions.neighbour_similarity(grid_table(tensors, config), config.grid)
+    before, after = (
+        positions.neighbour_similarity(
+            positions.whole_table(tensors, config)[0, config.position_slots :], config.grid
+        )
         for tensors, config in ((weights, source), (result, target))
     )
-
-
-def grid_table(weights: dict[str, Tensor], config: Any) -> Tensor:
-    """(N, D): the patches' position entries of the first table."""
-    module = positions.KINDS[config.positions](config.grid, config.width, config.position_slots)
-    first = {name.removeprefix("positions.0."): w for name, w in weights.items() if "positions.0." in name}
-    module.load_state_dict(first)
-    return module.entries(torch.empty(0))[0, -math.prod(config.grid) :].detach()
+    return before, after

@@ -113,7 +113,9 @@ class StemUnit(nn.Module):
         self.gn_proj = nn.GroupNorm(GROUPS, outside, eps=1e-6) if project else None
 
     def forward(self, x: Tensor) -> Tensor:
-        residual = x if self.conv_proj is None else self.gn_proj(self.conv_proj(x))
+        residual = x
+        if self.conv_proj is not None and self.gn_proj is not None:
+            residual = self.gn_proj(self.conv_proj(x))
         y = F.relu(self.gn1(self.conv1(x)))
         y = F.relu(self.gn2(self.conv2(y)))
         return F.relu(residual + self.gn3(self.conv3(y)))
@@ -154,7 +156,7 @@ class Stages(nn.Module):
             self.add_module(f"block{stage + 1}", block)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (unit for block in self.children() for unit in block)
+        return (unit for block in self.children() for unit in block.children())
 
 
 class Stem(nn.Module):

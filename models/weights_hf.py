@@ -22,15 +22,19 @@ MODEL = (  # names on disk, which transformers 5 keeps although it renames them 
     (r"\.mlp\.up\.", ".intermediate.dense."),
     (r"\.mlp\.down\.", ".output.dense."),
     (r"^norm\.", "layernorm."),
-    (r"^pre_logits\.", "pooler.dense."),
 )
-CLASSIFIER = (*MODEL, (r"^(?=embeddings|encoder|layernorm|pooler)", "vit."), (r"^head\.", "classifier."))
+BARE = (*MODEL, (r"^pre_logits\.", "pooler.dense."))
+CLASSIFIER = (
+    *MODEL,
+    (r"^(?=embeddings|encoder|layernorm)", "vit."),
+    (r"^head\.", "classifier."),
+)  # knows no pooler
 QKV = ((".qkv.", (".query.", ".key.", ".value.")),)
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
 
 
 def layout(classifier: bool) -> weights_map.Layout:
-    return weights_map.Layout(CLASSIFIER if classifier else MODEL, QKV)
+    return weights_map.Layout(CLASSIFIER if classifier else BARE, QKV)
 
 
 def load(

@@ -54,7 +54,7 @@ class Layout:
 
 def parts_of(config: Any, layout: Layout) -> dict[str, list[tuple[str, Shape, Shape]]]:
     """For each of our parameters its parts: key there, shape here, shape there."""
-    result = {}
+    result: dict[str, list[tuple[str, Shape, Shape]]] = {}
     for name, parameter in catalog.empty(config).named_parameters():
         keys = layout.keys(name)
         result[name] = []
@@ -113,8 +113,6 @@ def with_learned_positions(
     """The same function with one free table where positions were fixed, factored or had no prefix slots."""
     if config.positions == "none":
         return state, config
-    module = positions.KINDS[config.positions](config.grid, config.width, config.position_slots)
-    module.load_state_dict({k.removeprefix("positions.0."): w for k, w in state.items() if "positions." in k})
-    table = F.pad(module.entries(torch.empty(0)).detach(), (0, 0, slots - config.position_slots, 0))
+    table = F.pad(positions.whole_table(state, config), (0, 0, slots - config.position_slots, 0))
     others = {name: tensor for name, tensor in state.items() if "positions." not in name}
     return {**others, "positions.0.table": table}, replace(config, positions="learned", class_slot=slots > 0)

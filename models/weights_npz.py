@@ -179,9 +179,10 @@ def save(state: dict[str, Tensor], config: Any, path: str | Path) -> None:
         warnings.warn(
             "the original code computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3
         )
-    arrays = weights_map.write(state, config, layout_of(config))
+    tensors = weights_map.write(state, config, layout_of(config))
+    arrays: dict[str, Any] = {key: tensor.float().numpy() for key, tensor in tensors.items()}
     with open(path, "wb") as file:
-        np.savez(file, **{key: tensor.float().numpy() for key, tensor in arrays.items()})
+        np.savez(file, **arrays)
 
 
 def obstacles(config: Any) -> list[str]:

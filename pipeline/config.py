@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.errors import ConfigError
 
 Config = TypeVar("Config")
-Tags = ClassVar[Mapping[str, str]]
+Tags: TypeAlias = Mapping[str, str]
 
 
 def tags(**fields: str) -> Mapping[str, str]:
@@ -35,7 +35,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """"; did you mean 'x'?" with the closest known name, or the list of known names."""
+    """ "; did you mean 'x'?" with the closest known name, or the list of known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
@@ -47,7 +47,10 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
     for item in overrides:
-        require("=" in item, f"{item!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3")
+        require(
+            "=" in item,
+            f"{item!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
+        )
     try:
         recipe = OmegaConf.load(path)
     except FileNotFoundError:
@@ -79,6 +82,7 @@ def build(kind: type[Config], values: Any, where: str, defaults: Config | None =
     """
     plain = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     require(isinstance(plain, Mapping), f"{where} is {plain!r}, expected a mapping of {kind.__name__} fields")
+    assert isinstance(plain, Mapping)
     _check_names(kind, plain, where)
     try:
         base = OmegaConf.structured(defaults if defaults is not None else kind)
@@ -93,12 +97,13 @@ def build(kind: type[Config], values: Any, where: str, defaults: Config | None =
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_names(kind: type, values: Mapping[str, Any], where: str) -> None:
+def _check_names(kind: Any, values: Mapping[Any, Any], where: str) -> None:
     hints = get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     for name, value in values.items():
         require(name in known, f"unknown key {where}.{name}{nearest(str(name), known)}")
-        inner = next((h for h in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(h)), None)
+        candidates = (hints[name], *get_args(hints[name]))
+        inner: Any = next((h for h in candidates if dataclasses.is_dataclass(h)), None)
         if inner is None or not isinstance(value, Mapping):
             continue
         named = value.items() if get_origin(hints[name]) is dict else [("", value)]
@@ -107,9 +112,9 @@ def _check_names(kind: type, values: Mapping[str, Any], where: str) -> None:
                 _check_names(inner, section, f"{where}.{name}" + (f".{key}" if key else ""))
 
 
-def _expected_type(kind: type, key: str) -> str:
+def _expected_type(kind: Any, key: str) -> str:
     for part in key.split("."):
-        hint = get_type_hints(kind).get(part)
+        hint: Any = get_type_hints(kind).get(part)
         if hint is None:
             return ""
         if not dataclasses.is_dataclass(hint):
@@ -141,7 +146,7 @@ def tagged(config: Any, tag: str, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """"key: old → new" for every key whose value differs."""
+    """ "key: old → new" for every key whose value differs."""
     keys = [*old, *(key for key in new if key not in old)]
     return [
         f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}" for key in keys if old.get(key) != new.get(key)

@@ -1,9 +1,9 @@
 """DeepSpeed behind four verbs: backward, step, fragments, restore. Nothing else in Patchline touches its insides.
 
-The optimizer state leaves and enters as *fragments*: (parameter name, first element, flat fp32 views). They know nothing
-of the world size or the ZeRO stage, so what one topology wrote any other can read. DeepSpeed's own checkpoints are not
-used: they cannot cross stages and load flipped bits silently. `tests/test_engine.py` guards every private
-attribute used here.
+The optimizer state leaves and enters as *fragments*: (parameter name, first element, flat fp32 views). They know
+nothing of the world size or the ZeRO stage, so what one topology wrote any other can read. DeepSpeed's own
+checkpoints are not used: they cannot cross stages and load flipped bits silently. `tests/test_engine.py` guards
+every private attribute used here.
 """
 
 import json
@@ -95,7 +95,10 @@ def _merge(ours: Mapping[str, Any], user: Mapping[str, Any], where: str) -> dict
             merged[key] = _merge(mine, value, f"{where}.{key}")
         else:
             conflict = key in ours and value not in (mine, "auto")
-            require(not conflict, f"{where}.{key}: your file says {value!r}, the recipe {mine!r}; remove one of them")
+            require(
+                not conflict,
+                f"{where}.{key}: your file says {value!r}, the recipe {mine!r}; remove one of them",
+            )
             merged[key] = mine if key in ours else value
     return merged
 
@@ -110,7 +113,10 @@ class Engine:
         self.state_names = STATE[optim.name]
         self.clip = settings["gradient_clipping"]
         if self.zero == 0:
-            settings = {**settings, "gradient_clipping": 0.0}  # we clip: DeepSpeed cannot after a dropped gradient
+            settings = {
+                **settings,
+                "gradient_clipping": 0.0,
+            }  # we clip: DeepSpeed cannot after a dropped gradient
         masters = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.sizes = {name: p.numel() for name, p in masters.items()}
         optimizer = build_optimizer(model, decayed, optim)
@@ -179,6 +185,7 @@ class Engine:
         """Views of the fp32 masters and moments that this worker owns, each element owned by exactly one worker."""
         rank, world = dist.get_rank(), dist.get_world_size()
         zero = self.engine.optimizer
+        p: Any  # DeepSpeed hangs its own attributes on parameters
         for name, p in self.model.named_parameters():
             if not p.requires_grad:
                 continue
@@ -236,7 +243,7 @@ class Engine:
     @property
     def updates(self) -> int:
         """Optimizer updates so far: Adam's bias correction depends on it; it is behind `step` by skipped steps."""
-        state = next(iter(self._optimizer.state.values()), {})
+        state: dict[str, Any] = next(iter(self._optimizer.state.values()), {})
         return int(state["step"]) if "step" in state else 0
 
     @updates.setter

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,14 @@ class ProbeConfig:
     seeds: tuple[int, ...] = (0, 1, 2)
     l2: float = L2
 
-    RESUME: Tags = tags(forbid="train test shots seeds l2")
+    RESUME: ClassVar[Tags] = tags(forbid="train test shots seeds l2")
 
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
-        require(all(s > 0 for s in self.shots) and len(self.shots) > 0, f"shots are {self.shots}, expected 1 or more")
+        require(
+            all(s > 0 for s in self.shots) and len(self.shots) > 0,
+            f"shots are {self.shots}, expected 1 or more",
+        )
         require(len(self.seeds) > 0, "seeds are empty, expected at least one")
 
 
@@ -80,7 +84,10 @@ def features(
 
 
 def probe(
-    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], cfg: ProbeConfig, shots: Sequence[int] | None = None
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    cfg: ProbeConfig,
+    shots: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """{"10shot-seed-0": accuracy, …, "10shot": mean over seeds} (names of big_vision evaluators/fewshot_lsr.py)."""
     results: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class OptimConfig:
     momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
-    RESUME: Tags = tags(forbid="name lr weight_decay clip beta1 beta2 eps momentum schedule")
+    RESUME: ClassVar[Tags] = tags(forbid="name lr weight_decay clip beta1 beta2 eps momentum schedule")
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr is {self.lr}, expected more than 0")
@@ -48,4 +48,7 @@ def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> to
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
 
 
-STATE = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # per element, fp32, what a checkpoint holds
+STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}  # per element, fp32, what a checkpoint holds

@@ -3,7 +3,7 @@ code, big_vision utils.create_learning_rate_schedule and vit_jax utils.create_le
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pipeline.config import Tags, require, tags
 
@@ -17,7 +17,7 @@ class ScheduleConfig:
     shift: int = 0  # rsqrt: moves its start (big_vision)
     cooldown_steps: int = 0  # linear to 0 over the last steps (big_vision)
 
-    RESUME: Tags = tags(forbid="decay warmup_steps end timescale shift cooldown_steps")
+    RESUME: ClassVar[Tags] = tags(forbid="decay warmup_steps end timescale shift cooldown_steps")
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}, expected 0 or more")

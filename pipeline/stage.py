@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import models
 from data import AugmentConfig
@@ -17,6 +17,7 @@ class DataConfig:
     """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
     train: str = "???"  # the set's index, or its folder
+    samples: int | None = None  # what `plan` counts with while the index is not there
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -28,10 +29,10 @@ class DataConfig:
     processes: int = 0  # decoding processes a worker
     timeout_s: float = 120.0  # without a batch
 
-    RESUME: Tags = tags(
+    RESUME: ClassVar[Tags] = tags(
         forbid="train preprocess augment lanes shuffle_block tail max_labels",
         warn="evaluate max_bad_fraction",
-        free="processes timeout_s",
+        free="samples processes timeout_s",
     )
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class TrainConfig:
     max_failed_saves: int = 3  # in a row before exit 74
     timeout_s: float = 1800.0  # collectives
 
-    RESUME: Tags = tags(
+    RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim loss label_smoothing mixup steps passes batch_size precision seed",
         warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
         free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
@@ -88,7 +89,14 @@ class TrainConfig:
         require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
         require((self.steps or 1) > 0 and (self.passes or 1) > 0, "steps and passes must be more than 0")
-        for name in ("batch_size", "micro_batch", "log_every", "save_every", "max_skipped", "max_failed_saves"):
+        for name in (
+            "batch_size",
+            "micro_batch",
+            "log_every",
+            "save_every",
+            "max_skipped",
+            "max_failed_saves",
+        ):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, expected 1 or more")
         for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
@@ -140,8 +148,9 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         below, above = cfg.batch_size // unit * unit, -(-cfg.batch_size // unit) * unit
         sizes = " or ".join(str(size) for size in (below, above) if size)
         raise ConfigError(
-            f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = {unit}; "
-            f"nearest: {sizes}\n  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
+            f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = "
+            f"{unit}; nearest: {sizes}\n"
+            "  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
         )
     share = -(-cfg.batch_size // world)
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, -(-share // cfg.micro_batch))

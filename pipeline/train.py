@@ -71,12 +71,22 @@ class Trainer:
         self.steps = steps_of(cfg, self.index.samples)
         self.arithmetic = batch_arithmetic(cfg, self.world)
         self.model_config = models.from_dict(job.model)
+        self.check_classes()
         self.engine = self._engine(self.arithmetic)
         self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
         self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
         self.ledger = Ledger.start(self.index.digest, cfg.seed)
         self.last_metrics: dict[str, float] = {}
         self.start()
+
+    def check_classes(self) -> None:
+        """Raise DataError where a set has labels that the head has no output for."""
+        for path in filter(None, (self.job.train, self.job.evaluate)):
+            found, classes = data.load_index(path).classes, self.model_config.classes
+            if found > classes:
+                raise data.DataError(
+                    f"{path} has labels up to {found - 1}, the model has {classes} classes\n  set model.classes={found}"
+                )
 
     def _order(self) -> Order:
         given = {"lanes": self.cfg.data.lanes, "shuffle_block": self.cfg.data.shuffle_block}
@@ -116,7 +126,9 @@ class Trainer:
         found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
         if found is not None:
             changed = config.differences(found.config, config.tagged(cfg, "forbid"))
-            assert found.key == job.key, f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
+            assert found.key == job.key, (
+                f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
+            )
             self.step, self.bad, self.ledger = found.step, found.bad_samples, Ledger(found.ledger)
             ignored = f", init {job.init} ignored" if job.init else ", random weights ignored"
             text = (
@@ -204,7 +216,11 @@ class Trainer:
     def finish_save(self) -> None:
         """Collective: commit the save in flight and prune; too many failures in a row end the run."""
         done = self.saver.finish()
-        values = {"step": self.saver.manifest.step, "stalled_s": self.saver.stalled_s, "took_s": self.saver.took_s}
+        values = {
+            "step": self.saver.manifest.step,
+            "stalled_s": self.saver.stalled_s,
+            "took_s": self.saver.took_s,
+        }
         if done is not None:
             self.failed_saves = 0
             size = sum(file["bytes"] for file in done.files.values())
@@ -285,7 +301,7 @@ class Trainer:
             self.telemetry.report("evaluate", {"step": self.step, **values}, f"evaluate step {self.step}  {shown}")
 
     def _samples(self, path: str) -> data.EvaluationSet:
-        ops = self.cfg.data.preprocess or "resize({})".format(self.model_config.image_size[0])
+        ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
         return data.EvaluationSet(
             data.load_index(path),
             ops,
@@ -295,16 +311,20 @@ class Trainer:
             max_labels=self.cfg.data.max_labels,
         )
 
-    def report(self, loss: float, norm: float, rate: float, since: float, steps: int, waited: float) -> None:
-        """The log line and its record."""
-        elapsed = time.monotonic() - since
+    def report(self, losses: list[float], norm: float, rate: float, since: float, waited: float) -> None:
+        """The log line and its record, which holds the loss of every step since the one before."""
+        elapsed, steps = time.monotonic() - since, len(losses)
         speed = steps * self.cfg.batch_size / elapsed
         flops = models.training_flops(self.model_config, 1) * speed / self.world
-        peak = next((v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()), None)
+        peak = next(
+            (v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()),
+            None,
+        )
         values = {
             "step": self.step,
             "steps": self.steps,
-            "loss": loss,
+            "loss": losses[-1],
+            "losses": losses,
             "lr": rate,
             "grad_norm": norm,
             "images_per_s": speed,
@@ -335,8 +355,9 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     asked: list[int] = []
     _catch_sigterm(asked)
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
-    since, counted, waited, bad_here = time.monotonic(), 0, 0.0, 0
-    saved = t.step if t.step else -1
+    since, waited, bad_here = time.monotonic(), 0.0, 0
+    losses: list[float] = []
+    first, saved = t.step + 1, t.step or -1
 
     while t.step < t.steps:
         # 1. forward and backward over the accumulation; the optimizer steps with the last micro-batch
@@ -358,16 +379,16 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         mean_loss, all_bad, stopping, written = t.agree(loss, bad, stop)
         norm = t.engine.gradient_norm()
         t.ledger = t.ledger.update(t.step, *t.order.batch(t.step))
-        t.step, t.bad, bad_here, counted = t.step + 1, t.bad + all_bad, bad_here + bad, counted + 1
+        t.step, t.bad, bad_here = t.step + 1, t.bad + all_bad, bad_here + bad
+        losses.append(mean_loss)
         t.judge(norm, ids)
         t.check_bad()
 
         # 3. what the step asks for
         last = t.step == t.steps
-        if t.step % cfg.log_every == 0 or last or counted == 1:
-            t.report(mean_loss, norm, rate, since, counted, waited)
-            if t.step % cfg.log_every == 0:
-                since, counted, waited = time.monotonic(), 0, 0.0
+        if t.step % cfg.log_every == 0 or last or t.step == first:
+            t.report(losses, norm, rate, since, waited)
+            since, losses, waited = time.monotonic(), [], 0.0
         if t.saver.in_flight and written:
             t.finish_save()
         if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:
@@ -402,7 +423,7 @@ def finish(t: Trainer) -> dict[str, Any]:
         last = checkpoint.committed(t.saver.folder)[0]
         manifest = checkpoint.read_manifest(last)
         weights = export(last, t.model_config)
-        models.save_weights(weights, t.model_config, t.directory)
+        models.save_weights(weights, t.directory, t.model_config)
         outcome = [
             {
                 "step": t.step,

@@ -1,6 +1,14 @@
 """The loader gives the same pixels and labels whatever the topology, and replaces what it cannot use."""
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -145,3 +153,74 @@ def test_the_float_squash_stays_float(index):
         and batch.images.shape == (4, 3, 48, 48)
         and batch.images.max() > 200
     )
+
+
+def children() -> set[int]:
+    """Ids of this process's children that run `data.worker`."""
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(pid) for pid in found if runs(pid)}
+
+
+def runs(pid: str) -> bool:
+    try:
+        return b"data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, order, blow):
+    whole = run(index, order, steps=8)
+    before = children()
+    loader = TrainLoader(
+        index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=2, timeout_s=2.0
+    )
+    batches = iter(loader)
+    taken = [next(batches) for _ in range(5)]
+    victim = (children() - before).pop()
+    os.kill(victim, blow)
+    taken += [next(batches) for _ in range(32 - 5)]
+    assert victim not in children() and len(children() - before) == 2
+    batches.close()
+    assert children() == before
+    for name, column in zip(("images", "labels", "ids"), whole, strict=True):
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in taken]), column)
+
+
+def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
+    script = (
+        "import pickle, sys, time\n"
+        "from data import TrainLoader\n"
+        "index, order = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "loader = TrainLoader(index, order, image_size=32, slots=range(24), micro_batch=6, processes=2)\n"
+        "batches = iter(loader)\n"
+        "next(batches)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    (tmp_path / "loader.pickle").write_bytes(pickle.dumps((index, order)))
+    command = [sys.executable, "-c", script, str(tmp_path / "loader.pickle")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    assert process.stdout.readline() == b"ready\n"
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(map(runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(runs, workers))
+
+
+def test_a_data_error_in_a_process_reaches_the_loop(index, order):
+    shards = (*index.shards[:-1], replace(index.shards[-1], sha256="0" * 64))
+    with pytest.raises(DataError, match="sha256"):
+        run(replace(index, shards=shards), order, steps=2, processes=1)
+
+
+def test_shared_memory_is_bounded_and_waits_are_split(index, order):
+    loader = TrainLoader(index, order, image_size=32, slots=range(24), micro_batch=6, processes=2, prefetch=3)
+    assert 2 * 3 * 6 * 32 * 32 * 3 <= loader.memory_bytes <= 2 * 3 * (6 * 32 * 32 * 3 + 3 * 4096)
+    batches = iter(loader)
+    wait = next(batches).wait
+    assert wait.storage_s > 0 and wait.decode_s > 0 and wait.transfer_s > 0
+    batches.close()

@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections import Counter
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -10,11 +11,23 @@ import pandas
 import pytest
 import webdataset
 
+from data import jpeg
+from data.decode import decode
 from data.errors import DataError
 from data.index import build_index, load_index
 from data.packing import pack
 from data.reader import Reader, check_sizes
-from data.sources import Sample, class_folders, digits, path_table
+from data.sources import (
+    Sample,
+    cifar,
+    class_folders,
+    digits,
+    image_parquet,
+    imagenet_train,
+    imagenet_validation,
+    path_table,
+    tars,
+)
 
 
 def picture(value: int, size: int = 8) -> bytes:
@@ -107,7 +120,7 @@ def test_tables_of_paths_and_labels(tmp_path, kind):
             tmp_path / "t.parquet"
         )
     made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
-    assert made["a"].labels == (3,) and made["b"].labels == (1, 2) and made["b"].image == picture(2)
+    assert made["a"].labels == (3,) and made["b"].labels == (1, 2) and made["b"].read() == picture(2)
 
 
 def test_digits_split_is_stratified_and_fixed():
@@ -188,3 +201,78 @@ def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
     assert Reader(found).read(0, 2)[0] == "x" * 200
     text = (tmp_path / "t.index.json").read_text()
     assert '"link, device or sparse member": 2' in text and '"member type .pyd": 1' in text
+
+
+def tar_of(entries: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, body in entries.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
+    reports = []
+    one = pack(samples(47), tmp_path / "one", shard_samples=5)
+    four = pack(
+        samples(47), tmp_path / "four", shard_samples=5, workers=4, report=lambda *n: reports.append(n)
+    )
+    assert one == replace(four, directory=one.directory) and contents(tmp_path / "one") == contents(
+        tmp_path / "four"
+    )
+    assert reports[-1][1] == 47 and sorted(reports) == reports
+
+
+def test_a_journal_of_other_samples_is_not_trusted(tmp_path):
+    def dying():
+        yield from samples(17)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(dying(), tmp_path, shard_samples=5)
+    others = [Sample(f"x{s.key[1:]}", s.image, s.labels) for s in samples(8)]
+    assert Reader(made := pack(others, tmp_path, shard_samples=5)).read(0, 0)[0] == "x00000"
+    assert made.samples == 8
+
+
+@pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
+def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
+    image = cv2.imencode(".jpg", noise)[1].tobytes()
+    packed = Reader(pack([Sample("a", image, (0,)), Sample("b", b"junk", (0,))], tmp_path, restarts=True))
+    assert b"\xff\xd0" in packed.read(0, 0)[1] and packed.read(0, 1)[1] == b"junk"
+    assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
+
+
+def test_tars_are_packed_anew_with_labels_from_json(tmp_path):
+    body = tar_of({"a.jpg": picture(1), "a.json": b'{"label": 4}', "a.txt": b"hi", "b.jpg": picture(2)})
+    (tmp_path / "old.tar").write_bytes(body)
+    assert list(tars(tmp_path)) == [Sample("a", picture(1), (4,))]
+
+
+def test_hugging_face_parquet_is_read(tmp_path):
+    rows = [{"image": {"bytes": picture(n), "path": None}, "label": n} for n in range(3)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "train-0.parquet")
+    assert [(s.image, s.labels) for s in image_parquet(tmp_path)] == [(picture(n), (n,)) for n in range(3)]
+
+
+def test_imagenet_is_read_as_it_is_distributed(tmp_path):
+    inner = {f"n0{c}.tar": tar_of({f"n0{c}_{n}.JPEG": picture(10 * c + n) for n in range(3)}) for c in (2, 1)}
+    (tmp_path / "train.tar").write_bytes(tar_of(inner))
+    found = {s.key: (s.image, s.labels) for s in imagenet_train(tmp_path / "train.tar")}
+    assert found == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
+    (tmp_path / "val.tar").write_bytes(tar_of({f"v{n}.JPEG": picture(n) for n in (1, 0)}))
+    (tmp_path / "wnids.txt").write_text("n02\nn01\n")
+    val = imagenet_validation(tmp_path / "val.tar", tmp_path / "wnids.txt")
+    assert [(s.key, s.labels) for s in val] == [("v0", (1,)), ("v1", (0,))]
+
+
+@pytest.mark.parametrize("name, labels", [("data_batch_1", 1), ("train", 2)])
+def test_cifar_s_binary_files_are_read_without_loss(tmp_path, name, labels):
+    records = np.random.default_rng(0).integers(0, 10, (4, labels + 3072), dtype=np.uint8)
+    records.tofile(tmp_path / f"{name}.bin")
+    found = list(cifar([tmp_path / f"{name}.bin"]))
+    assert [s.labels[0] for s in found] == records[:, labels - 1].tolist()
+    assert np.array_equal(decode(found[2].image), records[2, labels:].reshape(3, 32, 32).transpose(1, 2, 0))

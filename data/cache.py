@@ -1,0 +1,173 @@
+"""Remote shards on local disk: fetched whole, once a node, checked, within a limit, ahead of the order."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError, StorageError
+from data.index import Index, Shard
+from data.order import Order
+from data.remote import Refused, forget_credentials, read_range, redacted
+
+PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
+
+
+def state_folder() -> Path:
+    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
+    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "patchline"
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Where remote shards are kept on a node, and how patient fetching is."""
+
+    directory: str = ""  # default: the user's cache folder, or PATCHLINE_CACHE
+    limit_bytes: int = 200 << 30
+    attempts: int = 8  # of one piece, without any progress between them
+    backoff_s: float = 0.5  # doubled each time, with full jitter (Brooker 2015), 30 s at most
+    timeout_s: float = 30.0  # of one request that is silent
+    ahead: int = 64  # steps whose shards are fetched before they are needed
+    fetchers: int = 4  # downloads at once
+
+    def __post_init__(self) -> None:
+        if min(self.limit_bytes, self.attempts, self.timeout_s, self.fetchers) <= 0 or self.ahead < 0:
+            raise ValueError(f"cache: limit_bytes, attempts, timeout_s and fetchers must be positive: {self}")
+
+
+class Cache:
+    """Gives the local path of a remote shard, fetching it if no process of this node has yet.
+
+    Files are named by their digest and evicted by last use; one that is mapped stays readable when it goes.
+    """
+
+    def __init__(self, cfg: CacheConfig):
+        self.cfg = cfg
+        self.directory = Path(cfg.directory) if cfg.directory else state_folder() / "shards"
+
+    def path(self, url: str, shard: Shard) -> Path:
+        """Raises StorageError where the storage does not answer, DataError where it has another shard."""
+        path = self.directory / f"{shard.sha256}.tar"
+        if not path.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with locked(self.directory / f"{shard.sha256}.lock"):
+                if not path.exists():
+                    self.fetch(url, shard, path)
+        os.utime(path)  # last use
+        return path
+
+    def fetch(self, url: str, shard: Shard, path: Path) -> None:
+        """Download to `.part`, going on where it broke off; rename when size and digest are right."""
+        part = path.with_suffix(".part")
+        for _ in range(2):  # a digest can be wrong because of the transfer: try once more from the start
+            self.make_room(shard.bytes)
+            with open(part, "a+b") as file:
+                file.seek(0)
+                digest = file_digest(file, "sha256")
+                while file.tell() < shard.bytes:
+                    piece = self.read(url, file.tell(), min(file.tell() + PIECE, shard.bytes))
+                    file.write(piece)
+                    digest.update(piece)
+            if digest.hexdigest() == shard.sha256:
+                os.replace(part, path)
+                return
+            part.unlink()
+        raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
+
+    def read(self, url: str, start: int, stop: int) -> bytes:
+        """One piece, or its beginning; patient with all but a missing file or a refused address."""
+        for attempt in range(self.cfg.attempts):
+            try:
+                piece = read_range(url, start, stop, self.cfg.timeout_s)
+                if piece:
+                    return piece[: stop - start]
+                reason = "empty answer"
+            except FileNotFoundError:
+                raise DataError(f"{redacted(url)}: there is no such shard") from None
+            except Refused:
+                raise
+            except PermissionError as error:
+                reason = type(error).__name__
+                forget_credentials()
+            except Exception as error:  # clients raise many kinds; none of their texts is safe to show
+                reason = type(error).__name__
+            time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
+        raise StorageError(
+            f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again"
+        )
+
+    def make_room(self, size: int) -> None:
+        """Delete the longest unused shards until `size` more bytes are within the limit."""
+        if size > self.cfg.limit_bytes:
+            raise DataError(
+                f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}"
+            )
+        with locked(self.directory / "eviction.lock"):
+            held = [(path.stat(), path) for path in self.directory.glob("*.tar")]
+            coming = sum(path.stat().st_size for path in self.directory.glob("*.part"))
+            total = sum(status.st_size for status, _ in held) + coming + size
+            for status, path in sorted(held, key=lambda pair: pair[0].st_mtime_ns):
+                if total <= self.cfg.limit_bytes:
+                    break
+                path.unlink(missing_ok=True)
+                total -= status.st_size
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock among all processes of this node; it goes with the process that holds it."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class Ahead:
+    """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
+
+    def __init__(self, index: Index, order: Order, slots: range, step: int, cfg: CacheConfig):
+        self.index, self.order, self.slots, self.cfg = index, order, slots, cfg
+        self.cache, self.step = Cache(cfg), step
+        self.changed = threading.Condition()
+        self.stopped = False
+        self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
+        self.thread.start()
+
+    def reached(self, step: int) -> None:
+        with self.changed:
+            self.step = step
+            self.changed.notify()
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            self.changed.notify()
+
+    def run(self, step: int) -> None:
+        with ThreadPoolExecutor(self.cfg.fetchers) as pool:
+            while True:
+                with self.changed:
+                    while not self.stopped and step > self.step + self.cfg.ahead:
+                        self.changed.wait()
+                    if self.stopped:
+                        return
+                shards = self.order.batch(step)[1][self.slots.start : self.slots.stop]
+                list(pool.map(self.fetch, np.unique(shards)))
+                step += 1
+
+    def fetch(self, shard: int) -> None:
+        if self.stopped:
+            return
+        with suppress(DataError, StorageError, OSError):  # whoever needs the shard meets and reports it
+            self.cache.path(self.index.location(shard), self.index.shards[shard])

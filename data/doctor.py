@@ -1,0 +1,193 @@
+"""Look at every sample of a set before a run does: what is bad and why, what there is, how it is spread.
+
+`check` reads and decodes everything, `repair` packs what is good into a new set, `data.page` shows it as one
+HTML file. A sample counts as bad exactly where training would replace it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+import numpy as np
+
+from data.decode import BadImage, decode_whole, read_header
+from data.index import Index, mapped, run_jobs
+from data.jpeg import is_damaged
+from data.packing import pack
+from data.sources import Sample, kind_of
+from data.tar import walk
+from data.worker import read_labels
+
+GRID = 24  # images kept for the page
+
+
+@dataclass
+class ShardReport:
+    """What is in one shard; the arrays have a row for every good sample."""
+
+    name: str
+    samples: int = 0
+    problem: str = ""  # of the shard as a whole: missing, short, changed, no tar
+    bad: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    classes: Counter[int] = field(default_factory=Counter)
+    damaged: int = 0  # JPEGs that decode, with warnings
+    first_bad: dict[str, str] = field(default_factory=dict)  # reason → the first key
+    sides: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))  # height, width
+    sizes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # bytes
+    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # of the encoded image
+    grid: list[tuple[str, bytes]] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """What is in a set."""
+
+    index: Index
+    shards: list[ShardReport]
+
+    @property
+    def bad(self) -> Counter[str]:
+        return sum((shard.bad for shard in self.shards), Counter())
+
+    @property
+    def classes(self) -> Counter[int]:
+        return sum((shard.classes for shard in self.shards), Counter())
+
+    @property
+    def good(self) -> int:
+        return sum(len(shard.sizes) for shard in self.shards)
+
+    @property
+    def duplicates(self) -> int:
+        """Good samples whose very bytes another one has already."""
+        hashes = np.concatenate([shard.hashes for shard in self.shards])
+        return len(hashes) - len(np.unique(hashes))
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run would read every sample."""
+        return not self.bad and not any(shard.problem for shard in self.shards)
+
+    def lines(self) -> list[str]:
+        """The report for a terminal: one fact a line, always in the same order."""
+        classes, sizes = self.classes, np.concatenate([shard.sizes for shard in self.shards])
+        found = [f"{len(self.shards)} shards  {self.good} good samples  {int(sizes.sum())} image bytes"]
+        found += [f"shard {shard.name}: {shard.problem}" for shard in self.shards if shard.problem]
+        for reason, count in self.bad.most_common():
+            shard = next(shard for shard in self.shards if reason in shard.bad)
+            found.append(f"bad: {count} × {reason}, first {shard.first_bad[reason]} of {shard.name}")
+        for what, count in sum((shard.refused for shard in self.shards), Counter()).most_common():
+            found.append(f"refused: {count} × {what}")
+        found.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
+        found.append(f"duplicates: {self.duplicates}")
+        empty = [c for c in range(self.index.classes) if not classes[c]]
+        found.append(
+            f"classes: {self.index.classes}, empty {len(empty)}" + (f" (first: {empty[:8]})" if empty else "")
+        )
+        if classes:
+            counts = sorted(classes.values())
+            found.append(
+                f"samples a class: least {counts[0]}, median {counts[len(counts) // 2]}, most {counts[-1]}"
+            )
+        return found + advice(self.index)
+
+
+def advice(index: Index, world: int = 1) -> list[str]:
+    """What would read better, if anything."""
+    sizes = np.array([shard.bytes for shard in index.shards])
+    found = []
+    if len(sizes) > 16 and np.median(sizes) < 32 << 20:
+        found.append(
+            f"shards of {np.median(sizes) / 2**20:.0f} MiB are small for a network; 256 MiB – 1 GiB read best"
+        )
+    if sizes.max(initial=0) > 4 << 30:
+        found.append("shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB")
+    if world > 1 and len(sizes) < world:
+        found.append(f"{len(sizes)} shards for {world} workers: several read one shard, fine on local disks")
+    return [f"advice: {line}" for line in found]
+
+
+def check(index: Index, *, decode: bool = True, workers: int = 1) -> Report:
+    """Look at every sample; without `decode` only at headers and labels."""
+    jobs = [(index, number, decode) for number in range(len(index.shards))]
+    return Report(index, list(run_jobs(check_shard, jobs, workers)))
+
+
+def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
+    index, number, decode = job
+    report, known = ShardReport(index.shards[number].name), index.shards[number]
+    sides, sizes, hashes = [], [], []
+    try:
+        with open(index.location(number), "rb") as file, mapped(file) as tar:
+            if len(tar) != known.bytes:
+                report.problem = f"{len(tar)} bytes, the index says {known.bytes}"
+            elif sha256(tar).hexdigest() != known.sha256:
+                report.problem = "its sha256 is not the one in the index"
+            for key, image, labels in samples_of(tar, report):
+                try:
+                    header = read_header(image)
+                    found = read_labels(labels, index.classes, index.classes)
+                    if decode:
+                        decode_whole(image)
+                        report.damaged += header.kind == "jpeg" and is_damaged(image)
+                except BadImage as error:
+                    report.bad[str(error)] += 1
+                    report.first_bad.setdefault(str(error), key)
+                    continue
+                report.classes.update(set(found))
+                sides.append((header.height, header.width))
+                sizes.append(len(image))
+                hashes.append(int.from_bytes(blake2b(image, digest_size=8).digest(), "little"))
+                if len(report.grid) < -(-GRID // len(index.shards)):
+                    report.grid.append((key, image))
+    except OSError as error:
+        report.problem = str(error.strerror)
+    report.sides = np.array(sides, np.int32).reshape(-1, 2)
+    report.sizes, report.hashes = np.array(sizes, np.int64), np.array(hashes, np.uint64)
+    return report
+
+
+def samples_of(tar: memoryview, report: ShardReport) -> Iterator[tuple[str, bytes, bytes]]:
+    """(key, image, label) of what can be read of a tar, whole or not."""
+    found = walk(tar, report.name, lenient=True)
+    report.samples, report.refused = len(found.rows), found.refused
+    report.problem = report.problem or found.broken
+    for key, image, image_size, label, label_size in found.rows:
+        name = key.decode("utf-8", "replace")
+        yield name, bytes(tar[image : image + image_size]), bytes(tar[label : label + label_size])
+
+
+def repair(index: Index, directory: str | Path, *, unique: bool = False, **options) -> Index:
+    """Pack every good sample into a new set in another folder; with `unique`, each image once.
+
+    Missing shards are left out, of short ones what stands before the cut is kept. `options` go to `pack`.
+    """
+    return pack(good_samples(index, unique), directory, **{"classes": index.classes} | options)
+
+
+def good_samples(index: Index, unique: bool) -> Iterator[Sample]:
+    seen: set[bytes] = set()
+    for number, shard in enumerate(index.shards):
+        if not Path(index.location(number)).is_file():
+            continue
+        with open(index.location(number), "rb") as file, mapped(file) as tar:
+            keys: Counter[str] = Counter()
+            for key, image, raw in samples_of(tar, ShardReport(shard.name)):
+                try:
+                    read_header(image)
+                    decode_whole(image)
+                    labels = read_labels(raw, index.classes, index.classes)
+                except BadImage:
+                    continue
+                digest = blake2b(image, digest_size=16).digest()
+                if unique and digest in seen:
+                    continue
+                seen |= {digest} if unique else set()
+                keys[key] += 1
+                key = key if keys[key] == 1 else f"{key}-{keys[key]}"
+                yield Sample(f"{Path(shard.name).stem}/{key}", image, labels, kind_of(image))

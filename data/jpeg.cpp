@@ -1,0 +1,242 @@
+// Decode a region of a JPEG at a reduced DCT scale, and add restart markers without touching a pixel.
+//
+// Compiled on first use by data/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
+// headers are nowhere on most machines: so the public structs of its 6.2 interface (frozen since 1998) are declared
+// here as far as they are used. The library compares their sizes with its own and refuses any mismatch.
+
+#include <csetjmp>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+extern "C" {
+
+struct ErrorManager {
+    void (*error_exit)(void*);
+    void (*emit_message)(void*, int);
+    void (*other[3])(void*);
+    int code;
+    union { int i[8]; char s[80]; } parameter;
+    int trace_level;
+    long warnings;
+    void* rest[4];
+};
+
+struct Common {  // what both structs begin with
+    ErrorManager* err;
+    void *mem, *progress, *client;
+    int is_decompressor, state;
+};
+
+struct Decompress : Common {
+    void* src;
+    unsigned width, height;
+    int components, jpeg_space, out_space;
+    unsigned scale_num, scale_denom;
+    double gamma;
+    int buffered, raw, dct_method, fancy_upsampling, smoothing, quantize[7];
+    unsigned out_width, out_height;
+    int out_components[2], rec_outbuf_height, colors;
+    void* colormap;
+    unsigned out_scanline;
+    int input_scan;
+    char rest[632 - 176];
+};
+
+struct Compress : Common {
+    void* dest;
+    unsigned width, height;
+    int components, in_space;
+    double gamma;
+    int precision, jpeg_components, jpeg_space;
+    void* tables[13];
+    uint8_t arithmetic[48];
+    int scans;
+    void* scan_info;
+    int raw, arithmetic_coding, optimize, ccir601, smoothing, dct_method;
+    unsigned restart_interval;
+    int restart_in_rows;
+    char rest[520 - 288];
+};
+
+static_assert(sizeof(ErrorManager) == 168 && sizeof(Decompress) == 632 && sizeof(Compress) == 520, "not LP64");
+
+ErrorManager* jpeg_std_error(ErrorManager*);
+void jpeg_CreateDecompress(Decompress*, int version, size_t size);
+void jpeg_CreateCompress(Compress*, int version, size_t size);
+void jpeg_mem_src(Decompress*, const unsigned char*, unsigned long);
+void jpeg_mem_dest(Compress*, unsigned char**, unsigned long*);
+int jpeg_read_header(Decompress*, int require_image);
+int jpeg_start_decompress(Decompress*);
+unsigned jpeg_read_scanlines(Decompress*, unsigned char** rows, unsigned count);
+unsigned jpeg_skip_scanlines(Decompress*, unsigned count);
+void jpeg_crop_scanline(Decompress*, unsigned* x, unsigned* width);
+void jpeg_destroy_decompress(Decompress*);
+void jpeg_destroy_compress(Compress*);
+void** jpeg_read_coefficients(Decompress*);
+void jpeg_copy_critical_parameters(Decompress*, Compress*);
+void jpeg_write_coefficients(Compress*, void**);
+void jpeg_finish_compress(Compress*);
+}
+
+namespace {
+
+constexpr int kVersion = 62, kRgb = 2;
+constexpr unsigned kMargin = 8;  // pixels around the region, so that chroma upsampling sees the same neighbours
+
+struct Jump : ErrorManager {
+    jmp_buf back;
+};
+
+void leave(void* any) { longjmp(static_cast<Jump*>(static_cast<Common*>(any)->err)->back, 1); }
+
+void stay_quiet(void* any, int level) {
+    if (level < 0) static_cast<Common*>(any)->err->warnings++;
+}
+
+void prepare(Jump& jump) {
+    memset(static_cast<void*>(&jump), 0, sizeof jump);
+    jpeg_std_error(&jump);
+    jump.error_exit = leave;
+    jump.emit_message = stay_quiet;
+}
+
+// Where the frame height stands, where the scan starts, and what one restart interval covers; 0 if of no use.
+struct Layout {
+    size_t height_at = 0, scan_at = 0;
+    unsigned mcu_height = 0, mcus_per_row = 0, interval = 0;
+};
+
+Layout read_layout(const uint8_t* data, size_t size) {
+    Layout found;
+    for (size_t at = 2; at + 9 < size && data[at] == 0xFF;) {
+        const unsigned marker = data[at + 1], length = data[at + 2] << 8 | data[at + 3];
+        if (marker == 0xFF) { at++; continue; }
+        if (at + 2 + length > size) break;
+        if (marker == 0xDD) found.interval = data[at + 4] << 8 | data[at + 5];
+        if (marker == 0xC0 || marker == 0xC1) {  // sequential Huffman: one scan holds every component
+            const unsigned width = data[at + 7] << 8 | data[at + 8], components = data[at + 9];
+            if (length < 8 + 3 * components) break;
+            unsigned h = 1, v = 1;
+            for (unsigned c = 0; components > 1 && c < components; c++) {
+                const unsigned factors = data[at + 11 + 3 * c];
+                h = factors >> 4 > h ? factors >> 4 : h;
+                v = (factors & 15) > v ? factors & 15 : v;
+            }
+            found.height_at = at + 5;
+            found.mcu_height = 8 * v;
+            found.mcus_per_row = (width + 8 * h - 1) / (8 * h);
+        }
+        at += 2 + length;
+        if (marker == 0xDA) { found.scan_at = at; break; }
+    }
+    return found;
+}
+
+// With one restart marker an MCU row, cut the rows that are not wanted out of the bytes themselves, so that not even
+// their Huffman codes are read. Returns the first row kept; `cut` then holds a whole, smaller JPEG.
+unsigned cut_rows(const uint8_t* data, size_t size, unsigned top, unsigned bottom, std::vector<uint8_t>& cut) {
+    const Layout layout = read_layout(data, size);
+    if (!layout.scan_at || !layout.height_at || !layout.interval || layout.interval != layout.mcus_per_row) return 0;
+    const unsigned height = data[layout.height_at] << 8 | data[layout.height_at + 1];
+    const unsigned rows = (height + layout.mcu_height - 1) / layout.mcu_height;
+    const unsigned first = top / layout.mcu_height > 1 ? top / layout.mcu_height - 1 : 0;  // one more on each side
+    unsigned last = (bottom + layout.mcu_height - 1) / layout.mcu_height + 1;
+    last = last < rows ? last : rows;
+    if (first == 0 && last == rows) return 0;
+    std::vector<size_t> starts{layout.scan_at};  // of each row's bytes
+    size_t at = layout.scan_at;
+    while (starts.size() <= last) {
+        const auto* mark = static_cast<const uint8_t*>(memchr(data + at, 0xFF, size - at - 1));
+        if (!mark) return 0;
+        at = mark - data + 2;
+        if (mark[1] >= 0xD0 && mark[1] <= 0xD9) starts.push_back(at);
+        if (mark[1] == 0xD9) break;
+        if (at + 1 >= size) return 0;
+    }
+    if (starts.size() != last + 1) return 0;
+    const unsigned kept = last == rows ? height - first * layout.mcu_height : (last - first) * layout.mcu_height;
+    cut.reserve(layout.scan_at + starts[last] - starts[first] + 2);
+    cut.assign(data, data + layout.scan_at);
+    cut[layout.height_at] = kept >> 8;
+    cut[layout.height_at + 1] = kept & 255;
+    cut.insert(cut.end(), data + starts[first], data + starts[last]);
+    for (unsigned row = first + 1; row <= last; row++)  // markers count 0 … 7 from the top
+        cut[layout.scan_at + starts[row] - starts[first] - 1] = row == last ? 0xD9 : 0xD0 + (row - first - 1) % 8;
+    return first * layout.mcu_height;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Write rows y … y+h−1, columns x … x+w−1 of the image at 1/denom scale as RGB; 0, or 1 where it cannot be decoded.
+int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, unsigned y, unsigned w, unsigned h,
+                  uint8_t* out) {
+    thread_local std::vector<uint8_t> line(3 * 65536);  // the widest that JPEG allows
+    std::vector<uint8_t> cut;
+    y -= cut_rows(data, size, y * denom, (y + h) * denom, cut) / denom;
+    Decompress image;
+    Jump jump;
+    prepare(jump);
+    memset(static_cast<void*>(&image), 0, sizeof image);
+    image.err = &jump;
+    if (setjmp(jump.back)) {
+        jpeg_destroy_decompress(&image);
+        return 1;
+    }
+    jpeg_CreateDecompress(&image, kVersion, sizeof image);
+    jpeg_mem_src(&image, cut.empty() ? data : cut.data(), cut.empty() ? size : cut.size());
+    jpeg_read_header(&image, 1);
+    image.out_space = kRgb;
+    image.scale_num = 1;
+    image.scale_denom = denom;
+    jpeg_start_decompress(&image);
+    if (x + w > image.out_width || y + h > image.out_height) leave(&image);
+    unsigned left = x > kMargin ? x - kMargin : 0, width = x + w + kMargin - left;
+    if (left + width > image.out_width) width = image.out_width - left;
+    if (width < image.out_width) jpeg_crop_scanline(&image, &left, &width);
+    uint8_t* pixels = line.data();
+    if (y) jpeg_skip_scanlines(&image, y);
+    for (unsigned row = 0; row < h; row++) {
+        jpeg_read_scanlines(&image, &pixels, 1);
+        memcpy(out + 3 * size_t(w) * row, pixels + 3 * (x - left), 3 * size_t(w));
+    }
+    jpeg_destroy_decompress(&image);
+    return 0;
+}
+
+// The same coefficients with a restart marker an MCU row; `*out` is malloc'ed. 0, or 1 where it cannot be read whole.
+int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long* out_size) {
+    Decompress image;
+    Compress copy;
+    Jump jump;
+    prepare(jump);
+    memset(static_cast<void*>(&image), 0, sizeof image);
+    memset(static_cast<void*>(&copy), 0, sizeof copy);
+    image.err = copy.err = &jump;
+    *out = nullptr;
+    volatile int failed = 1;
+    if (!setjmp(jump.back)) {
+        jpeg_CreateDecompress(&image, kVersion, sizeof image);
+        jpeg_CreateCompress(&copy, kVersion, sizeof copy);
+        jpeg_mem_src(&image, data, size);
+        jpeg_read_header(&image, 1);
+        void** coefficients = jpeg_read_coefficients(&image);
+        const bool damaged = jump.warnings != 0;  // writing starts the count anew
+        jpeg_copy_critical_parameters(&image, &copy);
+        copy.restart_in_rows = 1;
+        copy.optimize = 1;
+        jpeg_mem_dest(&copy, out, out_size);
+        jpeg_write_coefficients(&copy, coefficients);
+        jpeg_finish_compress(&copy);
+        failed = damaged;
+    }
+    jpeg_destroy_compress(&copy);
+    jpeg_destroy_decompress(&image);
+    return failed;
+}
+
+void release(void* memory) { free(memory); }
+}

@@ -1,0 +1,102 @@
+"""libjpeg-turbo through a thin binding: decode just a region, at a reduced scale; add restart markers.
+
+`jpeg.cpp` is compiled on first use (under a second, kept in the user's cache folder) against the
+libjpeg-turbo inside Pillow's wheel. Where that cannot be, OpenCV decodes the whole image at the same scale
+and the region is cut from it: the same pixels, more slowly. `docs/decoding.md` has the measurements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from data.cache import state_folder
+
+SOURCE = Path(__file__).with_name("jpeg.cpp")
+REDUCED = {
+    1: cv2.IMREAD_COLOR_RGB,
+    2: cv2.IMREAD_REDUCED_COLOR_2,
+    4: cv2.IMREAD_REDUCED_COLOR_4,
+    8: cv2.IMREAD_REDUCED_COLOR_8,
+}
+Region = tuple[int, int, int, int]  # y, x, h, w in pixels of the reduced image
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The binding, compiled if need be; None where there is no compiler or Pillow is not the wheel."""
+    if os.environ.get("PATCHLINE_JPEG") == "opencv":
+        return None
+    try:
+        path = compile_binding()
+        binding = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError, PackageNotFoundError, StopIteration):
+        return None
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
+    binding.decode_region.argtypes = [ctypes.c_char_p, size, *[number] * 5, pointer]
+    binding.add_restarts.argtypes = [ctypes.c_char_p, size, pointer, pointer]
+    binding.release.argtypes = [pointer]
+    return binding
+
+
+def compile_binding() -> Path:
+    """Compile unless the cache folder has it; the name holds everything that the result depends on."""
+    jpeg = next(Path(str(f.locate())) for f in files("pillow") or () if f.name.startswith("libjpeg-"))
+    name = sha256(
+        SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()
+    ).hexdigest()
+    path = state_folder() / f"jpeg-{name[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+        flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{jpeg.resolve().parent}"]
+        command = [os.environ.get("CXX", "c++"), *flags, str(SOURCE), "-o", str(temporary), str(jpeg)]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        os.replace(temporary, path)
+    return path
+
+
+def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
+    """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
+    y, x, h, w = region
+    binding = library()
+    if binding is None:
+        flags = REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        image = image if image is None or denominator == 1 else cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
+        return None if image is None else image[y : y + h, x : x + w]
+    out = np.empty((h, w, 3), np.uint8)
+    failed = binding.decode_region(data, len(data), denominator, x, y, w, h, out.ctypes.data)
+    return None if failed else out
+
+
+def add_restarts(data: bytes) -> bytes:
+    """The same image, to the pixel, with a restart marker a row of blocks; unchanged where that cannot be.
+
+    Progressive files become sequential, metadata goes; a crop then need not even read the rows it leaves out.
+    """
+    if library() is None:
+        raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
+    return rewritten(data) or data
+
+
+def is_damaged(data: bytes) -> bool:
+    """Whether libjpeg warns of this JPEG, which it decodes all the same; False without the binding."""
+    return library() is not None and rewritten(data) is None
+
+
+def rewritten(data: bytes) -> bytes | None:
+    binding, out, size = library(), ctypes.c_void_p(), ctypes.c_ulong()
+    assert binding is not None
+    failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
+    made = None if failed else ctypes.string_at(out, size.value)
+    binding.release(out)
+    return made

@@ -1,0 +1,143 @@
+"""Byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
+
+Credentials come from the environment alone. `pipe:`, `file:`, `http:` and all else is refused; so are private
+and link-local addresses behind `https://`, after resolution and every redirect, unless their host stands in
+`PATCHLINE_PRIVATE_HOSTS` (comma-separated). Your own S3 endpoint is `AWS_ENDPOINT_URL`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import os
+import socket
+import urllib.error
+import urllib.request
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from data.errors import DataError
+
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
+SCHEMES = (*CLIENTS, "https")
+
+
+class Refused(DataError):
+    """This address may not be read, now or later."""
+
+
+def check_url(url: str) -> None:
+    """Raise DataError unless the scheme is allowed."""
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise Refused(
+            f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path"
+        )
+
+
+def redacted(url: str) -> str:
+    """The URL without user, password, query and fragment, any of which may be a secret."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.scheme else url
+
+
+def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
+    """Bytes start … stop−1, or fewer where the answer breaks off.
+
+    Raises FileNotFoundError, PermissionError, Refused, and many kinds of OSError that are worth another try.
+    """
+    check_url(url)
+    if url.startswith("https:"):
+        return read_https(url, start, stop, timeout_s)
+    return client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
+
+
+def forget_credentials() -> None:
+    """Make the next read log in again, with what the environment says by then."""
+    client.cache_clear()
+
+
+@lru_cache(maxsize=8)
+def client(scheme: str, timeout_s: float):
+    """fsspec's filesystem for a scheme; our own retries are the only ones."""
+    import fsspec
+
+    options: dict = {"skip_instance_cache": True}
+    if scheme == "s3":
+        options["config_kwargs"] = {
+            "connect_timeout": timeout_s,
+            "read_timeout": timeout_s,
+            "retries": {"total_max_attempts": 1},
+        }
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
+            options["endpoint_url"] = endpoint
+    try:
+        made = fsspec.filesystem({"az": "abfs"}.get(scheme, scheme), **options)
+    except ImportError:
+        raise DataError(f"{scheme}:// needs a client: pip install {CLIENTS[scheme]}") from None
+    if hasattr(made, "retries"):
+        made.retries = 1  # s3fs' own loop around botocore's
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ https
+
+
+def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{stop - 1}"})
+    try:
+        with opener().open(request, timeout=timeout_s) as answer:
+            if answer.status != 206 and start:
+                raise OSError("the server ignores byte ranges")
+            try:
+                return answer.read(stop - start)
+            except http.client.IncompleteRead as error:
+                return error.partial
+    except urllib.error.HTTPError as error:
+        kind = {404: FileNotFoundError, 410: FileNotFoundError, 401: PermissionError, 403: PermissionError}
+        raise kind.get(error.code, OSError)(f"HTTP {error.code}") from None
+    except http.client.HTTPException as error:
+        raise OSError(type(error).__name__) from None
+    except urllib.error.URLError as error:
+        raise error.reason if isinstance(error.reason, OSError) else OSError("URLError") from None
+
+
+def opener() -> urllib.request.OpenerDirector:
+    """An opener that speaks https alone, also after a redirect, and only with public addresses."""
+    made = urllib.request.OpenerDirector()
+    for handler in (
+        PublicHandler(),
+        urllib.request.HTTPRedirectHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.UnknownHandler(),
+    ):
+        made.add_handler(handler)
+    return made
+
+
+class PublicConnection(http.client.HTTPSConnection):
+    """Connects to the very address that was checked: a name cannot resolve differently a moment later."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._create_connection = connect_public
+
+
+class PublicHandler(urllib.request.HTTPSHandler):
+    def https_open(self, request):
+        return self.do_open(PublicConnection, request)
+
+
+def connect_public(address: tuple[str, int], timeout, source_address=None) -> socket.socket:
+    """socket.create_connection, for public addresses only."""
+    host, port = address
+    allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for *_, place in found:
+        if not allowed and not ipaddress.ip_address(place[0]).is_global:
+            raise Refused(
+                f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}"
+            )
+    place = found[0][4]
+    return socket.create_connection((str(place[0]), int(place[1])), timeout, source_address)

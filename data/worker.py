@@ -1,0 +1,154 @@
+"""A decoding process: takes tasks from its loader, writes pixels into memory they share, answers what it did.
+
+Run by `data.loader` as `python -m data.worker CONNECTION MEMORY`, two inherited file descriptors. It imports
+no torch, holds nothing that needs cleaning up, and ends when its loader does.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from mmap import mmap
+from multiprocessing.connection import Connection
+from time import perf_counter
+
+import cv2
+import numpy as np
+
+from data.augment import AugmentConfig, Draws, augment
+from data.decode import BadImage
+from data.errors import DataError
+from data.index import Index
+from data.order import Order
+from data.reader import Reader
+from data.tar import parse_labels
+
+# b samples of a micro-batch, L labels of a sample at most, S image side
+
+MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
+SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
+
+Task = tuple[int, int, int]  # step, first slot, slot after the last
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that was replaced, and why."""
+
+    shard: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of one micro-batch of b samples, laid end to end in `bytes` bytes of shared memory."""
+
+    b: int
+    image_size: int
+    max_labels: int
+
+    @property
+    def bytes(self) -> int:
+        size = self.b * (self.image_size**2 * 3 + 8 * self.max_labels + 8 * 3)
+        return -(-size // 4096) * 4096
+
+    def arrays(self, memory, offset: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(images (b, S, S, 3) uint8, labels (b, L) int64, ids (b, 3) int64) on some memory."""
+        ids = np.ndarray((self.b, 3), np.int64, memory, offset)
+        labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset + ids.nbytes)
+        side = self.image_size
+        images = np.ndarray((self.b, side, side, 3), np.uint8, memory, offset + ids.nbytes + labels.nbytes)
+        return images, labels, ids
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task came to, besides its arrays; seconds of this process."""
+
+    bad: tuple[BadSample, ...]
+    storage_s: float
+    decode_s: float
+
+
+class Decoder:
+    """Turns a task into a micro-batch: a pure function, whichever process runs it."""
+
+    def __init__(
+        self, index: Index, order: Order, layout: Layout, cfg: AugmentConfig, seed: int, reader: Reader
+    ):
+        self.index, self.order, self.layout, self.cfg, self.seed = index, order, layout, cfg, seed
+        self.reader = reader
+        self.step, self.ids = -1, np.empty((0, 3), np.int64)  # the last global batch asked for
+        self.storage_s = 0.0
+
+    def run(self, task: Task, images: np.ndarray, labels: np.ndarray, ids: np.ndarray) -> Done:
+        """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes."""
+        step, first, stop = task
+        start, self.storage_s = perf_counter(), 0.0
+        if step != self.step:
+            self.step, self.ids = step, np.stack(self.order.batch(step), 1)
+        ids[: stop - first] = self.ids[first:stop]
+        bad: list[BadSample] = []
+        for row in range(stop - first):
+            for attempt in range(1, MAX_REPLACEMENTS + 1):
+                problem = self.fill(ids[row], images[row], labels[row])
+                if problem is None:
+                    break
+                bad.append(problem)
+                ids[row] = self.order.replacement(step, first + row, attempt)
+            else:
+                raise DataError(
+                    f"{MAX_REPLACEMENTS} bad samples in a row, the last {bad[-1].key} of {bad[-1].shard}: "
+                    f"{bad[-1].reason}; `python -m jobs data check` lists them"
+                )
+        return Done(tuple(bad), self.storage_s, perf_counter() - start - self.storage_s)
+
+    def fill(self, ids: np.ndarray, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
+        """Read and decode one sample into its row; returns what is wrong with it, if anything is."""
+        epoch, shard, sample = map(int, ids)
+        start = perf_counter()
+        key, encoded, raw = self.reader.read(shard, sample)
+        self.storage_s += perf_counter() - start
+        try:
+            found = read_labels(raw, self.index.classes, self.layout.max_labels)
+            draws = Draws(SEED_DOMAIN, self.seed, epoch, shard, sample)
+            augment(encoded, self.layout.image_size, draws, self.cfg, image)
+        except BadImage as error:
+            return BadSample(self.index.shards[shard].name, key, str(error))
+        labels[:] = -1
+        labels[: len(found)] = found
+        return None
+
+
+def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
+    """Parse and check the labels of one sample; raises BadImage with a short reason."""
+    try:
+        found = parse_labels(raw)
+    except ValueError:
+        raise BadImage("no label") from None
+    if max(found) >= classes:
+        raise BadImage(f"label not below {classes}")
+    if len(found) > most:
+        raise BadImage(f"more than {most} labels")
+    return found
+
+
+def main(connection: Connection, memory: mmap) -> None:
+    """Serve (task, offset) until the loader is gone."""
+    cv2.setNumThreads(1)  # the loader chose how many processes there are
+    decoder: Decoder = connection.recv()
+    while True:
+        task, offset = connection.recv()
+        answer: Done | Exception
+        try:
+            answer = decoder.run(task, *decoder.layout.arrays(memory, offset))
+        except Exception as error:  # whatever it is, the loader raises it
+            answer = error
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the loader ended, and so does this
+        main(Connection(int(sys.argv[1])), mmap(int(sys.argv[2]), 0))

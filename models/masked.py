@@ -1,0 +1,153 @@
+"""Masked patch prediction (paper B.1.2, SPEC 2.7): corrupt half the patch embeddings, predict the patches.
+
+    model = models.build("Masked-B/16", target="mean_color")
+    loss_sum, count = masked.objective(model, images, generator)
+
+The ordinary ViT inside is `model.vit`; `models.transfer` to a ViT config drops everything around it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from models import checks
+from models.vit import ViT, ViTConfig
+
+# B batch, N patches, K corrupted patches of an image, D width, S colours predicted for a patch
+
+CELLS = {"mean_color": 1, "downsized": 4}  # a patch is predicted as cells x cells mean colours
+COLORS = 512  # 3 bits a channel
+
+
+@dataclass(frozen=True)
+class MaskedConfig(ViTConfig):
+    classes: int = 0  # always: whatever classes the data has, the prediction is the only head
+    target: str = (
+        "mean_color"  # mean_color, the reported one; downsized: 4 x 4 colours; pixels: the whole patch
+    )
+    corrupted: float = 0.5  # share of the patches
+    masked: float = 0.8  # share of those replaced by the mask embedding
+    swapped: float = 0.1  # share replaced by another patch of the image; the rest stays
+
+    family = "masked"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", 0)
+        super().__post_init__()
+        checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
+        if self.representation:
+            raise ValueError(
+                f"a masked model has no classifier: leave out representation={self.representation}"
+            )
+        if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
+            raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
+        if math.prod(self.grid) < 2:
+            raise ValueError(f"masked prediction needs 2 patches or more, found a grid of {self.grid}")
+
+    @property
+    def vit(self) -> ViTConfig:
+        """Config of the ordinary ViT inside."""
+        return ViTConfig(**{field.name: getattr(self, field.name) for field in fields(ViTConfig)})
+
+    @property
+    def outputs(self) -> int:
+        """Numbers predicted for one patch."""
+        return 3 * math.prod(self.stride) if self.target == "pixels" else CELLS[self.target] ** 2 * COLORS
+
+
+class Corruption(nn.Module):
+    """Replaces a random, equally large share of every image's patch embeddings."""
+
+    def __init__(self, config: MaskedConfig) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(1, 1, config.width))
+        self.count = max(round(config.corrupted * math.prod(config.grid)), 1)
+        self.masked, self.swapped = config.masked, config.swapped
+
+    def forward(self, patches: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Patches (B, N, D) to corrupted ones and the places (B, K) of the corruption."""
+        batch, patch_count, width = patches.shape
+        draw: dict[str, Any] = {"generator": generator, "device": patches.device}
+        places = torch.rand(batch, patch_count, **draw).argsort(dim=1)[:, : self.count]
+        others = torch.randint(1, patch_count, places.shape, **draw)
+        others = (places + others) % patch_count  # any patch of the image but this one
+        fate = torch.rand(places.shape, **draw)[..., None]
+        swapped = torch.where(fate < self.masked + self.swapped, pick(patches, others), pick(patches, places))
+        replaced = torch.where(fate < self.masked, self.token, swapped)
+        return patches.scatter(1, places[..., None].expand(-1, -1, width), replaced), places
+
+
+def pick(values: Tensor, places: Tensor) -> Tensor:
+    """Entries (B, K, ...) of (B, N, ...) at places (B, K)."""
+    return values[torch.arange(len(values), device=values.device)[:, None], places]
+
+
+class MaskedViT(nn.Module):
+    """Images to predictions and targets of their corrupted patches."""
+
+    def __init__(self, config: MaskedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vit = ViT(config.vit)
+        self.corruption = Corruption(config)
+        self.prediction = nn.Linear(config.width, config.outputs)
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        return self.vit.checkpoint_blocks
+
+    @checkpoint_blocks.setter
+    def checkpoint_blocks(self, blocks: int) -> None:
+        self.vit.checkpoint_blocks = blocks
+
+    def features(self, images: Tensor) -> Tensor:
+        """What a classifier would see, of the uncorrupted image."""
+        return self.vit.features(images)
+
+    def forward(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Images (B, 3, height, width) in [-1, 1] to predictions and targets.
+
+        Colours: logits (B, K, S, 512) and classes (B, K, S). Pixels: both (B, K, 3 x patch height x width).
+        """
+        patches, places = self.corruption(self.vit.embed(images), generator)
+        tokens = self.vit.encode(patches)[:, self.config.prefix_tokens :]
+        predictions = self.prediction(pick(tokens, places))
+        if self.config.target != "pixels":
+            predictions = predictions.unflatten(-1, (-1, COLORS))
+        return predictions, pick(targets(images, self.config), places)
+
+
+def targets(images: Tensor, config: MaskedConfig) -> Tensor:
+    """Every patch's answer: pixels (B, N, 3hw) in [-1, 1], or colour classes (B, N, S), 64 r + 8 g + b."""
+    if config.target == "pixels":
+        return F.unfold(images, config.stride, stride=config.stride).transpose(1, 2)
+    cells, (rows, columns) = CELLS[config.target], config.grid
+    mean = F.adaptive_avg_pool2d(images.float(), (rows * cells, columns * cells))
+    bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()  # 0..255 in eight bins of 32
+    color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]
+    return (
+        color.unflatten(2, (columns, cells))
+        .unflatten(1, (rows, cells))
+        .transpose(2, 3)
+        .flatten(3)
+        .flatten(1, 2)
+    )
+
+
+def objective(model: nn.Module, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, int]:
+    """Sum over the images of the mean loss of their corrupted patches, and the number of images.
+
+    `model` is a MaskedViT or an engine around it; `generator` lies on the images' device.
+    """
+    predictions, wanted = model(images, generator)
+    if wanted.is_floating_point():
+        loss = F.mse_loss(predictions.float(), wanted.float())
+    else:
+        loss = F.cross_entropy(predictions.float().flatten(0, 2), wanted.flatten())
+    return loss * len(images), len(images)

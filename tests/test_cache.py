@@ -1,0 +1,296 @@
+"""Remote shards arrive once, whole and checked, whatever the storage does; or the run says why not."""
+
+import hashlib
+import http.server
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from data import CacheConfig, DataError, Order, StorageError, TrainLoader, build_index, digits, pack, remote
+from data import cache as cache_module
+from data.cache import Cache
+
+moto_server = pytest.importorskip("moto.server")
+PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    return pack(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
+
+
+@pytest.fixture(scope="module")
+def storage(local, tmp_path_factory):
+    """A server of the S3 protocol on loopback that holds the shards, behind a proxy that can fail."""
+    server = moto_server.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    proxy = Proxy(port)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        import boto3
+
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="images")
+        for shard, number in zip(local.shards, range(99), strict=False):
+            client.upload_file(local.location(number), "images", f"set/{shard.name}")
+        proxy.index = build_index(
+            local.directory, output=tmp_path_factory.mktemp("index"), name="train", at="s3://images/set"
+        )
+        yield proxy
+    remote.forget_credentials()
+    proxy.close()
+    server.stop()
+
+
+class Proxy:
+    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object."""
+
+    def __init__(self, upstream: int):
+        self.upstream, self.fault, self.gets, self.index = upstream, lambda path: None, [], None
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.0"
+
+            def handle_one(self):
+                fault = outer.fault(self.path) if self.command == "GET" else None
+                if self.command == "GET":
+                    outer.gets.append(self.path)
+                if fault == "stall":
+                    time.sleep(1.5)
+                    return
+                if isinstance(fault, int):
+                    self.send_response(fault)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                connection = http.client.HTTPConnection("127.0.0.1", outer.upstream)
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                content = answer.read()
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                        self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if fault == "short" else content)
+
+            do_GET = do_PUT = do_HEAD = do_POST = handle_one
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def faulty(storage):
+    storage.gets.clear()
+    remote.forget_credentials()
+    yield storage
+    storage.fault = lambda path: None
+
+
+def take(index, cache, steps=8, **options):
+    order = Order(index.shard_samples, seed=0, batch_size=40)
+    loader = TrainLoader(index, order, image_size=16, slots=range(40), micro_batch=40, cache=cache, **options)
+    batches = loader.__iter__()
+    found = [next(batches) for _ in range(steps)]
+    batches.close()
+    return torch.cat([batch.images for batch in found])
+
+
+def test_a_remote_set_gives_the_same_batches_and_each_shard_is_fetched_once(faulty, local, tmp_path):
+    cache = CacheConfig(str(tmp_path), **PATIENT)
+    assert torch.equal(take(faulty.index, cache, processes=2), take(local, None))
+    assert len(faulty.gets) == len(set(faulty.gets)) == 8
+
+
+def test_failing_short_and_stalling_answers_change_nothing(faulty, local, tmp_path):
+    chance = random.Random(0)
+    faulty.fault = lambda path: chance.choice([500, 503, "short", "stall"]) if chance.random() < 0.3 else None
+    assert torch.equal(take(faulty.index, CacheConfig(str(tmp_path), **PATIENT)), take(local, None))
+    assert len(faulty.gets) > 8
+
+
+def test_expired_credentials_are_read_again_from_the_environment(faulty, tmp_path):
+    answers = iter([403, 403])
+    faulty.fault = lambda path: next(answers, None)
+    shard = faulty.index.shards[0]
+    Cache(CacheConfig(str(tmp_path), **PATIENT)).path(faulty.index.location(0), shard)
+    assert len(faulty.gets) == 3
+
+
+@pytest.mark.parametrize("code", [503, 403])
+def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code):
+    faulty.fault = lambda path: code
+    cache = Cache(CacheConfig(str(tmp_path), attempts=3, backoff_s=0.001, timeout_s=1.0))
+    with pytest.raises(
+        StorageError, match=r"s3://images/set/train-000000.tar: no answer after 3 attempts"
+    ) as error:
+        cache.path(faulty.index.location(0), faulty.index.shards[0])
+    assert "very-secret" not in str(error.value)
+
+
+def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
+    cache = Cache(CacheConfig(str(tmp_path), **PATIENT))
+    with pytest.raises(DataError, match="no such shard"):
+        cache.path("s3://images/set/absent.tar", faulty.index.shards[0])
+    with pytest.raises(DataError, match="sha256 is not the one"):
+        cache.path(faulty.index.location(0), replace(faulty.index.shards[0], sha256="0" * 64))
+    assert not list(tmp_path.glob("*.tar")) and not any(
+        part.stat().st_size for part in tmp_path.glob("*.part")
+    )
+
+
+def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:
+    asked: list[tuple[int, int]] = []
+
+    def read(url, start, stop, timeout_s):
+        asked.append((start, stop))
+        return content[start:stop]
+
+    monkeypatch.setattr(cache_module, "read_range", read)
+    monkeypatch.setattr(cache_module, "PIECE", 100)
+    return asked
+
+
+def shard_of(content: bytes) -> cache_module.Shard:
+    return cache_module.Shard("x.tar", 1, len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_broken_download_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    content = os.urandom(1000)
+    asked = fake_storage(monkeypatch, content)
+    shard = shard_of(content)
+    (tmp_path / f"{shard.sha256}.part").write_bytes(content[:650])
+    assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard).read_bytes() == content
+    assert asked[0] == (650, 750)
+
+
+def test_a_corrupt_part_is_fetched_again_from_the_start(tmp_path, monkeypatch):
+    content = os.urandom(1000)
+    fake_storage(monkeypatch, content)
+    shard = shard_of(content)
+    (tmp_path / f"{shard.sha256}.part").write_bytes(b"junk")
+    assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard).read_bytes() == content
+
+
+def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path, monkeypatch):
+    cache = Cache(CacheConfig(str(tmp_path), limit_bytes=2500))
+    contents = [os.urandom(1000) for _ in range(4)]
+    for number in (0, 1, 0, 2, 3):
+        fake_storage(monkeypatch, contents[number])
+        cache.path("s3://b/x.tar", shard_of(contents[number]))
+        time.sleep(0.01)
+    assert {path.stem for path in tmp_path.glob("*.tar")} == {shard_of(contents[n]).sha256 for n in (2, 3)}
+    with pytest.raises(DataError, match="does not fit"):
+        cache.path("s3://b/x.tar", replace(shard_of(contents[0]), bytes=3000))
+
+
+def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
+    content = os.urandom(1000)
+    asked = fake_storage(monkeypatch, content)
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(
+                lambda _: Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(content)), range(8)
+            )
+        )
+    assert len(asked) == 10
+
+
+@pytest.mark.parametrize(
+    "url", ["pipe:cat /etc/passwd", "http://x/y", "file:///etc/passwd", "ftp://x/y", "gopher://x"]
+)
+def test_other_schemes_are_refused(url):
+    with pytest.raises(DataError, match="is refused"):
+        remote.read_range(url, 0, 10, 1.0)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "169.254.169.254", "10.0.0.1", "[::1]", "0x7f.1", "0.0.0.0"]
+)
+def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("connected"))
+    with pytest.raises(DataError, match="not public"):
+        remote.read_range(f"https://{host}/x", 0, 10, 1.0)
+
+
+def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_path, monkeypatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/away":
+                self.send_response(302)
+                self.send_header("Location", f"https://127.0.0.1:{self.server.server_address[1]}/x")
+                self.end_headers()
+                return
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            self.send_response(206)
+            self.end_headers()
+            self.wfile.write(bytes(range(256))[int(first) : int(last) + 1])
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate(tmp_path))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "both.pem"))
+    monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "localhost")
+    url = f"https://localhost:{server.server_address[1]}"
+    assert remote.read_range(f"{url}/x", 10, 20, 5.0) == bytes(range(10, 20))
+    with pytest.raises(DataError, match=r"127.0.0.1 is not public"):
+        remote.read_range(f"{url}/away", 0, 10, 5.0)
+    server.shutdown()
+    server.server_close()
+
+
+def certificate(folder) -> str:
+    """A key and a self-signed certificate of localhost in one file."""
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (folder / "both.pem").write_bytes(secret + made.public_bytes(serialization.Encoding.PEM))
+    return str(folder / "both.pem")
+
+
+def test_urls_are_shown_without_their_secrets():
+    assert remote.redacted("https://user:pass@host/a/b.tar?sig=s3cret#x") == "https://host/a/b.tar"

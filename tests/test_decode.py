@@ -1,0 +1,195 @@
+"""Decoding only the crop gives the pixels of decoding everything; broken files are refused by reason."""
+
+import contextlib
+import io
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import jpeg
+from data.augment import AugmentConfig, Draws, augment, inception_box
+from data.decode import BadImage, decode, decode_crop, read_header
+from data.preprocess import bilinear
+
+IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
+needs_binding = pytest.mark.skipif(
+    jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel"
+)
+
+
+def scene(height: int, width: int, grain: int = 16) -> np.ndarray:
+    """A smooth picture with some texture, so that JPEG has something of every frequency."""
+    rng = np.random.default_rng(grain)
+    coarse = rng.integers(0, 256, (height // grain + 2, width // grain + 2, 3), dtype=np.uint8)
+    smooth = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC).astype(int)
+    return np.clip(smooth + rng.integers(-20, 21, (height, width, 3)), 0, 255).astype(np.uint8)
+
+
+def encoded(image: np.ndarray, kind: str = "JPEG", **options) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+KINDS = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"progressive": True},
+}
+
+
+@needs_binding
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_region_has_the_pixels_of_the_whole_at_every_scale(kind, restarts, monkeypatch):
+    data = encoded(scene(203, 187), quality=85, **KINDS[kind])
+    data = jpeg.add_restarts(data) if restarts else data
+    rng = np.random.default_rng(1)
+    for denominator in (1, 2, 4, 8):
+        H, W = -(-203 // denominator), -(-187 // denominator)
+        for _ in range(20):
+            h, w = int(rng.integers(1, H + 1)), int(rng.integers(1, W + 1))
+            region = int(rng.integers(0, H - h + 1)), int(rng.integers(0, W - w + 1)), h, w
+            fast = jpeg.decode_region(data, denominator, region)
+            with monkeypatch.context() as patch:
+                patch.setattr(jpeg, "library", lambda: None)
+                assert np.array_equal(fast, jpeg.decode_region(data, denominator, region))
+
+
+@needs_binding
+@pytest.mark.skipif(not IMAGES.is_dir(), reason="shared/images is not beside this checkout")
+def test_photographs_decode_to_the_same_pixels_with_and_without_the_binding(monkeypatch):
+    with tarfile.open(IMAGES / "imagenet1k-000000.tar") as tar:
+        photos = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")][:60]
+    fast, slow = (np.empty((224, 224, 3), np.uint8) for _ in range(2))
+    for number, photo in enumerate(photos):
+        packed = jpeg.add_restarts(photo)
+        assert np.array_equal(decode(photo), decode(packed))
+        augment(photo if number % 2 else packed, 224, Draws(number), AugmentConfig(), fast)
+        with monkeypatch.context() as patch:
+            patch.setattr(jpeg, "library", lambda: None)
+            augment(photo, 224, Draws(number), AugmentConfig(), slow)
+        assert np.array_equal(fast, slow)
+
+
+def test_the_training_crop_is_the_reference_crop_to_within_a_level():
+    """At full scale: decode, crop, bilinear without antialiasing, as the reference does."""
+    data, cfg = encoded(scene(300, 400)), AugmentConfig(flip=False, reduced=False)
+    out = np.empty((96, 96, 3), np.uint8)
+    for number in range(20):
+        augment(data, 96, Draws(number), cfg, out)
+        y, x, h, w = boxes(number, 300, 400, cfg)
+        assert np.abs(out - bilinear(decode(data)[y : y + h, x : x + w], 96, 96)).max() <= 1.5
+
+
+def test_a_reduced_decode_stays_close_to_the_average_of_what_it_merges():
+    """A 1/d decode is d×d averages: within 5 levels in the mean of an area resize."""
+    data, cfg = encoded(scene(1200, 1600, grain=128), quality=92), AugmentConfig(flip=False)
+    out = np.empty((96, 96, 3), np.uint8)
+    for number in range(10):
+        augment(data, 96, Draws(number), cfg, out)
+        y, x, h, w = boxes(number, 1200, 1600, cfg)
+        crop = decode(data)[y : y + h, x : x + w]
+        expected = cv2.resize(crop, (96, 96), interpolation=cv2.INTER_AREA)
+        assert np.abs(out.astype(int) - expected).mean() < 5
+
+
+def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int, int, int, int]:
+    return inception_box(height, width, Draws(number), cfg)
+
+
+def test_flipping_mirrors_the_same_crop():
+    data = encoded(scene(120, 90))
+    flipped = 0
+    for number in range(20):
+        plain, either = (np.empty((32, 32, 3), np.uint8) for _ in range(2))
+        augment(data, 32, Draws(number), AugmentConfig(flip=False), plain)
+        augment(data, 32, Draws(number), AugmentConfig(), either)
+        flipped += np.array_equal(either, plain[:, ::-1])
+        assert np.array_equal(either, plain) or np.array_equal(either, plain[:, ::-1])
+    assert 4 <= flipped <= 16
+
+
+@pytest.mark.parametrize("size", [24, 200])
+def test_a_small_crop_after_a_resize_covers_only_the_image(size):
+    out = np.zeros((size, size, 3), np.uint8)
+    augment(encoded(np.full((40, 60, 3), 200, np.uint8)), size, Draws(1), AugmentConfig(crop="random"), out)
+    assert np.abs(out.astype(int) - 200).max() <= 2
+
+
+def test_every_kind_of_image_becomes_rgb():
+    image = scene(40, 50)
+    grey = image[..., 1]
+    deep = (grey.astype(np.uint16) << 8) | 7
+    alpha = np.dstack([image, grey])
+    for data, expected, bound in [
+        (encoded(image, "PNG"), image, 0),
+        (encoded(grey, "PNG"), np.dstack([grey] * 3), 0),
+        (cv2.imencode(".png", deep)[1].tobytes(), np.dstack([grey] * 3), 0),
+        (encoded(alpha, "PNG"), image, 0),
+        (encoded(image, "WEBP", lossless=True), image, 0),
+        (encoded(alpha, "WEBP", lossless=True, exact=True), image, 0),
+        (encoded(image, "WEBP", quality=95), image, 70),
+        (encoded(grey, quality=95), np.dstack([grey] * 3), 40),
+        (encoded(image, quality=95, subsampling=0), image, 60),
+    ]:
+        header = read_header(data)
+        assert (header.height, header.width) == (40, 50)
+        assert np.abs(decode(data).astype(int) - expected).max() <= bound
+        crop = decode_crop(data, header, (3, 4, 20, 30), 0)
+        assert np.array_equal(crop, decode(data)[3:23, 4:34])
+
+
+def test_cmyk_is_converted_and_orientation_ignored():
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((20, 30, 3), (200, 100, 50), np.uint8)).convert("CMYK").save(
+        buffer, "JPEG", quality=95
+    )
+    assert np.abs(decode(buffer.getvalue()).reshape(-1, 3).mean(0) - (200, 100, 50)).max() < 6
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode(encoded(scene(20, 30), exif=exif)).shape == (20, 30, 3)
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    return (
+        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"IEND"
+    )
+
+
+BROKEN = {
+    "no image": b"",
+    "not a JPEG, PNG or WebP": b"GIF89a" + bytes(100),
+    "image too large": png_claiming(60_000, 60_000),
+    "image without pixels": png_claiming(0, 10),
+    "truncated": encoded(scene(60, 60))[:1000],
+    "not decodable": png_claiming(10, 10),
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_broken_images_are_refused_by_reason(reason):
+    with pytest.raises(BadImage, match=reason):
+        decode(BROKEN[reason])
+
+
+def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
+    rng = np.random.default_rng(0)
+    whole = [encoded(scene(40, 40)), encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
+    out = np.empty((16, 16, 3), np.uint8)
+    for number in range(300):
+        data = bytearray(whole[number % 3])
+        for at in rng.integers(0, len(data) if number % 2 else 200, 4):
+            data[at] = rng.integers(0, 256)
+        cut = int(rng.integers(1, len(data) + 1)) if number % 5 == 0 else len(data)
+        with contextlib.suppress(BadImage):
+            augment(bytes(data[:cut]), 16, Draws(number), AugmentConfig(), out)

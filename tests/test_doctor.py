@@ -1,0 +1,101 @@
+"""The doctor finds every kind of fault with exact counts, and what it repairs trains."""
+
+import io
+import tarfile
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from data import Order, TrainLoader, build_index, check, digits, jpeg, pack, repair, write_page
+
+GOOD = list(islice(digits(True), 60))
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, body in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+
+
+def sample(number: int, image: bytes | None = None, label: bytes | None = None):
+    """Members of one sample; None keeps what is good, an empty image or label leaves the member out."""
+    good = GOOD[number]
+    image = good.image if image is None else image
+    label = str(good.labels[0]).encode() if label is None else label
+    return [(f"k{number}.{kind}", body) for kind, body in (("jpg", image), ("cls", label)) if body]
+
+
+@pytest.fixture
+def sick(tmp_path):
+    """Six shards of ten: two with faults inside, three that are faulty as a whole, one without."""
+    folder = tmp_path / "sick"
+    folder.mkdir()
+    image = bytearray(GOOD[4].image)
+    image[-60:-50] = b"\xff\x00" * 5  # in the coded pixels: decodable, with warnings
+    faults = {
+        0: sample(0, b"not an image"),
+        1: sample(1, GOOD[1].image[:300]),
+        2: sample(2, b""),
+        3: sample(3, label=b""),
+        4: sample(4, bytes(image)),
+        5: sample(5, GOOD[6].image),  # a duplicate
+        10: sample(10, label=b"cat"),
+        11: sample(11, b"GIF89a" + bytes(50)),
+        12: [*sample(12), ("k12.pyd", b"cos\nsystem\n.")],
+    }
+    for shard in range(6):
+        numbers = range(10 * shard, 10 * shard + 10)
+        write_tar(folder / f"s{shard}.tar", [m for n in numbers for m in faults.get(n, sample(n))])
+    index = build_index(folder, output=tmp_path / "index", name="sick", classes=12)
+    (folder / "s2.tar").unlink()
+    with open(folder / "s3.tar", "r+b") as file:
+        file.truncate(8 * 1024 * 3)
+    with open(folder / "s4.tar", "r+b") as file:
+        file.seek(5)
+        changed = file.read(1)
+        file.seek(600)
+        file.write(changed)
+    return index
+
+
+def test_faults_of_every_kind_are_found_with_exact_counts(sick):
+    report = check(sick)
+    assert report.bad == Counter(
+        {"not a JPEG, PNG or WebP": 2, "truncated": 1, "no image": 1, "no label": 2}
+    ) + Counter({reason: n for reason, n in report.shards[4].bad.items()})
+    problems = {shard.name: shard.problem for shard in report.shards}
+    assert problems.pop("s2.tar") == "No such file or directory"
+    assert "bytes, the index says" in problems.pop("s3.tar")
+    assert "sha256" in problems.pop("s4.tar")
+    assert set(problems.values()) == {""}
+    assert report.duplicates == 1 and report.shards[1].refused == {"member type .pyd": 1}
+    assert report.shards[0].first_bad["truncated"] == "k1" and not report.ok
+    assert report.shards[0].damaged == (1 if jpeg.library() else 0)
+    text = "\n".join(report.lines())
+    assert (
+        "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
+    )
+
+
+def test_a_repaired_set_is_well_and_trains(sick, tmp_path):
+    made = repair(sick, tmp_path / "well", unique=True, shard_samples=20)
+    report = check(made, workers=2)
+    assert report.ok and report.duplicates == 0 and made.samples == report.good == check(sick).good - 1
+    order = Order(made.shard_samples, seed=0, batch_size=8)
+    batches = islice(iter(TrainLoader(made, order, image_size=16, slots=range(8), micro_batch=8)), 12)
+    assert not any(batch.bad for batch in batches)
+
+
+def test_a_healthy_set_has_nothing_to_report(tmp_path):
+    index = pack(GOOD, tmp_path)
+    report = check(index)
+    assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
+
+
+def test_the_page_needs_nothing_else(sick, tmp_path):
+    text = write_page(check(sick, decode=False), tmp_path / "report.html").read_text()
+    assert "s2.tar" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
+    assert "http://" not in text and "https://" not in text

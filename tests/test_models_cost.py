@@ -1,0 +1,99 @@
+"""Parameters, products and FLOPs, computed from the models against the paper's figures."""
+
+import pytest
+import torch
+
+import models
+from models.cost import block_activation_bytes
+
+JFT_IMAGES, JFT_CLASSES = 303_000_000, 18_291
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gmacs"),  # SPEC 1.10
+    [
+        ("Ti/16", 224, 1.254),
+        ("S/32", 384, 3.443),
+        ("S/16", 512, 31.749),
+        ("B/32", 224, 4.409),
+        ("B/16", 384, 55.484),
+        ("L/16", 224, 61.555),
+        ("H/14", 224, 167.295),
+        ("H/14", 518, 1016.7),
+    ],
+)
+def test_macs_of_the_plain_models(name, size, gmacs):
+    assert models.forward_macs(name, size) / 1e9 == pytest.approx(gmacs, rel=5e-4)
+
+
+def test_macs_equal_the_formula_for_a_model_with_everything():
+    tokens, width, mlp, depth = 6 + 1 + 2, 32, 128, 3
+    layer = tokens * (4 * width**2 + 2 * width * mlp) + 2 * tokens**2 * width
+    expected = 6 * 8 * 8 * 3 * width + depth * layer + width * 10 + 10 * 5
+    assert models.forward_macs("mu/8", (16, 24), 5, depth=3, registers=2, representation=10) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "exaflops", "bar"),  # the paper's table 6; bars of the accounting rule
+    [
+        ("B/32", 7, 55, 0.025),  # printed as 55, 56.3 by the rule that fits all others
+        ("B/16", 7, 224, 0.002),
+        ("L/32", 7, 196, 0.002),
+        ("L/16", 7, 783, 0.002),
+        ("L/16", 14, 1567, 0.002),
+        ("H/14", 14, 4262, 0.002),
+        ("BiT-R50x1", 7, 50, 0.05),
+        ("BiT-R50x2", 7, 199, 0.05),
+        ("BiT-R101x1", 7, 96, 0.05),
+        ("BiT-R152x1", 7, 141, 0.05),
+        ("BiT-R152x2", 7, 563, 0.05),
+        ("BiT-R152x2", 14, 1126, 0.05),
+        ("BiT-R200x3", 14, 3306, 0.05),
+        ("R50+B/32", 7, 106, 0.02),
+        ("R50+B/16", 7, 274, 0.02),
+        ("R50+L/32", 7, 246, 0.02),
+        ("R50+L/16", 7, 859, 0.03),  # not half of the paper's own 1668 for twice the epochs
+        ("R50+L/16", 14, 1668, 0.02),
+    ],
+)
+def test_training_compute_of_table_6(name, epochs, exaflops, bar):
+    config = models.config_of(name, 224, JFT_CLASSES)
+    assert models.training_flops(config, epochs * JFT_IMAGES) / 1e18 == pytest.approx(exaflops, rel=bar)
+
+
+def test_axial_costs_more_than_the_plain_model_of_its_size():
+    for name in ("B/32", "B/16"):
+        assert models.forward_macs(f"Axial-{name}") > 1.8 * models.forward_macs(name)
+
+
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8"])
+def test_activations_of_a_block_are_those_autograd_keeps(name):
+    model = models.build(name, 64, 5, depth=1, width=64, mlp=256, pool="gap").train()
+    block, kept = model.blocks[0], {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    x = torch.randn(2, 64, 64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block(x)
+    measured = sum(size for size, _ in kept.values())
+    whole, recomputed = block_activation_bytes(model.config, bytes_per_number=4)
+    assert recomputed * 2 == x.nbytes and y.requires_grad
+    assert measured == pytest.approx(2 * whole, rel=0.05)
+
+
+def test_as_few_blocks_as_fit_are_recomputed():
+    config = models.config_of("H/14")
+    whole, recomputed = (32 * size for size in block_activation_bytes(config))
+    assert models.checkpoint_blocks_for(config, 32, 32 * whole) == 0
+    assert (
+        models.checkpoint_blocks_for(config, 32, 32 * whole - 1) == 2
+    )  # one saves nothing: it comes back whole
+    assert models.checkpoint_blocks_for(config, 32, whole + 32 * recomputed) == 32
+    with pytest.raises(ValueError, match="largest that fits: 31"):
+        models.checkpoint_blocks_for(config, 32, whole + 32 * recomputed - 1)

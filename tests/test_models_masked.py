@@ -1,0 +1,139 @@
+"""Masked patch prediction: what is corrupted, what is asked, and that the ordinary ViT comes out again."""
+
+import pytest
+import torch
+
+import models
+from models import masked
+
+
+def build(target: str = "mean_color", image_size: int = 32, **config) -> torch.nn.Module:
+    return models.build("Masked-mu/8", image_size, depth=2, target=target, **config)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("target", "predicted", "wanted"),
+    [
+        ("mean_color", (2, 8, 1, 512), (2, 8, 1)),
+        ("downsized", (2, 8, 16, 512), (2, 8, 16)),
+        ("pixels", (2, 8, 192), (2, 8, 192)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"registers": 1}, {"pool": "gap"}])
+def test_predictions_are_loss_ready_and_train_everything(target, predicted, wanted, options):
+    model = build(target, **options).train()
+    images = torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
+    predictions, targets = model(images, seeded(1))
+    assert (predictions.shape, targets.shape) == (predicted, wanted)
+    loss, count = masked.objective(model, images, seeded(1))
+    assert count == 2
+    loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_half_the_patches_are_corrupted_80_10_10():
+    config = models.config_of("Masked-mu/8", 160)  # 400 patches
+    corruption = masked.Corruption(config)
+    torch.nn.init.constant_(corruption.token, 7.0)
+    patches = torch.arange(400.0).view(1, 400, 1).expand(50, 400, 32) / 1000
+    changed, places = corruption(patches, seeded(0))
+    assert places.shape == (50, 200) and all(len(set(row.tolist())) == 200 for row in places)
+    untouched = torch.ones(50, 400, dtype=torch.bool).scatter(1, places, False)
+    assert torch.equal(changed[untouched], patches[untouched])
+    before, after = (x[torch.arange(50)[:, None], places, 0] for x in (patches, changed))
+    share_masked, share_same = after.eq(7).float().mean().item(), after.eq(before).float().mean().item()
+    assert share_masked == pytest.approx(0.8, abs=0.02) and share_same == pytest.approx(0.1, abs=0.02)
+    swapped = after[after.ne(7) & after.ne(before)] * 1000
+    assert swapped.unique().numel() > 300  # other patches of the image, from all over it
+
+
+def test_colours_are_three_bits_a_channel():
+    config = models.config_of("Masked-mu/8", (16, 24))
+    images = torch.full((1, 3, 16, 24), -1.0)
+    images[:, :, :8, 8:16] = torch.tensor([1.0, -1.0, 0.01]).view(1, 3, 1, 1)  # 255, 0, 128.8: bins 7, 0, 4
+    assert masked.targets(images, config)[0, :, 0].tolist() == [0, 64 * 7 + 4, 0, 0, 0, 0]
+
+
+def test_downsized_patches_are_cells_in_reading_order():
+    config = models.config_of("Masked-mu/8", (16, 24), target="downsized")
+    images = torch.full((1, 3, 16, 24), -1.0)
+    images[:, 2, 8 + 2, 16 + 4 : 16 + 6] = images[:, 2, 8 + 3, 16 + 4 : 16 + 6] = (
+        1.0  # last patch, row 1, column 2
+    )
+    classes = masked.targets(images, config)
+    assert classes.shape == (1, 6, 16)
+    assert classes.nonzero().tolist() == [[0, 5, 1 * 4 + 2]] and classes.max() == 7
+
+
+def test_pixels_are_those_of_the_patch():
+    config = models.config_of("Masked-mu/8", (16, 24), target="pixels")
+    images = torch.randn(1, 3, 16, 24)
+    expected = images[0, :, 8:16, 8:16].flatten()
+    torch.testing.assert_close(masked.targets(images, config)[0, 4], expected)
+
+
+def test_the_same_generator_gives_the_same_loss():
+    model, images = build(), torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
+    losses = [masked.objective(model, images, seeded(seed))[0].item() for seed in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_loss_falls_below_guessing():
+    torch.manual_seed(0)
+    model = build("mean_color").train()
+    images = torch.rand(8, 3, 1, 1, generator=seeded(0)).expand(-1, -1, 32, 32) * 2 - 1  # one colour an image
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = seeded(1)
+    for _ in range(60):
+        loss, count = masked.objective(model, images, generator)
+        optimizer.zero_grad()
+        (loss / count).backward()
+        optimizer.step()
+    assert (loss / count).item() < 1.0 < torch.tensor(512.0).log()
+
+
+def test_finetuning_takes_the_vit_out(tmp_path):
+    source = build()
+    models.save_weights(source, tmp_path)
+    weights, config = models.load_weights(tmp_path)
+    state, report = models.transfer(weights, config, models.config_of("mu/8", 48, 5, depth=2))
+    assert torch.equal(state["blocks.1.mlp.up.weight"], source.vit.blocks[1].mlp.up.weight)
+    assert {name for name, *_ in report.dropped} == {
+        "corruption.token",
+        "prediction.weight",
+        "prediction.bias",
+    }
+    assert {name for name, *_ in report.new} == {"head.weight", "head.bias"}
+    assert [name for name, *_ in report.resized] == ["positions.0.table"]
+
+
+def test_masked_training_can_move_to_larger_images():
+    source = build()
+    state, report = models.transfer(
+        source.state_dict(), source.config, models.config_of("Masked-mu/8", 48, depth=2)
+    )
+    assert [name for name, *_ in report.resized] == ["vit.positions.0.table"] and not report.dropped
+    assert state["vit.positions.0.table"].shape == (1, 37, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "colour"}, "target must be one of"),
+        ({"pool": "map"}, "pool"),
+        ({"corrupted": 0.0}, "corrupted"),
+    ],
+)
+def test_bad_values_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        models.config_of("Masked-B/16", **options)
+
+
+def test_masked_models_are_counted_like_any_other():
+    assert models.macs_of(models.config_of("Masked-B/16")) > 0.99 * models.forward_macs("B/16")
+    extra = 768 + 768 * 512 + 512
+    assert models.parameter_count("Masked-B/16") == models.parameter_count("B/16", classes=0) + extra
