@@ -120,24 +120,33 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     _reapers.append(reaper.start(directory))
     # A dead worker is a paragraph of guesses on stdout; GangError says it in a line.
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
-    ray.init(
-        address="local",
-        # Workers that compute with few threads share the cores; Ray only counts.
-        num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        log_to_driver=False,
-        logging_level="warning",
-        namespace="patchline",
-        _node_ip_address=NODE_ADDRESS,
-        _temp_dir=directory,
-    )
+    try:
+        ray.init(
+            address="local",
+            # Workers that compute with few threads share the cores; Ray only counts.
+            num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            log_to_driver=False,
+            logging_level="warning",
+            namespace="patchline",
+            _node_ip_address=NODE_ADDRESS,
+            _temp_dir=directory,
+        )
+    except Exception as error:
+        disconnect()
+        raise ClusterError(
+            f"an embedded Ray cluster did not start: {str(error).strip().splitlines()[0]}\n"
+            f"it needs 1 GB of memory, free ports on the loopback and room in {Path(directory).parent}\n"
+            f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
+        ) from error
 
 
 def _short_directory() -> str:
     bases = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
-    base = next(base for base in bases if base and len(base) + 16 + 75 <= SOCKET_PATH_BYTES)
+    fits = (base for base in bases if len(base) + 16 + 75 <= SOCKET_PATH_BYTES and os.access(base, os.W_OK))
+    base = next(fits, "/tmp")
     return tempfile.mkdtemp(prefix="pl-ray-", dir=base)
 
 
