@@ -167,6 +167,29 @@ def test_bfloat16_stays_near_float32():
     assert model.bfloat16()(IMAGES).float().sub(expected).abs().max() < 0.02 * expected.abs().max()
 
 
+def test_evaluation_under_inference_mode_does_not_spoil_training():
+    model = with_live_head(models.build("mu/8", **SMALL, positions="sincos2d", width=64, heads=4))
+    with torch.inference_mode():
+        expected = model.eval()(IMAGES)
+    logits = model.train()(IMAGES)
+    logits.sum().backward()
+    assert torch.equal(logits, expected) and model.embedding.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8"])
+def test_compiled_blocks_compute_the_same(name):
+    model = with_live_head(models.build(name, 16, 5, depth=3)).train()
+    model.checkpoint_blocks = 1
+    images, names = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 16, 16), list(model.state_dict())
+    expected = model(images)
+    models.compile_blocks(model)
+    logits = model(images)
+    logits.sum().backward()
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert list(model.state_dict()) == names
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
