@@ -149,6 +149,11 @@ class Prefix(nn.Module):
         return torch.cat([*prefix, patches], dim=1) if prefix else patches
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, D) to (B, H, T, D/H)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
@@ -169,7 +174,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, relative: positions.Relative | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D/H)
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = attend(q, k, v, None if relative is None else relative(q))
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -231,8 +236,8 @@ class MapHead(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.activation, dropout=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q = self.q(self.probe.expand(tokens.shape[0], -1, -1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = split_heads(self.q(self.probe.expand(tokens.shape[0], -1, -1)), self.heads)
+        k, v = (split_heads(part, self.heads) for part in self.kv(tokens).chunk(2, dim=-1))
         y = self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return (y + self.mlp(self.norm(y)))[:, 0]
 
