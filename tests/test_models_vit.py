@@ -108,6 +108,20 @@ def test_logits_are_the_head_of_the_features():
     torch.testing.assert_close(model.head(features), model(IMAGES))
 
 
+@pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}])
+def test_tokens_that_are_not_read_need_no_computing(options):
+    model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
+    results = []
+    for skip in (True, False):
+        model.skip_unread = skip
+        model.zero_grad()
+        logits = model(IMAGES)
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+    for ours, whole in zip(*results, strict=True):
+        torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
+
+
 def test_a_new_model_answers_its_head_bias():
     assert models.build("mu/8", **SMALL, head_bias=-10.0)(IMAGES).eq(-10.0).all()
 
