@@ -216,7 +216,7 @@ def test_compiled_blocks_compute_the_same(name):
         ("B/16", {"drop_out": 0.1}, "no field 'drop_out'; did you mean 'dropout'"),
         ("B/16", {"classes": -1}, "classes must be a whole number of at least 0"),
         ("X/16", {}, "no size 'X'"),
-        ("B16", {}, 'write as "B/16"'),
+        ("B16", {}, 'write it as "B/16"'),
         ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
         ("BiT-R51x1", {}, "known: BiT-R50"),
         ("Axial-B/32", {"pool": "token"}, "no prefix tokens"),
@@ -244,7 +244,7 @@ deepspeed.init_distributed("gloo", verbose=False)
 losses = []
 for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
     torch.manual_seed(0)
-    model = models.build("mu/8", 16, 5, depth=3, registers=1, pool="map", positions="relative",
+    model = models.build("mu/8", 16, 5, depth=3, registers=1, positions="relative",
                          positions_at="shared", head_bias=-1.0)
     model.checkpoint_blocks = checkpoint_blocks
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -257,8 +257,9 @@ for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
         engine.step()
     engine.eval()
     losses.append((loss.item(), engine.module.features(torch.ones(1, 3, 16, 16)).sum().item()))
-assert losses[1] == losses[2], losses
-assert losses[0][0] == losses[1][0] > 0 and abs(losses[0][1] - losses[1][1]) < 1e-5, losses
+assert losses[1] == losses[2], losses  # recomputing changes no bit
+assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-5), losses
+assert losses[0][0] > 0, losses
 """
 
 
