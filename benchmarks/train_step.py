@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --models L/16 H/14 --dtypes bf16 --batch 64       where there is a GPU
 
 A step is forward, softmax cross-entropy, backward and fused AdamW on random images; parameters and arithmetic
-are of the named type (no autocast). Every round times each contender once, in turn, then one matrix product:
+are of the named type (no autocast). Every round times each contender and a matrix product, in rotated order:
 read the ratios, which are medians over the rounds of ratios within a round. On a CPU one thread runs and its
 CPU time counts, so that a neighbour who takes the core away does not.
 """
@@ -143,9 +143,11 @@ def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[f
         for step in steps.values():
             step()
     taken: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
     for _ in range(rounds):
-        for name, step in steps.items():
-            taken[name].append(seconds(step, setting.device))
+        for name in order:
+            taken[name].append(seconds(steps[name], setting.device))
+        order = [*order[1:], order[0]]  # each comes after each: none has a better place in the round
     return taken
 
 

@@ -1,7 +1,7 @@
 """The networks of the paper and the weights that go in and out of them.
 
 models.build("B/16", image_size=224, classes=1000)    a freshly initialised module
-models.load_weights(directory)                        state dict and config of a weights directory
+models.load(path), models.save(model, path, format)   a module from and to files of ours and of others
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 

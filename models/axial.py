@@ -34,7 +34,7 @@ class AxialConfig(ViTConfig):
 class AxisAttention(Attention):
     """Self-attention of (B, rows, columns, D) within each row."""
 
-    def forward(self, x: Tensor, relative: Relative | None = None) -> Tensor:
+    def forward(self, x: Tensor, relative: Relative | None = None, queries: int | None = None) -> Tensor:
         return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
@@ -46,7 +46,7 @@ class AxialBlock(nn.Module):
         for block in (self.row, self.column):
             block.attention = AxisAttention(config.width, config.heads)
 
-    def forward(self, x: Tensor, relative: None = None) -> Tensor:
+    def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
         x = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
         return self.column(x.transpose(1, 2)).transpose(1, 2).flatten(1, 2)
 

@@ -149,6 +149,11 @@ class Prefix(nn.Module):
         return torch.cat([*prefix, patches], dim=1) if prefix else patches
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, D) to (B, H, T, D/H)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
@@ -168,10 +173,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D/H)
-        mixed = attend(q, k, v, None if relative is None else relative(q))
-        return self.out(mixed.transpose(1, 2).flatten(2))
+    def forward(
+        self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None
+    ) -> Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        bias = None if relative is None else relative(q)[:, :, :queries]
+        return self.out(attend(q[:, :, :queries], k, v, bias).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -201,7 +208,7 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); with `queries`, of that many first tokens."""
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
@@ -212,8 +219,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None) -> Tensor:
-        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), relative)))
+    def forward(
+        self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None
+    ) -> Tensor:
+        mixed = self.attention(self.norm1(x), relative, queries)
+        x = x[:, :queries] + self.drop_path(self.dropout(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -231,8 +241,8 @@ class MapHead(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.activation, dropout=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q = self.q(self.probe.expand(tokens.shape[0], -1, -1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = split_heads(self.q(self.probe.expand(tokens.shape[0], -1, -1)), self.heads)
+        k, v = (split_heads(part, self.heads) for part in self.kv(tokens).chunk(2, dim=-1))
         y = self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return (y + self.mlp(self.norm(y)))[:, 0]
 
@@ -246,6 +256,7 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = 0  # how many blocks, from the first, recompute their activations in training
+        self.skip_unread = True  # the last block computes the class token alone where that alone is pooled
         self.stem = None if config.stem is None else resnet.Stem(config.stem, config.stem_width)
         self.embedding = PatchEmbedding(self.stem.channels if self.stem else 3, config.width, config.patch)
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
@@ -267,8 +278,11 @@ class ViT(nn.Module):
             )
         return self.embedding(images if self.stem is None else self.stem(images))
 
-    def encode(self, patches: Tensor) -> Tensor:
-        """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first."""
+    def encode(self, patches: Tensor, queries: int | None = None) -> Tensor:
+        """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
+
+        With `queries`, only that many first tokens come out: the last block leaves out the others' work.
+        """
         x = self.prefix(patches)
         if self.config.positions_at == "stem" and self.config.positions not in ("none", "relative"):
             x = self.positions[0](x)
@@ -276,10 +290,11 @@ class ViT(nn.Module):
         for i, block in enumerate(self.blocks):
             added, relative = self.positions_of_layer(i)
             x = x if added is None else added(x)
+            wanted = queries if i == self.config.depth - 1 else None
             if self.training and torch.is_grad_enabled() and i < self.checkpoint_blocks:
-                x = checkpoint(block, x, relative, use_reentrant=False)
+                x = checkpoint(block, x, relative, wanted, use_reentrant=False)
             else:
-                x = block(x, relative)
+                x = block(x, relative, wanted)
         return self.norm(x)
 
     def positions_of_layer(self, layer: int) -> tuple[nn.Module | None, nn.Module | None]:
@@ -300,7 +315,8 @@ class ViT(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """What enters the head: the pooled token, through the tanh layer where there is one."""
-        pooled = self.pool(self.encode(self.embed(images)))
+        read = 1 if self.config.pool == "token" and self.skip_unread else None
+        pooled = self.pool(self.encode(self.embed(images), read))
         return pooled if self.pre_logits is None else self.pre_logits(pooled).tanh()
 
     def forward(self, images: Tensor) -> Tensor:

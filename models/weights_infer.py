@@ -26,9 +26,8 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: dict[str, Any])
 
     embedding = shape("embedding.weight")
     if embedding is None or shape("blocks.0.mlp.up.bias") is None:
-        raise ValueError(
-            f"no {layout.keys('embedding.weight')[0]} and blocks among {len(stored)} keys: no ViT"
-        )
+        wanted = layout.keys("embedding.weight")[0]
+        raise ValueError(f"no {wanted} and blocks among {len(stored)} keys: this is no ViT known here")
     registers = shape("prefix.registers")
     found = {
         "width": size("embedding.bias"),

@@ -108,6 +108,20 @@ def test_logits_are_the_head_of_the_features():
     torch.testing.assert_close(model.head(features), model(IMAGES))
 
 
+@pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}])
+def test_tokens_that_are_not_read_need_no_computing(options):
+    model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
+    results = []
+    for skip in (True, False):
+        model.skip_unread = skip
+        model.zero_grad()
+        logits = model(IMAGES)
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+    for ours, whole in zip(*results, strict=True):
+        torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
+
+
 def test_a_new_model_answers_its_head_bias():
     assert models.build("mu/8", **SMALL, head_bias=-10.0)(IMAGES).eq(-10.0).all()
 
@@ -167,6 +181,29 @@ def test_bfloat16_stays_near_float32():
     assert model.bfloat16()(IMAGES).float().sub(expected).abs().max() < 0.02 * expected.abs().max()
 
 
+def test_evaluation_under_inference_mode_does_not_spoil_training():
+    model = with_live_head(models.build("mu/8", **SMALL, positions="sincos2d", width=64, heads=4))
+    with torch.inference_mode():
+        expected = model.eval()(IMAGES)
+    logits = model.train()(IMAGES)
+    logits.sum().backward()
+    assert torch.equal(logits, expected) and model.embedding.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8"])
+def test_compiled_blocks_compute_the_same(name):
+    model = with_live_head(models.build(name, 16, 5, depth=3)).train()
+    model.checkpoint_blocks = 1
+    images, names = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 16, 16), list(model.state_dict())
+    expected = model(images)
+    models.compile_blocks(model)
+    logits = model(images)
+    logits.sum().backward()
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert list(model.state_dict()) == names
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -179,7 +216,7 @@ def test_bfloat16_stays_near_float32():
         ("B/16", {"drop_out": 0.1}, "no field 'drop_out'; did you mean 'dropout'"),
         ("B/16", {"classes": -1}, "classes must be a whole number of at least 0"),
         ("X/16", {}, "no size 'X'"),
-        ("B16", {}, 'write as "B/16"'),
+        ("B16", {}, 'write it as "B/16"'),
         ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
         ("BiT-R51x1", {}, "known: BiT-R50"),
         ("Axial-B/32", {"pool": "token"}, "no prefix tokens"),
@@ -207,7 +244,7 @@ deepspeed.init_distributed("gloo", verbose=False)
 losses = []
 for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
     torch.manual_seed(0)
-    model = models.build("mu/8", 16, 5, depth=3, registers=1, pool="map", positions="relative",
+    model = models.build("mu/8", 16, 5, depth=3, registers=1, positions="relative",
                          positions_at="shared", head_bias=-1.0)
     model.checkpoint_blocks = checkpoint_blocks
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -220,8 +257,9 @@ for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
         engine.step()
     engine.eval()
     losses.append((loss.item(), engine.module.features(torch.ones(1, 3, 16, 16)).sum().item()))
-assert losses[1] == losses[2], losses
-assert losses[0][0] == losses[1][0] > 0 and abs(losses[0][1] - losses[1][1]) < 1e-5, losses
+assert losses[1] == losses[2], losses  # recomputing changes no bit
+assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-5), losses
+assert losses[0][0] > 0, losses
 """
 
 

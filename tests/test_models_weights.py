@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
-from models import weights
+from models import weights, weights_map, weights_npz
 
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
@@ -149,6 +149,25 @@ def test_a_finetuned_head_starts_at_zero_on_resized_positions():
     model = models.from_config(target)
     model.load_state_dict(state)
     assert_logits(model, channels_first(arrays["eval_images"]), arrays["logits_at_start"], 0)
+
+
+@golden
+def test_gradients_are_those_of_the_original():
+    arrays = np.load(GOLDEN / "finetune_e2e.io.npz")
+    source = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
+    target = models.config_of("mu/4", 24, 5, width=32, depth=2, mlp=64, heads=4)
+    model = models.from_config(target)
+    model.load_state_dict(models.transfer(source.state_dict(), source.config, target)[0])
+    model.head.weight.data = torch.from_numpy(arrays["gradcheck_head_kernel"]).T.contiguous()
+    logits = model(channels_first(arrays["images"][0]))
+    torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["labels"][0])).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    written = weights_map.write(gradients, target, weights_npz.layout_of(target))
+    checked = [key for key in arrays if key.startswith("gradcheck/")]
+    assert {key.removeprefix("gradcheck/") for key in checked} == set(written)
+    for key in checked:
+        expected = torch.from_numpy(arrays[key])
+        torch.testing.assert_close(written[key.removeprefix("gradcheck/")], expected, atol=1e-6, rtol=1e-4)
 
 
 def test_every_generation_of_official_names_is_read(tmp_path):
@@ -288,6 +307,24 @@ def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path
     with pytest.raises(ValueError, match=message):
         models.save(random_model(**options), tmp_path / "out", format=format)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "extra", "described", "message"),
+    [
+        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "normalises after pooling"),
+        ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "1 keys: unknown blocks.0.ls1.gamma 32"),
+        ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
+        ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
+    ],
+)
+def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, described, message, tmp_path):
+    models.save(random_model(), tmp_path, format=format)
+    save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **described}))
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path)
 
 
 def test_an_approximation_is_said(tmp_path):
