@@ -2,9 +2,10 @@
 
     python benchmarks/loader.py --shards FOLDER [--python OTHER/bin/python] [--rounds 5] [--images 1500]
 
-Every contender runs in a process of its own, in turn, `--rounds` times; CPU-seconds are those of the process and its
-children after a warm-up of one pass. `--python` names an interpreter that has what this one lacks (tensorflow, DALI,
-torchvision); a contender that cannot run there is left out, by name.
+Every contender runs by itself, with two decoding processes or threads unless its name says otherwise, in turn and
+`--rounds` times; CPU-seconds are those of its process and their children after a warm-up of one pass. `--python`
+names an interpreter that has what this one lacks (tensorflow, DALI, torchvision); a contender that cannot run is
+left out, by name.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-SIZE, BATCH = 224, 32
+SIZE, BATCH, PROCESSES = 224, 32, 2
 
 
-def ours(shards: list[str], folder: str, processes: int = 0, restarts: bool = False) -> Iterator:
+def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
     from data import Order, TrainLoader, build_index, load_index, pack, tars
 
     if restarts and not Path(folder, "fast.index.json").exists():
@@ -48,7 +49,7 @@ def fallback(shards: list[str], folder: str) -> Iterator:
     return ours(shards, folder)
 
 
-def webdataset_with(decode, shards: list[str]) -> Iterator:
+def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> Iterator:
     """The usual pipeline: sequential tars, a shuffle buffer, decode in Python, stack."""
     import numpy as np
     import torch
@@ -65,14 +66,14 @@ def webdataset_with(decode, shards: list[str]) -> Iterator:
 
     def stack(rows):
         images = [image for image, _ in rows]
-        kind = torch if isinstance(images[0], torch.Tensor) else np
-        return kind.stack(images)
+        return torch.stack(images) if torch.is_tensor(images[0]) else torch.from_numpy(np.stack(images))
 
-    found = webdataset.WebDataset(shards, shardshuffle=len(shards), resampled=True, nodesplitter=None)
-    return iter(found.shuffle(100).map(load).batched(BATCH, collation_fn=stack))
+    found = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None)
+    found = found.shuffle(100).map(load).batched(BATCH, collation_fn=stack)
+    return iter(webdataset.WebLoader(found, batch_size=None, num_workers=processes) if processes else found)
 
 
-def pillow(shards: list[str], folder: str) -> Iterator:
+def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterator:
     import numpy as np
     from PIL import Image
 
@@ -82,7 +83,7 @@ def pillow(shards: list[str], folder: str) -> Iterator:
         image = image.resize((SIZE, SIZE), Image.BILINEAR, (x, y, x + w, y + h))
         return np.asarray(image.transpose(Image.FLIP_LEFT_RIGHT) if flip else image)
 
-    return webdataset_with(decode, shards)
+    return webdataset_with(decode, shards, processes)
 
 
 def opencv(shards: list[str], folder: str) -> Iterator:
@@ -122,9 +123,7 @@ def tfdata(shards: list[str], folder: str) -> Iterator:
     import webdataset
 
     def jpegs():
-        for sample in webdataset.WebDataset(
-            shards, shardshuffle=len(shards), resampled=True, nodesplitter=None
-        ):
+        for sample in webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None):
             yield sample["jpg"]
 
     def load(data):
@@ -137,13 +136,13 @@ def tfdata(shards: list[str], folder: str) -> Iterator:
         return tf.cast(tf.image.random_flip_left_right(image), tf.uint8)
 
     found = tf.data.Dataset.from_generator(jpegs, output_signature=tf.TensorSpec([], tf.string))
-    return iter(found.shuffle(100).map(load, 1).batch(BATCH).prefetch(1).as_numpy_iterator())
+    return iter(found.shuffle(100).map(load, PROCESSES).batch(BATCH).prefetch(1).as_numpy_iterator())
 
 
 def dali(shards: list[str], folder: str) -> Iterator:
     from nvidia.dali import fn, pipeline_def, types
 
-    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+    @pipeline_def(batch_size=BATCH, num_threads=PROCESSES, device_id=None)
     def pipeline():
         jpeg = fn.readers.webdataset(paths=shards, ext=["jpg"], random_shuffle=True)
         image = fn.decoders.image_random_crop(jpeg, random_area=(0.05, 1.0), random_aspect_ratio=(0.75, 1.33))
@@ -159,7 +158,8 @@ def dali(shards: list[str], folder: str) -> Iterator:
 CONTENDERS = {
     "webdataset + Pillow": pillow,
     "patchline": ours,
-    "patchline, 2 processes": lambda shards, folder: ours(shards, folder, processes=2),
+    "patchline, in the loop's process": lambda shards, folder: ours(shards, folder, processes=0),
+    "webdataset + Pillow, likewise": lambda shards, folder: pillow(shards, folder, processes=0),
     "patchline, restart markers": lambda shards, folder: ours(shards, folder, restarts=True),
     "patchline, without the binding": fallback,
     "webdataset + OpenCV": opencv,
@@ -207,7 +207,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.rounds):
             for name in CONTENDERS:
-                mine = name.startswith("patchline") or name.endswith(("Pillow", "OpenCV"))
+                mine = name.startswith("patchline") or "Pillow" in name or "OpenCV" in name
                 command = [
                     sys.executable if mine else args.python,
                     __file__,
@@ -230,9 +230,8 @@ def main() -> None:
     ):
         rates = [run["per_cpu_s"] for run in runs]
         middle = statistics.median(rates)
-        print(
-            f"{name:34} × {middle / base:.2f}   {middle:6.0f} img per CPU-second ({min(rates):.0f} … {max(rates):.0f})"
-        )
+        spread = f"({min(rates):.0f} … {max(rates):.0f})"
+        print(f"{name:34} × {middle / base:.2f}   {middle:6.0f} img per CPU-second {spread}")
 
 
 def _env() -> dict[str, str]:

@@ -24,7 +24,9 @@ BATCH, SHARDS, SAMPLES = 1024, 1000, 1000
 
 def epoch(order: Order, number: int) -> np.ndarray:
     """Sample ids (0 … N−1) of an epoch's whole batches, (steps, batch)."""
-    steps = range(int(number * order.steps_per_epoch) + (number > 0), int((number + 1) * order.steps_per_epoch))
+    steps = range(
+        int(number * order.steps_per_epoch) + (number > 0), int((number + 1) * order.steps_per_epoch)
+    )
     batches = (order.batch(step) for step in steps)
     return np.stack([shard * SAMPLES + sample for _, shard, sample in batches])
 
@@ -54,8 +56,12 @@ def measures(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
 def main() -> None:
     rng = np.random.default_rng(0)
     steps = SHARDS * SAMPLES // BATCH
-    full = measures(*(rng.permutation(SHARDS * SAMPLES)[: steps * BATCH].reshape(steps, BATCH) for _ in range(2)))
-    print(f"{'lanes':>6} {'block':>7} {'labels':>7} {'mixing':>7} {'together':>9} {'shards a batch':>15} {'open':>5}")
+    full = measures(
+        *(rng.permutation(SHARDS * SAMPLES)[: steps * BATCH].reshape(steps, BATCH) for _ in range(2))
+    )
+    print(
+        f"{'lanes':>6} {'block':>7} {'labels':>7} {'mixing':>7} {'together':>9} {'shards a batch':>15} {'open':>5}"
+    )
     for lanes in (1, 16, 64, 256):
         for block in (1_000, 4_000, 16_000):
             order = Order([SAMPLES] * SHARDS, seed=0, batch_size=BATCH, lanes=lanes, shuffle_block=block)
