@@ -2,10 +2,10 @@
 
     python benchmarks/loader.py --shards FOLDER [--python OTHER/bin/python] [--rounds 5] [--images 1500]
 
-Every contender runs by itself, with two decoding processes or threads unless its name says otherwise, in turn and
-`--rounds` times; CPU-seconds are those of its process and their children after a warm-up of one pass. `--python`
-names an interpreter that has what this one lacks (tensorflow, DALI, torchvision); a contender that cannot run is
-left out, by name.
+Every contender runs by itself, with two decoding processes or threads unless its name says otherwise, in turn
+and `--rounds` times; CPU-seconds are those of its process and their children after a warm-up of one pass.
+`--python` names an interpreter that has what this one lacks (tensorflow, DALI, torchvision); a contender that
+cannot run is left out, by name.
 """
 
 from __future__ import annotations

@@ -59,19 +59,16 @@ def main() -> None:
     full = measures(
         *(rng.permutation(SHARDS * SAMPLES)[: steps * BATCH].reshape(steps, BATCH) for _ in range(2))
     )
-    print(
-        f"{'lanes':>6} {'block':>7} {'labels':>7} {'mixing':>7} {'together':>9} {'shards a batch':>15} {'open':>5}"
-    )
+    print(" lanes   block  labels  mixing  together  shards a batch  open")
     for lanes in (1, 16, 64, 256):
         for block in (1_000, 4_000, 16_000):
             order = Order([SAMPLES] * SHARDS, seed=0, batch_size=BATCH, lanes=lanes, shuffle_block=block)
             found = measures(epoch(order, 0), epoch(order, 1))
             ratio = {name: found[name] / full[name] for name in ("labels", "mixing", "together")}
             length = min(block, SHARDS * SAMPLES // lanes)
-            print(
-                f"{lanes:>6} {block:>7} {ratio['labels']:>7.2f} {ratio['mixing']:>7.2f} {ratio['together']:>9.2f} "
-                f"{found['shards']:>15.0f} {lanes * (-(-length // SAMPLES) + 1):>5}"
-            )
+            shards = lanes * (-(-length // SAMPLES) + 1)
+            columns = "  ".join(f"{ratio[name]:>7.2f}" for name in ratio)
+            print(f"{lanes:>6} {block:>7} {columns} {found['shards']:>15.0f} {shards:>5}")
     large = Order([10_000] * 30_000, seed=0, batch_size=4096)
     large.batch(0)
     start = time.process_time()

@@ -22,7 +22,7 @@ from data.augment import AugmentConfig
 from data.cache import Ahead, CacheConfig
 from data.errors import DataError
 from data.index import Index
-from data.order import Order
+from data.order import Mixture, Order
 from data.reader import Reader
 from data.worker import BadSample, Decoder, Done, Layout, Task
 
@@ -65,7 +65,7 @@ class TrainLoader:
     def __init__(
         self,
         index: Index,
-        order: Order,
+        order: Order | Mixture,
         *,
         image_size: int,
         slots: range,

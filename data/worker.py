@@ -20,7 +20,7 @@ from data.augment import AugmentConfig, Draws, augment
 from data.decode import BadImage
 from data.errors import DataError
 from data.index import Index
-from data.order import Order, key_of
+from data.order import Mixture, Order, key_of
 from data.reader import Reader
 from data.tar import parse_labels
 
@@ -76,7 +76,13 @@ class Decoder:
     """Turns a task into a micro-batch: a pure function, whichever process runs it."""
 
     def __init__(
-        self, index: Index, order: Order, layout: Layout, cfg: AugmentConfig, seed: int, reader: Reader
+        self,
+        index: Index,
+        order: Order | Mixture,
+        layout: Layout,
+        cfg: AugmentConfig,
+        seed: int,
+        reader: Reader,
     ):
         self.index, self.order, self.layout, self.cfg, self.seed = index, order, layout, cfg, seed
         self.reader = reader
