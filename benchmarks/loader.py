@@ -86,6 +86,17 @@ def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterat
     return webdataset_with(decode, shards, processes)
 
 
+def usual(shards: list[str], folder: str) -> Iterator:
+    """What webdataset's documentation shows: its own Pillow decoder, torchvision's transforms, a loader."""
+    import webdataset
+    from torchvision.transforms import v2
+
+    steps = [v2.RandomResizedCrop(SIZE, (0.05, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    found = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None).shuffle(100)
+    found = found.decode("pil").to_tuple("jpg", "cls").map_tuple(v2.Compose(steps)).batched(BATCH)
+    return iter(webdataset.WebLoader(found, batch_size=None, num_workers=PROCESSES))
+
+
 def opencv(shards: list[str], folder: str) -> Iterator:
     import cv2
     import numpy as np
@@ -157,6 +168,7 @@ def dali(shards: list[str], folder: str) -> Iterator:
 
 CONTENDERS = {
     "webdataset + Pillow": pillow,
+    "webdataset + Pillow + torchvision": usual,
     "patchline": ours,
     "patchline, in the loop's process": lambda shards, folder: ours(shards, folder, processes=0),
     "webdataset + Pillow, likewise": lambda shards, folder: pillow(shards, folder, processes=0),
@@ -167,6 +179,8 @@ CONTENDERS = {
     "tf.data, decode and crop": tfdata,
     "DALI on the CPU": dali,
 }
+
+HERE = ("webdataset + Pillow", "webdataset + Pillow, likewise", "webdataset + OpenCV")  # need no other Python
 
 
 def tree_cpu_s() -> float:
@@ -207,7 +221,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.rounds):
             for name in CONTENDERS:
-                mine = name.startswith("patchline") or "Pillow" in name or "OpenCV" in name
+                mine = name.startswith("patchline") or name in HERE
                 command = [
                     sys.executable if mine else args.python,
                     __file__,

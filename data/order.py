@@ -174,7 +174,7 @@ class Mixture:
     """Several sets by weight: every global batch takes as many samples of each, in the order of each.
 
     The sets are groups of consecutive shards of one index, `groups[g]` shards each; a batch holds its share of
-    the first set, then of the second … Shares are the weights' by largest remainder, and `shares` tells them.
+    the first, then of the second … Shares are the weights' by largest remainder, and `shares` tells them.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ no torch, holds nothing that needs cleaning up, and ends when its loader does.
 
 from __future__ import annotations
 
+import resource
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -148,6 +149,8 @@ def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
 
 def main(connection: Connection, memory: mmap) -> None:
     """Serve (task, offset) until the loader is gone."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a mapped shard holds a file
     cv2.setNumThreads(1)  # the loader chose how many processes there are
     decoder: Decoder = connection.recv()
     while True:

@@ -146,6 +146,19 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
     ]
 
 
+def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tmp_path):
+    good = list(islice(digits(True), 30))
+    index = pack(
+        [Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path
+    )
+    one, four = (list(EvaluationSet(index, "resize(24)", batch_size=8, threads=n)) for n in (1, 4))
+    for a, b in zip(one, four, strict=True):
+        assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and torch.equal(a.mask, b.mask)
+    assert [p.key for batch in one for p in batch.bad] == [good[7].key]
+    assert torch.cat([b.mask for b in one]).tolist() == [n != 7 and n < 30 for n in range(32)]
+    assert not one[0].images[7].any() and (one[0].labels[7] == -1).all()
+
+
 def test_the_float_squash_stays_float(index):
     batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
     assert (
