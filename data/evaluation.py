@@ -78,7 +78,7 @@ class EvaluationSet:
         with ThreadPoolExecutor(self.threads) as pool:
             for first in range(0, self.batches * self.batch_size, self.batch_size):
                 places = map(self.place, self.rows[first : first + self.batch_size])
-                running.append([pool.submit(self.load, *at, *self.reader.read(*at)) for at in places])
+                running.append([pool.submit(self.load, at, self.reader.read(*at)) for at in places])
                 if len(running) > 1:
                     yield self.collate([row.result() for row in running.popleft()])
             for rows in running:
@@ -89,19 +89,20 @@ class EvaluationSet:
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return shard, row - int(self.starts[shard])
 
-    def load(self, shard: int, sample: int, key: str, encoded: bytes, raw: bytes) -> Row:
+    def load(self, place: tuple[int, int], found: tuple[str, bytes, bytes]) -> Row:
         """One sample, preprocessed, or what is wrong with it."""
+        key, encoded, raw = found
         try:
             labels = read_labels(raw, self.index.classes, self.max_labels)
             image = preprocess(decode(encoded), self.ops)
         except BadImage as error:
-            problem = BadSample(self.index.shards[shard].name, key, str(error))
-            return Row((shard, sample), None, (), problem)
+            problem = BadSample(self.index.shards[place[0]].name, key, str(error))
+            return Row(place, None, (), problem)
         if image.shape != self.shape:
             raise ValueError(
                 f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize"
             )
-        return Row((shard, sample), image, labels, None)
+        return Row(place, image, labels, None)
 
     def collate(self, rows: list[Row]) -> EvaluationBatch:
         """Stack rows and pad them to `batch_size`."""

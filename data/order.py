@@ -173,8 +173,8 @@ class Order:
 class Mixture:
     """Several sets by weight: every global batch takes as many samples of each, in the order of each.
 
-    The sets are groups of consecutive shards of one index, `groups[g]` shards each; a batch holds its share of
-    the first, then of the second … Shares are the weights' by largest remainder, and `shares` tells them.
+    The sets are groups of consecutive shards of one index, `groups[g]` shards each; a batch has its share of
+    the first, then of the second … `shares` tells them: the weights', by largest remainder.
     """
 
     def __init__(

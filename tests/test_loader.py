@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data import AugmentConfig, DataError, EvaluationSet, Order, Sample, TrainLoader, digits, pack
 
@@ -65,6 +67,21 @@ def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world
     for column, parts_of in zip(whole, zip(*parts, strict=True), strict=True):
         stacked = torch.cat([part.unflatten(0, (3, share)) for part in parts_of], 1).flatten(0, 1)
         assert torch.equal(stacked, column)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(world=st.integers(1, 64), micro_batch=st.integers(1, 40), steps=st.integers(1, 3))
+def test_workers_share_out_every_slot_once_in_order(index, world, micro_batch, steps):
+    order = Order(index.shard_samples, seed=0, batch_size=72)
+    slots = []
+    for rank in range(world):
+        mine = range(72 * rank // world, 72 * (rank + 1) // world)
+        loader = TrainLoader(index, order, image_size=8, slots=mine, micro_batch=micro_batch)
+        tasks = list(takewhile(lambda task: task[0] < steps, loader.tasks()))
+        assert [step for step, *_ in tasks] == sorted(step for step, *_ in tasks)
+        assert all(0 < stop - first <= micro_batch for _, first, stop in tasks)
+        slots += [(step, slot) for step, first, stop in tasks for slot in range(first, stop)]
+    assert sorted(slots) == [(step, slot) for step in range(steps) for slot in range(72)]
 
 
 def test_resuming_at_a_step_equals_never_having_stopped(index, order):
