@@ -15,7 +15,7 @@ _HOMES = {
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
     "index": ("Index", "Shard", "build_index", "load_index"),
     "loader": ("Batch", "TrainLoader", "Wait"),
-    "order": ("Ledger", "Order"),
+    "order": ("Ledger", "Mixture", "Order"),
     "page": ("write_page",),
     "packing": ("pack",),
     "reader": ("check_sizes",),

@@ -10,7 +10,6 @@ import cv2
 import numpy as np
 
 from data.decode import Box, decode_crop, decode_whole, read_header
-from data.order import key_of
 from data.preprocess import resize_small
 
 MASK = (1 << 64) - 1
@@ -38,8 +37,8 @@ class AugmentConfig:
 class Draws:
     """Random numbers by counter from a key (SplitMix64), the same on every machine and version."""
 
-    def __init__(self, *parts: int):
-        self.state = int(key_of(*parts)[0])
+    def __init__(self, key: int):
+        self.state = key
 
     def uniform(self) -> float:
         """A number in [0, 1)."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.errors import DataError, StorageError
 from data.index import Index, Shard
-from data.order import Order
+from data.order import Mixture, Order
 from data.remote import Refused, forget_credentials, read_range, redacted
 
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
@@ -136,7 +136,7 @@ def locked(path: Path) -> Iterator[None]:
 class Ahead:
     """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
 
-    def __init__(self, index: Index, order: Order, slots: range, step: int, cfg: CacheConfig):
+    def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
         self.index, self.order, self.slots, self.cfg = index, order, slots, cfg
         self.cache, self.step = Cache(cfg), step
         self.changed = threading.Condition()

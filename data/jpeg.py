@@ -79,9 +79,9 @@ def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray |
 
 
 def add_restarts(data: bytes) -> bytes:
-    """The same image, to the pixel, with a restart marker a row of blocks; unchanged where that cannot be.
+    """The same image, to the pixel, with restart markers inside its rows of blocks; unchanged if it cannot.
 
-    Progressive files become sequential, metadata goes; a crop then need not even read the rows it leaves out.
+    Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
     """
     if library() is None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")

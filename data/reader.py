@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections import OrderedDict
 from hashlib import sha256
 
@@ -13,7 +14,9 @@ from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
 from data.index import Index
 
-OPEN_SHARDS = 256  # mappings held at once by a process; a lane has one to three shards in use
+MOST_OPEN = (
+    4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
+)
 
 
 def check_sizes(index: Index) -> None:
@@ -43,6 +46,8 @@ class Reader:
 
     def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None):
         self.index, self.verify, self.cache = index, verify, Cache(cache or CacheConfig())
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.most_open = min(MOST_OPEN, max(8, files // 4))  # a mapped shard and its table hold a file each
         self._open: OrderedDict[int, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
 
     def __getstate__(self) -> dict:
@@ -74,7 +79,7 @@ class Reader:
         if self.verify and not remote:  # the cache has verified what it fetched
             verify_once(opened[0], place, self.index.shards[shard].sha256)
         self._open[shard] = opened
-        if len(self._open) > OPEN_SHARDS:
+        if len(self._open) > self.most_open:
             self._open.popitem(last=False)[1][0].close()
         return opened
 

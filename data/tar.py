@@ -61,21 +61,23 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
 def collect(tar: memoryview | bytes, name: str, found: Walk) -> None:
     key = None
     parts: dict[str, tuple[int, int]] = {}
-    for member, offset, size in members(tar, name, found.refused):
-        stem, extension = split_name(member)
-        if len(stem) > MAX_KEY:
-            found.refused["name too long"] += 1
-            continue
-        if stem != key:
-            add_row(found, key, parts)
-            key, parts = stem, {}
-        if extension not in IMAGES + LABELS + IGNORED:
-            found.refused[f"member type .{extension[:16]}"] += 1
-        elif extension in parts:
-            found.refused["repeated member"] += 1
-        else:
-            parts[extension] = (offset, size)
-    add_row(found, key, parts)
+    try:
+        for member, offset, size in members(tar, name, found.refused):
+            stem, extension = split_name(member)
+            if len(stem) > MAX_KEY:
+                found.refused["name too long"] += 1
+                continue
+            if stem != key:
+                add_row(found, key, parts)
+                key, parts = stem, {}
+            if extension not in IMAGES + LABELS + IGNORED:
+                found.refused[f"member type .{extension[:16]}"] += 1
+            elif extension in parts:
+                found.refused["repeated member"] += 1
+            else:
+                parts[extension] = (offset, size)
+    finally:
+        add_row(found, key, parts)
 
 
 def add_row(found: Walk, key: bytes | None, parts: dict[str, tuple[int, int]]) -> None:
@@ -154,11 +156,11 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
     size = None
     while body:
         length, _, _ = body.partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(body):
+        if not length.isdigit() or len(length) > 9 or not 0 < int(length) <= len(body):
             break
         name, _, value = body[len(length) + 1 : int(length) - 1].partition(b"=")
         long_name = value if name == b"path" else long_name
-        size = int(value) if name == b"size" and value.isdigit() else size
+        size = int(value) if name == b"size" and value.isdigit() and len(value) < 20 else size
         body = body[int(length) :]
     return long_name, size
 
@@ -170,13 +172,16 @@ def parse_labels(raw: bytes) -> tuple[int, ...]:
     """
     text = raw.decode("utf-8", "replace").strip()
     if text[:1] in ("[", "{"):
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if isinstance(found, dict):
             found = found.get("labels", found.get("label", found.get("cls", [])))
         found = found if isinstance(found, list) else [found]
     else:
         found = text.replace(",", " ").split()
-    labels = tuple(int(label) for label in found if not isinstance(label, bool | float))
+    labels = tuple(int(label) for label in found if isinstance(label, int | str) and label is not True)
     if not labels or len(labels) < len(found) or min(labels) < 0:
         raise ValueError(f"{text[:40]!r} holds no class ids")
     return labels

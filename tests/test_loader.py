@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data import AugmentConfig, DataError, EvaluationSet, Order, Sample, TrainLoader, digits, pack
 
@@ -65,6 +67,21 @@ def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world
     for column, parts_of in zip(whole, zip(*parts, strict=True), strict=True):
         stacked = torch.cat([part.unflatten(0, (3, share)) for part in parts_of], 1).flatten(0, 1)
         assert torch.equal(stacked, column)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(world=st.integers(1, 64), micro_batch=st.integers(1, 40), steps=st.integers(1, 3))
+def test_workers_share_out_every_slot_once_in_order(index, world, micro_batch, steps):
+    order = Order(index.shard_samples, seed=0, batch_size=72)
+    slots = []
+    for rank in range(world):
+        mine = range(72 * rank // world, 72 * (rank + 1) // world)
+        loader = TrainLoader(index, order, image_size=8, slots=mine, micro_batch=micro_batch)
+        tasks = list(takewhile(lambda task: task[0] < steps, loader.tasks()))
+        assert [step for step, *_ in tasks] == sorted(step for step, *_ in tasks)
+        assert all(0 < stop - first <= micro_batch for _, first, stop in tasks)
+        slots += [(step, slot) for step, first, stop in tasks for slot in range(first, stop)]
+    assert sorted(slots) == [(step, slot) for step in range(steps) for slot in range(72)]
 
 
 def test_resuming_at_a_step_equals_never_having_stopped(index, order):
@@ -144,6 +161,19 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
     assert sorted(seen) == [
         [shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)
     ]
+
+
+def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tmp_path):
+    good = list(islice(digits(True), 30))
+    index = pack(
+        [Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path
+    )
+    one, four = (list(EvaluationSet(index, "resize(24)", batch_size=8, threads=n)) for n in (1, 4))
+    for a, b in zip(one, four, strict=True):
+        assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and torch.equal(a.mask, b.mask)
+    assert [p.key for batch in one for p in batch.bad] == [good[7].key]
+    assert torch.cat([b.mask for b in one]).tolist() == [n != 7 and n < 30 for n in range(32)]
+    assert not one[0].images[7].any() and (one[0].labels[7] == -1).all()
 
 
 def test_the_float_squash_stays_float(index):
