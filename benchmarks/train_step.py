@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import models
+from models.vit import Attention, split_heads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], None]
@@ -42,6 +43,22 @@ def plain(name: str) -> torch.nn.Module:
 def compiled(name: str) -> torch.nn.Module:
     model = models.build(name)
     models.compile_blocks(model)
+    return model
+
+
+class FusedAttention(Attention):
+    """Ours with PyTorch's fused kernel everywhere, to weigh the choice `models.vit.attend` makes."""
+
+    def forward(self, x: torch.Tensor, relative: None = None, queries: int | None = None) -> torch.Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q[:, :, :queries], k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def fused_attention(name: str) -> torch.nn.Module:
+    model = models.build(name)
+    for block in model.blocks:
+        block.attention.__class__ = FusedAttention
     return model
 
 
@@ -77,6 +94,7 @@ def transformers_model(name: str) -> torch.nn.Module:
 CONTENDERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "ours": plain,
     "ours, compiled": compiled,
+    "ours, fused attention": fused_attention,
     "timm": timm_model,
     "timm, our GELU": functools.partial(timm_model, act_layer="gelu_tanh"),  # the same function as ours
     "timm, compiled": timm_compiled,

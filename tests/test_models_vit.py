@@ -167,6 +167,17 @@ def test_dropout_and_stochastic_depth_act_in_training_only():
     assert [block.drop_path.rate for block in model.blocks] == [0.0, 0.25, 0.5]
 
 
+def test_dropout_acts_where_the_original_has_it():
+    model, seen = models.build("mu/8", **SMALL, dropout=0.1).train(), []
+    model.skip_unread = False
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[-1]))
+    model(IMAGES)
+    width, mlp = 32, 128  # after the positions; then in each block after attention, GELU and the second layer
+    assert seen == [width] + 3 * [width, mlp, width]
+
+
 def test_stochastic_depth_keeps_the_mean():
     torch.manual_seed(0)
     dropped = DropPath(0.25).train()(torch.ones(4000, 2, 3))
