@@ -182,7 +182,7 @@ def stem_channels(units: tuple[int, ...], width: int) -> int:
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Pixels between neighbours on the stem's map: 4 of the root, 2 a stage after the first; 1 without stem."""
+    """Pixels between neighbours on the stem's map: 4 of the root, 2 a stage after the first; else 1."""
     return 1 if units is None else 4 * 2 ** max(len(units) - 1, 0)
 
 
