@@ -215,6 +215,16 @@ def test_compiled_blocks_compute_the_same(name):
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "Masked-mu/8", "R+mu/16", "BiT-R50x1"])
+def test_autocast_runs_every_family(name):
+    config = {"units": (1,), "width": 32} if "BiT" in name else {}
+    model = models.build(name, 32, 5, **config).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(torch.ones(2, 3, 32, 32))
+    (output[0] if isinstance(output, tuple) else output).float().square().sum().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -244,7 +254,7 @@ def test_images_of_another_size_are_refused():
 
 
 def test_a_config_survives_json():
-    for name in ("B/16", "R50+L/32", "BiT-R152x2", "Axial-B/32"):
+    for name in ("B/16", "R50+L/32", "BiT-R152x2", "Axial-B/32", "Masked-B/16"):
         config = models.config_of(name, (64, 96), 7)
         assert models.from_dict(json.loads(json.dumps(models.to_dict(config)))) == config
 
