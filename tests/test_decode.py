@@ -18,9 +18,7 @@ from data.decode import BadImage, decode, decode_crop, read_header
 from data.preprocess import bilinear
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
-needs_binding = pytest.mark.skipif(
-    jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel"
-)
+needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 
 def scene(height: int, width: int, grain: int = 16) -> np.ndarray:
@@ -149,9 +147,7 @@ def test_every_kind_of_image_becomes_rgb():
 
 def test_cmyk_is_converted_and_orientation_ignored():
     buffer = io.BytesIO()
-    Image.fromarray(np.full((20, 30, 3), (200, 100, 50), np.uint8)).convert("CMYK").save(
-        buffer, "JPEG", quality=95
-    )
+    Image.fromarray(np.full((20, 30, 3), (200, 100, 50), np.uint8)).convert("CMYK").save(buffer, "JPEG", quality=95)
     assert np.abs(decode(buffer.getvalue()).reshape(-1, 3).mean(0) - (200, 100, 50)).max() < 6
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -161,9 +157,7 @@ def test_cmyk_is_converted_and_orientation_ignored():
 def png_claiming(width: int, height: int) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
-    return (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"IEND"
-    )
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"IEND"
 
 
 BROKEN = {
