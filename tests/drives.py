@@ -185,10 +185,12 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
     join_group(60)
     wrong, elements, loads, outputs = [], set(), 0, set()
     images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
-    for zero in range(4):
+    for zero in task["zeros"]:
         made = engine(zero)
         for folder in sorted(Path(task["run"]).glob("world-*")):
-            made.restore(lambda name, kind, start, count: torch.full((count,), torch.nan))
+            for f in made.fragments():
+                for view in f.tensors.values():
+                    view.detach().fill_(torch.nan)
             found = checkpoint.restore(made, folder, 2, print)
             assert found is not None and made.updates == found.updates == 7
             count = 0
@@ -201,7 +203,7 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
             torch.distributed.all_reduce(total)
             elements.add(int(total))
             loads += 1
-            with torch.no_grad():
-                outputs.add(made.engine(images).double().sum().item())
+        with torch.no_grad():
+            outputs.add(made.engine(images).double().sum().item())
         made.close()
     return {"wrong": wrong, "elements": sorted(elements), "loads": loads, "outputs": sorted(outputs)}
