@@ -22,7 +22,7 @@ MOST_OPEN = (
 
 
 def unusable(index: Index) -> dict[int, str]:
-    """Local shards that are missing or not of the size they were indexed with: what is wrong with each."""
+    """Local shards that are missing or not of the size they were indexed with: what is wrong."""
     wrong = {}
     for number, shard in enumerate(index.shards):
         place = index.location(number)
@@ -37,7 +37,7 @@ def unusable(index: Index) -> dict[int, str]:
 
 
 def without_unusable(index: Index) -> tuple[Index, list[str]]:
-    """The index without its missing and short shards, under a digest of its own, and what is wrong with them."""
+    """The index without its missing and short shards, under its own digest, and what is wrong with them."""
     wrong = unusable(index)
     kept = tuple(shard for number, shard in enumerate(index.shards) if number not in wrong)
     return replace(index, shards=kept, digest=digest_of(kept, index.class_counts)), list(wrong.values())

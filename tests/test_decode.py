@@ -185,7 +185,9 @@ def test_broken_images_are_refused_by_reason(reason):
 
 def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
     rng = np.random.default_rng(0)
-    whole = [encoded(scene(40, 40)), encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
+    jpg = encoded(scene(90, 90))
+    jpg = jpeg.add_restarts(jpg) if jpeg.library() else jpg
+    whole = [jpg, encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
     out = np.empty((16, 16, 3), np.uint8)
     for number in range(300):
         data = bytearray(whole[number % 3])
