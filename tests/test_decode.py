@@ -105,6 +105,18 @@ def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int
     return inception_box(height, width, Draws(number), cfg)
 
 
+def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    jpeg.library.cache_clear()
+    try:
+        out = np.empty((32, 32, 3), np.uint8)
+        augment(encoded(scene(60, 60)), 32, Draws(0), AugmentConfig(), out)
+        assert jpeg.library() is None and "no-such-compiler" in caplog.text
+    finally:
+        jpeg.library.cache_clear()
+
+
 def test_flipping_mirrors_the_same_crop():
     data = encoded(scene(120, 90))
     flipped = 0
