@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 from data import CacheConfig, DataError, Order, StorageError, TrainLoader, build_index, digits, pack, remote
 from data import cache as cache_module
 from data.cache import Cache
+from data.reader import Reader
 
 moto_server = pytest.importorskip("moto.server")
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
@@ -202,6 +204,22 @@ def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path,
     assert {path.stem for path in tmp_path.glob("*.tar")} == {shard_of(contents[n]).sha256 for n in (2, 3)}
     with pytest.raises(DataError, match="does not fit"):
         cache.path("s3://b/x.tar", replace(shard_of(contents[0]), bytes=3000))
+
+
+def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, local, monkeypatch):
+    reader = Reader(replace(local, directory="s3://b"), cache=CacheConfig(str(tmp_path)))
+    asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
+    path, calls = Cache.path, []
+
+    def evicting(self, url, shard):
+        found = path(self, url, shard)
+        calls.append(url)
+        if len(calls) == 1:
+            found.unlink()
+        return found
+
+    monkeypatch.setattr(Cache, "path", evicting)
+    assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
 
 
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):

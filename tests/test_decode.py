@@ -103,6 +103,18 @@ def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int
     return inception_box(height, width, Draws(number), cfg)
 
 
+def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    jpeg.library.cache_clear()
+    try:
+        out = np.empty((32, 32, 3), np.uint8)
+        augment(encoded(scene(60, 60)), 32, Draws(0), AugmentConfig(), out)
+        assert jpeg.library() is None and "no-such-compiler" in caplog.text
+    finally:
+        jpeg.library.cache_clear()
+
+
 def test_flipping_mirrors_the_same_crop():
     data = encoded(scene(120, 90))
     flipped = 0
@@ -179,7 +191,9 @@ def test_broken_images_are_refused_by_reason(reason):
 
 def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
     rng = np.random.default_rng(0)
-    whole = [encoded(scene(40, 40)), encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
+    jpg = encoded(scene(90, 90))
+    jpg = jpeg.add_restarts(jpg) if jpeg.library() else jpg
+    whole = [jpg, encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
     out = np.empty((16, 16, 3), np.uint8)
     for number in range(300):
         data = bytearray(whole[number % 3])

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -190,6 +191,26 @@ def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, orde
     os.kill(victim, blow)
     taken += [next(batches) for _ in range(32 - 5)]
     assert victim not in children() and len(children() - before) == 2
+    batches.close()
+    assert children() == before
+    for name, column in zip(("images", "labels", "ids"), whole, strict=True):
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in taken]), column)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4, 8])
+def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processes):
+    steps, chance = 60, random.Random(processes)
+    whole = run(index, order, steps=steps)
+    before = children()
+    loader = TrainLoader(
+        index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=processes
+    )
+    batches, taken = iter(loader), []
+    for _ in range(steps * 4):
+        taken.append(next(batches))
+        if chance.random() < 0.1:
+            os.kill(chance.choice(sorted(children() - before)), signal.SIGKILL)
     batches.close()
     assert children() == before
     for name, column in zip(("images", "labels", "ids"), whole, strict=True):
