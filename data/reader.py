@@ -18,9 +18,7 @@ from data.errors import DataError
 from data.index import Index, Shard, digest_of
 from data.tar import MAX_BYTES
 
-MOST_OPEN = (
-    4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
-)
+MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 
 
 def unusable(index: Index) -> dict[int, str]:
@@ -130,9 +128,7 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
-        raise DataError(
-            f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it"
-        )
+        raise DataError(f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it")
     with suppress(OSError):  # without a mark the next process looks for itself
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

@@ -203,9 +203,7 @@ def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processe
     steps, chance = 60, random.Random(processes)
     whole = run(index, order, steps=steps)
     before = children()
-    loader = TrainLoader(
-        index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=processes
-    )
+    loader = TrainLoader(index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=processes)
     batches, taken = iter(loader), []
     for _ in range(steps * 4):
         taken.append(next(batches))
