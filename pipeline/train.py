@@ -81,7 +81,9 @@ class Trainer:
         self.start()
 
     def check_classes(self) -> None:
-        """Raise DataError where a set has labels that the head has no output for."""
+        """Raise DataError where a set has labels that the head has no output for; training images are square."""
+        height, width = self.model_config.image_size
+        config.require(height == width, f"image_size is {height}×{width}: training crops are square")
         for path in filter(None, (self.job.train, self.job.evaluate)):
             found, classes = data.load_index(path).classes, self.model_config.classes
             if found > classes:
