@@ -29,5 +29,7 @@ class Gauges:
             return
         self.shown[path] = size
         last = last_metrics(directory)
-        for name, gauge in self.gauges.items() if last else ():
+        if last is None:
+            return
+        for name, gauge in self.gauges.items():
             gauge.set(float(last[name]), tags={"run": self.run, "stage": directory.name.rpartition("-")[0]})
