@@ -53,6 +53,7 @@ class TrainConfig:
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     label_smoothing: float = 0.0
     mixup: float = 0.0  # Beta(p, p); 0 is off
+    polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or
     passes: float | None = None  # over the data, rounded to steps as big_vision does
     batch_size: int = 4096  # global
@@ -74,7 +75,8 @@ class TrainConfig:
     timeout_s: float = 1800.0  # collectives
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="data model init new_head optim loss label_smoothing mixup steps passes batch_size precision seed",
+        forbid="data model init new_head optim loss label_smoothing mixup polyak steps passes batch_size precision "
+        "seed",
         warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
         free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
     )
@@ -86,6 +88,7 @@ class TrainConfig:
             "zero is 0 with precision bf16: DeepSpeed takes a phantom step there\n  use zero=1 or precision=fp32",
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
+        require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
         require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
         require((self.steps or self.passes or 0) > 0, "steps and passes must be more than 0")

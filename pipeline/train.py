@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class Trainer:
             clip=cfg.optim.clip,
             user_file=cfg.deepspeed,
         )
-        return Engine(model, models.decayed(model), cfg.optim, settings)
+        return Engine(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
     # ------------------------------------------------------------------------------------------ how training starts
 
@@ -280,7 +281,7 @@ class Trainer:
                 f"python -m jobs data check {self.job.train} lists them all"
             )
 
-    def evaluate(self) -> None:
+    def evaluate(self, remark: str = "") -> None:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
         values: dict[str, Any] = {}
@@ -298,7 +299,8 @@ class Trainer:
         if values and self.rank == 0:
             self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
-            self.telemetry.report("evaluate", {"step": self.step, **values}, f"evaluate step {self.step}  {shown}")
+            line = f"evaluate step {self.step}  {shown}{remark}"
+            self.telemetry.report("evaluate", {"step": self.step, **values}, line)
 
     def _samples(self, path: str) -> data.EvaluationSet:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
@@ -404,7 +406,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         t.begin_save()
     if t.saver.in_flight:
         t.finish_save()
-    t.evaluate()
+    with t.engine.averaged() if cfg.polyak else nullcontext():
+        t.evaluate(f"  of the weights averaged by {cfg.polyak}" if cfg.polyak else "")
     return finish(t)
 
 
@@ -434,7 +437,8 @@ def finish(t: Trainer) -> dict[str, Any]:
                 "world": t.world,
             }
         ]
-        t.telemetry.say(f"done at step {t.step}: weights in {t.directory / 'weights.safetensors'}")
+        kind = "averaged weights" if t.cfg.polyak else "weights"
+        t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
     dist.broadcast_object_list(outcome, src=0)
     t.telemetry.close()
     t.engine.close()
@@ -443,11 +447,12 @@ def finish(t: Trainer) -> dict[str, Any]:
 
 
 def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:
-    """World-size-free fp32 weights of a committed checkpoint."""
+    """World-size-free fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
     manifest = checkpoint.read_manifest(folder)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in models.from_config(model).named_parameters()}
-    return checkpoint.Reader(folder, manifest.files).weights(shapes)
+    kind = "average" if manifest.config.get("polyak") else "master"
+    return checkpoint.Reader(folder, manifest.files).weights(shapes, kind)
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What the workers of the engine tests run; a module of its own, because workers import it by name."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
+from pipeline import checkpoint
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.optimizer import OptimConfig
 from pipeline.telemetry import memory_gb
 
 LINEAR = F.linear
 BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7
+POLYAK = 0.9
 
 
 def small_model() -> nn.Module:
@@ -39,7 +42,8 @@ def start(task: dict[str, Any]) -> Engine:
     )
     if task["zero"] == 3:  # else parameters this small are never partitioned
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return Engine(small_model(), {"0.weight", "2.weight"}, OptimConfig(name=task.get("name", "adam"), lr=1e-2), settings)
+    optim = OptimConfig(name=task.get("name", "adam"), lr=1e-2)
+    return Engine(small_model(), {"0.weight", "2.weight"}, optim, settings, POLYAK)
 
 
 def steps(engine: Engine, first: int, last: int, poison: int | None = None) -> list[tuple[float, float, int]]:
@@ -88,7 +92,7 @@ def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
 
 
 def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, keep the state, train on, restore, train again; then one poisoned step."""
+    """Train, keep the state, train on, restore, look at the average, train again; then one poisoned step."""
     engine = start(task)
     initial = digest(whole_state(engine))
     before = steps(engine, 0, 3)
@@ -97,6 +101,8 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     engine.restore(lambda name, kind, at, count: kept[name][kind][at : at + count])
     engine.updates = updates
     back = digest(whole_state(engine)) == digest(kept)
+    with engine.averaged(), torch.no_grad():
+        logits = engine.engine(batch_of(0)[0].to(engine.dtype)).float()
     again = steps(engine, 3, 6)
     end = digest(whole_state(engine))
     ((_, norm, _),) = steps(engine, 6, 7, poison=6)
@@ -109,6 +115,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "back": back,
         "initial": initial,
         "end": end,
+        "averaged_logits": logits.tolist(),
         "losses": losses,
         "finite": norm < 1e30,
         "unharmed": unharmed,
@@ -137,3 +144,22 @@ def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
     engine.close()
     dist.destroy_process_group()
     return outcome
+
+
+def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
+    """Three steps and a checkpoint, or what such a checkpoint holds; then three steps more."""
+    engine = start(task)
+    folder, found = Path(task["folder"]), None
+    if task["save"]:
+        steps(engine, 0, 3)
+        saver = checkpoint.Saver(folder, folder.parent, attempt=1)
+        described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
+        saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
+        saver.finish()
+    else:
+        found = checkpoint.restore(engine, folder, 2, print)
+    steps(engine, 3, 6)
+    average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
+    engine.close()
+    dist.destroy_process_group()
+    return {"average": average, "restored": found is not None}
