@@ -3,7 +3,7 @@
     python benchmarks/decode.py --shards FOLDER [--rounds 7]
 
 Every way gets the same photographs and the same inception crops; what is not installed is left out. `floor`
-reads only the Huffman codes of whole images, which a decoder without restart markers must do down to the crop's
+reads only the Huffman codes of whole images, as a decoder without restart markers must down to the crop's
 end.
 """
 

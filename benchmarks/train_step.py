@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import models
+from models.vit import Attention, split_heads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], None]
@@ -42,6 +44,22 @@ def plain(name: str) -> torch.nn.Module:
 def compiled(name: str) -> torch.nn.Module:
     model = models.build(name)
     models.compile_blocks(model)
+    return model
+
+
+class FusedAttention(Attention):
+    """Ours with PyTorch's fused kernel everywhere, to weigh the choice `models.vit.attend` makes."""
+
+    def forward(self, x: torch.Tensor, relative: None = None, queries: int | None = None) -> torch.Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q[:, :, :queries], k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def fused_attention(name: str) -> torch.nn.Module:
+    model = models.build(name)
+    for block in model.blocks:
+        block.attention.__class__ = FusedAttention
     return model
 
 
@@ -77,6 +95,7 @@ def transformers_model(name: str) -> torch.nn.Module:
 CONTENDERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "ours": plain,
     "ours, compiled": compiled,
+    "ours, fused attention": fused_attention,
     "timm": timm_model,
     "timm, our GELU": functools.partial(timm_model, act_layer="gelu_tanh"),  # the same function as ours
     "timm, compiled": timm_compiled,
@@ -113,7 +132,7 @@ def training_step(build: Callable[[str], torch.nn.Module], setting: Setting) -> 
 def product_step(setting: Setting) -> tuple[Step, float]:
     """The MLP's first product at this batch, repeated, and its FLOPs: the ceiling of a step."""
     config, repeats = models.config_of(setting.model), 4
-    rows = setting.batch * 197
+    rows = setting.batch * (math.prod(config.grid) + config.prefix_tokens)
     a = torch.randn(rows, config.width, device=setting.device, dtype=setting.dtype)
     b = torch.randn(config.width, config.mlp, device=setting.device, dtype=setting.dtype)
 

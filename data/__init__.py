@@ -18,7 +18,7 @@ _HOMES = {
     "order": ("Ledger", "Mixture", "Order"),
     "page": ("write_page",),
     "packing": ("pack",),
-    "reader": ("check_sizes",),
+    "reader": ("check_sizes", "without_unusable"),
     "worker": ("BadSample",),
     "sources": (
         "Sample",

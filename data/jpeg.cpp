@@ -111,13 +111,14 @@ struct Layout {
 
 Layout read_layout(const uint8_t* data, size_t size) {
     Layout found;
+    unsigned components = 0;
     for (size_t at = 2; at + 9 < size && data[at] == 0xFF;) {
         const unsigned marker = data[at + 1], length = data[at + 2] << 8 | data[at + 3];
         if (marker == 0xFF) { at++; continue; }
         if (at + 2 + length > size) break;
         if (marker == 0xDD) found.interval = data[at + 4] << 8 | data[at + 5];
         if (marker >= 0xC0 && marker <= 0xC2) {
-            const unsigned components = data[at + 9];
+            components = data[at + 9];
             if (length < 8 + 3 * components) break;
             unsigned h = 1, v = 1;
             for (unsigned c = 0; components > 1 && c < components; c++) {
@@ -133,8 +134,12 @@ Layout read_layout(const uint8_t* data, size_t size) {
             found.mcus_per_row = (found.width + 8 * h - 1) / (8 * h);
             found.sequential = marker != 0xC2;
         }
+        if (marker == 0xDA) {
+            found.sequential &= data[at + 4] == components;  // else every component has a scan of its own
+            found.scan_at = at + 2 + length;
+            break;
+        }
         at += 2 + length;
-        if (marker == 0xDA) { found.scan_at = at; break; }
     }
     return found;
 }
@@ -169,7 +174,7 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
         const void* found = at + 1 < size ? memchr(data + at, 0xFF, size - at - 1) : nullptr;
         if (!found) return;
         const auto* mark = static_cast<const uint8_t*>(found);
-        at = mark - data + 2;
+        at = mark - data + (mark[1] == 0xFF ? 1 : 2);
         if (mark[1] >= 0xD0 && mark[1] <= 0xD9) starts.push_back(at);
         if (mark[1] == 0xD9 && starts.size() <= last * per_row) return;
     }

@@ -6,33 +6,46 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
+from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
 
 from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
-from data.index import Index
+from data.index import Index, digest_of
+from data.tar import MAX_BYTES
 
 MOST_OPEN = (
     4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 )
 
 
-def check_sizes(index: Index) -> None:
-    """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
-    wrong = []
+def unusable(index: Index) -> dict[int, str]:
+    """Local shards that are missing or not of the size they were indexed with: what is wrong with each."""
+    wrong = {}
     for number, shard in enumerate(index.shards):
         place = index.location(number)
-        if "://" in place:
-            continue
         try:
-            size = os.stat(place).st_size
+            size = shard.bytes if "://" in place else os.stat(place).st_size
         except OSError as error:
-            wrong.append(f"{place}: {error.strerror}")
+            wrong[number] = f"{place}: {error.strerror}"
             continue
         if size != shard.bytes:
-            wrong.append(f"{place}: {size} bytes, the index says {shard.bytes}")
+            wrong[number] = f"{place}: {size} bytes, the index says {shard.bytes}"
+    return wrong
+
+
+def without_unusable(index: Index) -> tuple[Index, list[str]]:
+    """The index without its missing and short shards, under a digest of its own, and what is wrong with them."""
+    wrong = unusable(index)
+    kept = tuple(shard for number, shard in enumerate(index.shards) if number not in wrong)
+    return replace(index, shards=kept, digest=digest_of(kept, index.class_counts)), list(wrong.values())
+
+
+def check_sizes(index: Index) -> None:
+    """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
+    wrong = list(unusable(index).values())
     if wrong:
         more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         raise DataError(
@@ -64,7 +77,7 @@ class Reader:
         image, label = int(row["image"]), int(row["label"])
         return (
             row["key"].decode("utf-8", "replace"),
-            tar[image : image + int(row["image_size"])],
+            tar[image : image + min(int(row["image_size"]), MAX_BYTES + 1)],  # the decoder refuses more
             tar[label : label + int(row["label_size"])],
         )
 

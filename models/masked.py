@@ -80,7 +80,8 @@ class Corruption(nn.Module):
         fate = torch.rand(places.shape, **draw)[..., None]
         swapped = torch.where(fate < self.masked + self.swapped, pick(patches, others), pick(patches, places))
         replaced = torch.where(fate < self.masked, self.token, swapped)
-        return patches.scatter(1, places[..., None].expand(-1, -1, width), replaced), places
+        index = places[..., None].expand(-1, -1, width)
+        return patches.scatter(1, index, replaced.to(patches.dtype)), places
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class ViTConfig:
     @property
     def stride(self) -> tuple[int, int]:
         """Pixels between neighbouring patches, (rows, columns)."""
-        stem = 1 if self.stem is None else resnet.stem_stride(self.stem)
+        stem = resnet.stem_stride(self.stem)
         return self.patch[0] * stem, self.patch[1] * stem
 
     @property
@@ -157,7 +157,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # Two batched products take half the time of the fused kernel here (benchmarks/README.md).
+        # The fused kernel here costs a fifth of the whole step more (benchmarks/README.md).
         logits = torch.bmm(q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1).mT)
         weights = (logits if bias is None else logits + bias.flatten(0, 1)).softmax(-1)
         return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, q.shape[:2])
@@ -272,9 +272,10 @@ class ViT(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Images to patch embeddings (B, N, D), before positions and prefix tokens."""
         if images.shape[1:] != (3, *self.config.image_size):
+            expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
-                f"images are {tuple(images.shape)}, this model takes (batch, 3, {self.config.image_size[0]}, "
-                f"{self.config.image_size[1]}); resize them, or carry the weights over with models.transfer"
+                f"images are {tuple(images.shape)}, this model takes (batch, 3, {expected}); resize them, or "
+                "carry the weights to another size with models.transfer"
             )
         return self.embedding(images if self.stem is None else self.stem(images))
 
@@ -284,12 +285,10 @@ class ViT(nn.Module):
         With `queries`, only that many first tokens come out: the last block leaves out the others' work.
         """
         x = self.prefix(patches)
-        if self.config.positions_at == "stem" and self.config.positions not in ("none", "relative"):
-            x = self.positions[0](x)
-        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             added, relative = self.positions_of_layer(i)
             x = x if added is None else added(x)
+            x = x if i else self.dropout(x)
             wanted = queries if i == self.config.depth - 1 else None
             if self.training and torch.is_grad_enabled() and i < self.checkpoint_blocks:
                 x = checkpoint(block, x, relative, wanted, use_reentrant=False)
@@ -299,12 +298,11 @@ class ViT(nn.Module):
 
     def positions_of_layer(self, layer: int) -> tuple[nn.Module | None, nn.Module | None]:
         """What this layer adds to its input, and what biases its attention."""
-        config = self.config
-        relative = config.positions == "relative"
-        if config.positions == "none" or (config.positions_at == "stem" and not (relative and layer == 0)):
+        kind, at = self.config.positions, self.config.positions_at
+        if kind == "none" or (at == "stem" and layer > 0):
             return None, None
-        table = self.positions[layer if config.positions_at == "every" else 0]
-        return (None, table) if relative else (table, None)
+        table = self.positions[layer if at == "every" else 0]
+        return (None, table) if kind == "relative" else (table, None)
 
     def pool(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T, D) to one vector an image (B, D)."""

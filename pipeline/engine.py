@@ -109,7 +109,7 @@ class Engine:
 
     With `polyak` > 0 also an fp32 "average" of the masters: after each applied update it becomes
     polyak · average + (1 − polyak) · master. It starts as the initial weights, which the paper does not say (B.1.1
-    gives the factor alone); after n updates they weigh polyakⁿ, of 20,000 with factor 0.9999 that is 14 %.
+    gives the factor alone); after n updates they still weigh polyakⁿ: with 0.9999, 14 % after 20,000.
     """
 
     def __init__(
@@ -126,16 +126,17 @@ class Engine:
                 **settings,
                 "gradient_clipping": 0.0,
             }  # we clip: DeepSpeed cannot after a dropped gradient
-        masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.sizes = {name: p.numel() for name, p in masters.items()}
+        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
+        rounds = "bf16" in settings
+        masters = {name: p.detach().clone() for name, p in model.named_parameters() if rounds}
         optimizer = build_optimizer(model, decayed, optim)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         self.model: nn.Module = self.engine.module
-        self.dtype = torch.bfloat16 if "bf16" in settings else torch.float32
+        self.dtype = torch.bfloat16 if rounds else torch.float32
         self._start_state()
-        if self.dtype != torch.float32:  # DeepSpeed made its masters from the rounded weights
+        if rounds:  # DeepSpeed made its masters from the rounded weights
             kinds = ("master", "average") if polyak else ("master",)
             self.restore(lambda name, kind, start, count: masters[name].flatten()[start : start + count], kinds)
 

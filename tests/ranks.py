@@ -9,9 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import models
 from pipeline import checkpoint
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.optimizer import OptimConfig
+from pipeline.telemetry import memory_gb
 
 LINEAR = F.linear
 BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7
@@ -139,3 +141,25 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     engine.close()
     dist.destroy_process_group()
     return {"average": average, "restored": found is not None}
+
+
+def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
+    """One bf16 step of ViT-H/14 on one image a worker, activations recomputed; how far a kernel moved."""
+    join_group(1800.0)
+    settings = deepspeed_config(
+        zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=1.0, user_file=None
+    )
+    model = models.from_config(models.config_of("H/14"), torch.Generator().manual_seed(0))
+    model.checkpoint_blocks = model.config.depth  # type: ignore[assignment]
+    engine = Engine(model, models.decayed(model), OptimConfig(lr=3e-4), settings)
+    before = next(f.tensors["master"].detach().clone() for f in engine.fragments())
+    images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = F.cross_entropy(engine.engine(images.to(engine.dtype)).float(), torch.tensor([dist.get_rank()]))
+    engine.backward(loss)
+    engine.end_micro_batch(3e-4)
+    after = next(f.tensors["master"].detach() for f in engine.fragments())
+    outcome = {"loss": loss.item(), "norm": engine.gradient_norm(), "updates": engine.updates}
+    outcome |= {"moved": float((after - before).abs().max()), "memory_gb": memory_gb()}
+    engine.close()
+    dist.destroy_process_group()
+    return outcome

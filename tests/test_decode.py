@@ -170,6 +170,7 @@ BROKEN = {
     "no image": b"",
     "not a JPEG, PNG or WebP": b"GIF89a" + bytes(100),
     "image too large": png_claiming(60_000, 60_000),
+    "image file too large": bytes(100_000_001),
     "image without pixels": png_claiming(0, 10),
     "truncated": encoded(scene(60, 60))[:1000],
     "not decodable": png_claiming(10, 10),

@@ -241,6 +241,11 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     assert len(workers) == 2 and not any(map(runs, workers))
 
 
+def test_decoding_processes_import_neither_torch_nor_webdataset():
+    check = "import data.worker, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[1]).returncode == 0
+
+
 def test_a_data_error_in_a_process_reaches_the_loop(index, order):
     shards = (*index.shards[:-1], replace(index.shards[-1], sha256="0" * 64))
     with pytest.raises(DataError, match="sha256"):

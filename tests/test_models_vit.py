@@ -167,6 +167,17 @@ def test_dropout_and_stochastic_depth_act_in_training_only():
     assert [block.drop_path.rate for block in model.blocks] == [0.0, 0.25, 0.5]
 
 
+def test_dropout_acts_where_the_original_has_it():
+    model, seen = models.build("mu/8", **SMALL, dropout=0.1).train(), []
+    model.skip_unread = False
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[-1]))
+    model(IMAGES)
+    width, mlp = 32, 128  # after the positions; then in each block after attention, GELU and the second layer
+    assert seen == [width] + 3 * [width, mlp, width]
+
+
 def test_stochastic_depth_keeps_the_mean():
     torch.manual_seed(0)
     dropped = DropPath(0.25).train()(torch.ones(4000, 2, 3))
@@ -204,6 +215,16 @@ def test_compiled_blocks_compute_the_same(name):
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "Masked-mu/8", "R+mu/16", "BiT-R50x1"])
+def test_autocast_runs_every_family(name):
+    config = {"units": (1,), "width": 32} if "BiT" in name else {}
+    model = models.build(name, 32, 5, **config).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(torch.ones(2, 3, 32, 32))
+    (output[0] if isinstance(output, tuple) else output).float().square().sum().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -233,7 +254,7 @@ def test_images_of_another_size_are_refused():
 
 
 def test_a_config_survives_json():
-    for name in ("B/16", "R50+L/32", "BiT-R152x2", "Axial-B/32"):
+    for name in ("B/16", "R50+L/32", "BiT-R152x2", "Axial-B/32", "Masked-B/16"):
         config = models.config_of(name, (64, 96), 7)
         assert models.from_dict(json.loads(json.dumps(models.to_dict(config)))) == config
 

@@ -374,9 +374,7 @@ def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     with torch.no_grad():
         assert_logits(model, images, theirs(images), 1e-5, rtol=2e-6)
-        assert_logits(
-            models.load(tmp_path / "timm", image_size=model.config.image_size), images, model(images), 1e-6
-        )
+        assert_logits(models.load(tmp_path / "timm"), images, model(images), 1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import cv2
 import numpy as np
-import pandas
+import pyarrow
 import pytest
 import webdataset
+from pyarrow import parquet
 
 from data import jpeg
 from data.decode import decode
 from data.errors import DataError
 from data.index import build_index, load_index
 from data.packing import pack
-from data.reader import Reader, check_sizes
+from data.reader import Reader, check_sizes, without_unusable
 from data.sources import (
     Sample,
     cifar,
@@ -116,9 +117,8 @@ def test_tables_of_paths_and_labels(tmp_path, kind):
     if kind == "csv":
         (tmp_path / "t.csv").write_text('path,label\na.jpg,3\nb.jpg,"1 2"\n')
     else:
-        pandas.DataFrame({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]}).to_parquet(
-            tmp_path / "t.parquet"
-        )
+        rows = pyarrow.table({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]})
+        parquet.write_table(rows, tmp_path / "t.parquet")
     made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
     assert made["a"].labels == (3,) and made["b"].labels == (1, 2) and made["b"].read() == picture(2)
 
@@ -153,6 +153,9 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
         DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"
     ):
         check_sizes(made)
+    kept, wrong = without_unusable(made)
+    assert kept.shard_samples == (10, 10) and kept.digest != made.digest and len(wrong) == 2
+    assert Reader(kept).read(0, 0)[0] == "s00000"
     with pytest.raises(DataError, match=r"train-000003.tar: its sha256 is not the one"):
         Reader(made).read(3, 0)
     with pytest.raises(DataError, match="1000 bytes"):
@@ -254,7 +257,7 @@ def test_tars_are_packed_anew_with_labels_from_json(tmp_path):
 
 def test_hugging_face_parquet_is_read(tmp_path):
     rows = [{"image": {"bytes": picture(n), "path": None}, "label": n} for n in range(3)]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "train-0.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-0.parquet")
     assert [(s.image, s.labels) for s in image_parquet(tmp_path)] == [(picture(n), (n,)) for n in range(3)]
 
 
