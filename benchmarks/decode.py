@@ -76,9 +76,7 @@ WAYS: dict[str, Callable[[bytes, int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()

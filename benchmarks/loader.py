@@ -36,9 +36,7 @@ def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: b
     else:
         index = build_index(shards, output=folder, name="plain", classes=1000)
     order = Order(index.shard_samples, seed=0, batch_size=BATCH)
-    loader = TrainLoader(
-        index, order, image_size=SIZE, slots=range(BATCH), micro_batch=BATCH, processes=processes
-    )
+    loader = TrainLoader(index, order, image_size=SIZE, slots=range(BATCH), micro_batch=BATCH, processes=processes)
     return (batch.images for batch in loader)
 
 
@@ -60,9 +58,9 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
     cfg, draws = AugmentConfig(), Draws(0)
 
     def load(sample):
-        return decode(
-            sample["jpg"], lambda h, w: inception_box(h, w, draws, cfg), draws.uniform() < 0.5
-        ), int(sample["cls"])
+        return decode(sample["jpg"], lambda h, w: inception_box(h, w, draws, cfg), draws.uniform() < 0.5), int(
+            sample["cls"]
+        )
 
     def stack(rows):
         images = [image for image, _ in rows]
@@ -203,9 +201,7 @@ def measure(name: str, shards: list[str], folder: str, images: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=5)
@@ -231,17 +227,13 @@ def main() -> None:
                     folder,
                 ]
                 command += ["--shards", args.shards, "--images", str(args.images)]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", **_env()}
-                )
+                done = subprocess.run(command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", **_env()})
                 if done.returncode:
                     print(f"left out: {name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
                 else:
                     results.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]))
     base = statistics.median(one["per_cpu_s"] for one in results["webdataset + Pillow"])
-    for name, runs in sorted(
-        results.items(), key=lambda item: -statistics.median(r["per_cpu_s"] for r in item[1])
-    ):
+    for name, runs in sorted(results.items(), key=lambda item: -statistics.median(r["per_cpu_s"] for r in item[1])):
         rates = [run["per_cpu_s"] for run in runs]
         middle = statistics.median(rates)
         spread = f"({min(rates):.0f} … {max(rates):.0f})"

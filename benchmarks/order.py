@@ -24,9 +24,7 @@ BATCH, SHARDS, SAMPLES = 1024, 1000, 1000
 
 def epoch(order: Order, number: int) -> np.ndarray:
     """Sample ids (0 … N−1) of an epoch's whole batches, (steps, batch)."""
-    steps = range(
-        int(number * order.steps_per_epoch) + (number > 0), int((number + 1) * order.steps_per_epoch)
-    )
+    steps = range(int(number * order.steps_per_epoch) + (number > 0), int((number + 1) * order.steps_per_epoch))
     batches = (order.batch(step) for step in steps)
     return np.stack([shard * SAMPLES + sample for _, shard, sample in batches])
 
@@ -56,9 +54,7 @@ def measures(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
 def main() -> None:
     rng = np.random.default_rng(0)
     steps = SHARDS * SAMPLES // BATCH
-    full = measures(
-        *(rng.permutation(SHARDS * SAMPLES)[: steps * BATCH].reshape(steps, BATCH) for _ in range(2))
-    )
+    full = measures(*(rng.permutation(SHARDS * SAMPLES)[: steps * BATCH].reshape(steps, BATCH) for _ in range(2)))
     print(" lanes   block  labels  mixing  together  shards a batch  open")
     for lanes in (1, 16, 64, 256):
         for block in (1_000, 4_000, 16_000):

@@ -99,9 +99,7 @@ class EvaluationSet:
             problem = BadSample(self.index.shards[place[0]].name, key, str(error))
             return Row(place, None, (), problem)
         if image.shape != self.shape:
-            raise ValueError(
-                f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize"
-            )
+            raise ValueError(f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize")
         return Row(place, image, labels, None)
 
     def collate(self, rows: list[Row]) -> EvaluationBatch:

@@ -167,6 +167,7 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
     const unsigned first = from(y, layout.mcu_height, layout.mcu_height);
     const unsigned last = to(y + h, layout.mcu_height, layout.mcu_height, rows);
     const unsigned left = from(x, layout.mcu_width, run), right = to(x + w, layout.mcu_width, run, per_row);
+    if (first >= last || left >= right) return;  // the region is outside: two headers disagree
     if (last - first == rows && right - left == per_row) return;
     std::vector<size_t> starts{layout.scan_at};  // of the bytes between markers
     starts.reserve(last * per_row + 1);

@@ -148,9 +148,7 @@ class TrainLoader:
         """Copy a micro-batch out of shared memory; split the wait by what its process spent its time on."""
         start = perf_counter()
         rows = task[2] - task[1]
-        images, labels, ids = (
-            copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset)
-        )
+        images, labels, ids = (copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset))
         part = waited_s / max(done.storage_s + done.decode_s, 1e-9)
         wait = Wait(done.storage_s * part, done.decode_s * part, perf_counter() - start)
         return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, done.bad, wait)

@@ -6,23 +6,23 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
+from typing import BinaryIO
 
 import numpy as np
 
 from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
-from data.index import Index, digest_of
+from data.index import Index, Shard, digest_of
 from data.tar import MAX_BYTES
 
-MOST_OPEN = (
-    4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
-)
+MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 
 
 def unusable(index: Index) -> dict[int, str]:
-    """Local shards that are missing or not of the size they were indexed with: what is wrong with each."""
+    """Local shards that are missing or not of the size they were indexed with: what is wrong."""
     wrong = {}
     for number, shard in enumerate(index.shards):
         place = index.location(number)
@@ -37,7 +37,7 @@ def unusable(index: Index) -> dict[int, str]:
 
 
 def without_unusable(index: Index) -> tuple[Index, list[str]]:
-    """The index without its missing and short shards, under a digest of its own, and what is wrong with them."""
+    """The index without its missing and short shards, under its own digest, and what is wrong with them."""
     wrong = unusable(index)
     kept = tuple(shard for number, shard in enumerate(index.shards) if number not in wrong)
     return replace(index, shards=kept, digest=digest_of(kept, index.class_counts)), list(wrong.values())
@@ -59,8 +59,6 @@ class Reader:
 
     def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None):
         self.index, self.verify, self.cache = index, verify, Cache(cache or CacheConfig())
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.most_open = min(MOST_OPEN, max(8, files // 4))  # a mapped shard and its table hold a file each
         self._open: OrderedDict[int, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
 
     def __getstate__(self) -> dict:
@@ -85,27 +83,42 @@ class Reader:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        place, remote = self.index.location(shard), False
-        if "://" in place:
-            place, remote = str(self.cache.path(place, self.index.shards[shard])), True
-        opened = map_shard(place, self.index.shards[shard].bytes), self.index.table(shard)
+        known, place = self.index.shards[shard], self.index.location(shard)
+        remote = "://" in place
+        with self._find(place, known) if remote else open_local(place) as file:
+            tar = map_shard(file, place, known.bytes)
         if self.verify and not remote:  # the cache has verified what it fetched
-            verify_once(opened[0], place, self.index.shards[shard].sha256)
-        self._open[shard] = opened
-        if len(self._open) > self.most_open:
+            verify_once(tar, place, known.sha256)
+        self._open[shard] = tar, self.index.table(shard)
+        if len(self._open) > most_open():
             self._open.popitem(last=False)[1][0].close()
-        return opened
+        return self._open[shard]
+
+    def _find(self, url: str, known: Shard) -> BinaryIO:
+        """Open a remote shard in the cache; one that goes before it is open is fetched again."""
+        while True:
+            with suppress(FileNotFoundError):
+                return open(self.cache.path(url, known), "rb")
 
 
-def map_shard(place: str, size: int) -> mmap.mmap:
-    """Map a local shard after comparing its size; raises DataError."""
+def most_open() -> int:
+    """Shards to keep open: each holds two files, itself and its table."""
+    return min(MOST_OPEN, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+
+def open_local(place: str) -> BinaryIO:
     try:
-        with open(place, "rb") as file:
-            if os.fstat(file.fileno()).st_size != size:
-                raise DataError(f"{place}: {os.fstat(file.fileno()).st_size} bytes, the index says {size}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return open(place, "rb")
     except OSError as error:
         raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
+
+
+def map_shard(file: BinaryIO, place: str, size: int) -> mmap.mmap:
+    """Map a shard after comparing its size; raises DataError."""
+    found = os.fstat(file.fileno()).st_size
+    if found != size:
+        raise DataError(f"{place}: {found} bytes, the index says {size}; restore it, or index it again")
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
@@ -115,8 +128,7 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
-        raise DataError(
-            f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it"
-        )
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+        raise DataError(f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it")
+    with suppress(OSError):  # without a mark the next process looks for itself
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()

@@ -23,8 +23,8 @@ from jobs import fewshot, finetune, pack, pretrain, resize
 from jobs.gang import ClusterConfig
 from jobs.stage import Context, reference, write_done
 from pipeline import config
-from pipeline.checkpoint import write_atomic
 from pipeline.config import nearest, require
+from pipeline.durable import write_atomic
 from pipeline.errors import ConfigError, Preempted
 from pipeline.stage import TrainConfig, batch_arithmetic, model_config, trained_model
 
@@ -244,7 +244,8 @@ def resume_conflict(campaign: Campaign, stage: Stage) -> list[str]:
     """What a forbidden edit changed since an unfinished stage of the same name was last run; empty: no conflict."""
     if campaign.directory(stage).exists():
         return []
-    for folder in sorted(campaign.run.glob(f"{stage.name}-*"), key=lambda p: p.stat().st_mtime, reverse=True):
+    folders = campaign.run.glob(f"{stage.name}-*")
+    for folder in sorted(folders, key=lambda p: sorted(a.name for a in p.glob("attempts/*"))[-1:], reverse=True):
         record = folder / "stage.json"
         if record.exists() and not (folder / "done.json").exists() and any((folder / "checkpoints").glob("step-*")):
             old = json.loads(record.read_text())

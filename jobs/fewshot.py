@@ -14,8 +14,8 @@ from jobs import cluster
 from jobs.ownership import claim_attempt
 from jobs.stage import Context
 from pipeline import config, evaluate
-from pipeline.checkpoint import write_atomic
 from pipeline.config import Tags, require, tags
+from pipeline.durable import write_atomic
 from pipeline.evaluate import ProbeConfig
 
 

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.checkpoint import newest_attempt, sync_folder, write_file
+import psutil
+
+from pipeline.checkpoint import newest_attempt
+from pipeline.durable import make_folder, sync_folder, write_file
 from pipeline.errors import RunOwned
 
 
@@ -20,7 +23,7 @@ def owned(run: Path) -> Iterator[None]:
 
     The lock is the kernel's (flock): SIGKILL frees it at once, a frozen owner keeps it.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    make_folder(run, run)
     with open(run / "owner.json", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,18 +45,23 @@ def owned(run: Path) -> Iterator[None]:
 
 
 def _who(path: str, run: Path) -> str:
-    try:
-        owner = json.loads(Path(path).read_text())
-        who = f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
-    except (OSError, ValueError, KeyError):
-        who = "another process that has not said its name yet"
+    who = "another process that has not said its name yet"
+    for _ in range(20):  # it has the lock and is about to write; what stands there may be a former owner's name
+        try:
+            owner = json.loads(Path(path).read_text())
+            if owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]):
+                who = f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
+                break
+        except (OSError, ValueError, KeyError):
+            pass
+        time.sleep(0.1)
     return f"{run} is owned by {who}\n  watch it: python -m jobs status {run}\n  or give this run another name: run=…"
 
 
 def claim_attempt(run: Path) -> int:
     """The next attempt number, ours alone: whoever commits re-reads it and refuses when a newer one exists."""
     folder = run / "attempts"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, run)
     while True:
         number = newest_attempt(run) + 1
         temporary = folder / f".{number:06d}.{os.getpid()}"

@@ -64,7 +64,7 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     found = samples_of(campaign, cfg.data.train)
     samples, sure = found or cfg.data.samples, "" if found else " (as the recipe says; the data is not there yet)"
     if samples is None and cfg.steps is None:
-        return [*lines, f"  steps   {cfg.passes:g} passes over data that is not there yet; data.samples=… lets plan count"]
+        return [*lines, f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"]
     steps = steps_of(cfg, samples or 0)
     images = steps * cfg.batch_size
     passes = f"{images / samples:.2f} passes over {samples:,} samples{sure}" if samples else "data is not there yet"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import models
 from jobs.stage import Context
-from pipeline.checkpoint import write_atomic
 from pipeline.config import Tags, require, tags
+from pipeline.durable import write_atomic
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.gang import ClusterConfig
-from pipeline.checkpoint import write_atomic
+from pipeline.durable import write_atomic
 
 ROOMS = ("models", "data", "pipeline", "jobs")
 ROOT = Path(__file__).parents[1]

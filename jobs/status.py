@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import checkpoint
+from pipeline import checkpoint, durable
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.telemetry import amount, duration, read_metrics
 
@@ -73,4 +73,4 @@ def write_status(run: Path, exit_code: int | None, message: str, command: str, *
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         **more,
     }
-    checkpoint.write_atomic(run / "status.json", json.dumps(record, indent=1))
+    durable.write_atomic(run / "status.json", json.dumps(record, indent=1))

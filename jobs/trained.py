@@ -83,7 +83,7 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
 def last_step(directory: Path) -> int:
     """Step of the newest committed checkpoint; −1 where there is none."""
     found = checkpoint.committed(directory / "checkpoints")
-    return int(found[0].name.removeprefix("step-")) if found else -1
+    return checkpoint.step_of(found[0]) if found else -1
 
 
 def give_up_or_wait(context: Context, error: GangError, without_progress: int, again: bool) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints that exist only when they are whole, and one decision of all workers about which to load.
 
 On disk, under `<stage>/checkpoints/`:
-    step-0000001200/           committed: a valid MANIFEST.json lies in it, written last
+    step-0000001200/           committed: a valid MANIFEST.json lies in it, written last; "-000007" is appended where
+                               another attempt has committed that step already
         rank-00000.safetensors   that worker's fragments, keys "name|kind|start"
         MANIFEST.json            schema, step, ledger, attempt, world, zero, files with bytes and sha256, …
     .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
@@ -13,6 +14,7 @@ digests are gathered; the lead checks that it still owns the run, writes the man
 fsyncs its parent.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +22,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.durable import make_folder, sync_folder, write_file
 from pipeline.engine import Engine
 from pipeline.errors import CheckpointError
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
+UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}  # this file is bad; any other error: the storage is
 
 
 @dataclass(frozen=True)
@@ -57,34 +61,9 @@ class Manifest:
     schema: int = SCHEMA
 
 
-def write_file(path: Path, blob: bytes) -> None:
-    """Write and fsync; the name is not final, the caller renames the folder."""
-    with open(path, "wb") as file:
-        file.write(blob)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`, visible only when whole and durable."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write_file(temporary, text.encode())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
 def newest_attempt(directory: Path) -> int:
     """The highest attempt number claimed in a run directory; 0 where there is none."""
-    return max((int(p.stem) for p in (directory / "attempts").glob("*.json")), default=0)
+    return max((int(p.stem) for p in (directory / "attempts").glob("*.json") if p.stem.isdigit()), default=0)
 
 
 class Saver:
@@ -94,7 +73,7 @@ class Saver:
         self.folder, self.run, self.attempt = folder, run, attempt
         self.thread: threading.Thread | None = None
         self.stalled_s = self.began = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, run)
 
     @property
     def in_flight(self) -> bool:
@@ -150,99 +129,150 @@ class Saver:
         return committed
 
     def _commit(self, results: list[dict[str, Any]]) -> tuple[Manifest | None, str, bool]:
-        errors = [r["error"] for r in results if "error" in r]
-        if errors:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            return None, "; ".join(errors), False
-        newest = newest_attempt(self.run)
-        if newest > self.attempt:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            message = (
-                f"step {self.manifest.step} is not committed: attempt {newest} owns {self.run} now, this is "
-                f"attempt {self.attempt}\n  nothing of the newer attempt was touched; this process should end"
-            )
-            return None, message, True
-        files = {r["name"]: {"bytes": r["bytes"], "sha256": r["sha256"]} for r in results}
-        manifest = Manifest(**{**asdict(self.manifest), "files": files})
-        final = self.folder / f"step-{manifest.step:010d}"
+        """The lead's part: (manifest, what failed, whether a newer attempt owns the run)."""
         try:
-            body = json.dumps(asdict(manifest), indent=1, sort_keys=True)
-            write_file(self.temporary / MANIFEST, json.dumps({"sha256": _sha(body), "body": body}).encode())
-            sync_folder(self.temporary)
-            if final.exists():  # this step was saved before, and lost to a quarantine race or replayed: same content
-                shutil.rmtree(self.temporary)
-            else:
-                os.rename(self.temporary, final)
-            sync_folder(self.folder)
+            errors = [r["error"] for r in results if "error" in r]
+            newest = newest_attempt(self.run)
+            if not errors and newest <= self.attempt:
+                return (
+                    self._publish({r["name"]: {"bytes": r["bytes"], "sha256": r["sha256"]} for r in results}),
+                    "",
+                    False,
+                )
         except OSError as error:
-            return None, f"{MANIFEST}: {error}", False
-        return manifest, "", False
+            errors, newest = [str(error)], self.attempt
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        if newest <= self.attempt:
+            return None, "; ".join(errors), False
+        message = (
+            f"step {self.manifest.step} is not committed: attempt {newest} owns {self.run} now, this is "
+            f"attempt {self.attempt}\n  nothing of the newer attempt was touched; this process should end"
+        )
+        return None, message, True
+
+    def _publish(self, files: dict[str, dict[str, Any]]) -> Manifest:
+        manifest = replace(self.manifest, files=files)
+        write_file(self.temporary / MANIFEST, seal(manifest).encode())
+        sync_folder(self.temporary)
+        final = self.folder / f"step-{manifest.step:010d}"
+        if final.exists():  # a former owner's, unfrozen after our start; the later attempt sorts before it
+            final = final.with_name(f"{final.name}-{self.attempt:06d}")
+        os.rename(self.temporary, final)  # refused by the kernel where another folder has come there meanwhile
+        sync_folder(self.folder)
+        return manifest
 
 
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def seal(manifest: Manifest) -> str:
+    """The text of a manifest file: the values and their digest; there is exactly one text for given values."""
+    body = json.dumps(asdict(manifest), indent=1, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body})
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises CheckpointError where the manifest is missing, torn, altered or newer than this code."""
+    """Raises CheckpointError where the manifest is missing, torn, altered, of another step or newer than this code.
+
+    Raises OSError where the storage fails, which says nothing about the checkpoint.
+    """
+    path = checkpoint / MANIFEST
     try:
-        envelope = json.loads((checkpoint / MANIFEST).read_text())
-        body = envelope["body"]
-        if _sha(body) != envelope["sha256"]:
-            raise CheckpointError(f"{checkpoint / MANIFEST} does not match its own digest")
+        text = path.read_text()
+        body = json.loads(text)["body"]
+        if text != json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}):
+            raise CheckpointError(f"{path} does not match its own digest")
         values = json.loads(body)
+        if values["schema"] > SCHEMA:
+            raise NewerSchema(
+                f"{checkpoint} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
+                "  update Patchline to load it"
+            )
+        manifest = Manifest(**values)
     except OSError as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: {error.strerror or error}") from None
+        raise _unreadable(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{checkpoint / MANIFEST} is torn or not a manifest") from None
-    if values["schema"] > SCHEMA:
-        raise CheckpointError(
-            f"{checkpoint} has schema {values['schema']}, this code reads up to {SCHEMA}\n  update Patchline to load it"
-        )
-    return Manifest(**values)
+        raise CheckpointError(f"{path} is torn or not a manifest") from None
+    if checkpoint.name.startswith("step-") and step_of(checkpoint) != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(checkpoint)}")
+    return manifest
+
+
+class NewerSchema(CheckpointError):
+    """Written by a newer Patchline: sound, only not for this code; never quarantined."""
+
+
+def _unreadable(path: Path, error: OSError) -> Exception:
+    if error.errno in UNREADABLE:
+        return CheckpointError(f"{path}: {error.strerror or error}")
+    return error
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Read every byte and compare with the manifest. Raises CheckpointError naming the file and what differs."""
+    """Read every byte and compare with the manifest. Raises CheckpointError naming the file and what differs,
+    OSError where the storage fails."""
     manifest = read_manifest(checkpoint)
     found = {p.name for p in checkpoint.iterdir()} - {MANIFEST}
     if found != set(manifest.files):
         missing, extra = sorted(set(manifest.files) - found), sorted(found - set(manifest.files))
         raise CheckpointError(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, expected in manifest.files.items():
-        digest, size = hashlib.sha256(), 0
-        with open(checkpoint / name, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-                size += len(block)
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{checkpoint / name}: {size} bytes, the manifest says {expected['bytes']}")
-        if digest.hexdigest() != expected["sha256"]:
-            raise CheckpointError(f"{checkpoint / name}: its sha256 is not the manifest's; the file has changed")
+        _verify_file(checkpoint / name, expected)
+    Reader(checkpoint, manifest.files)  # the headers: a digest made over a pickle does not make it a checkpoint
     return manifest
 
 
+def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
+    if not path.is_file():  # a pipe would keep us waiting for ever
+        raise CheckpointError(f"{path} is not a regular file")
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if digest != expected["sha256"]:
+        raise CheckpointError(f"{path}: its sha256 is not the manifest's; the file has changed")
+
+
 def committed(folder: Path) -> list[Path]:
-    """Checkpoints whose folder was renamed into place, newest step first (by name, never by time)."""
+    """Checkpoints whose folder was renamed into place, newest step first, then attempt (by name, never by time)."""
     return sorted(folder.glob("step-*"), reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a committed checkpoint's folder."""
+    return int(checkpoint.name.split("-")[1])
 
 
 def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose every file verifies; bad ones are renamed out of the way and named.
 
-    Leftovers of saves that never committed are swept here, before anything is written.
+    None where nothing was ever committed. Leftovers of saves that never committed are swept here, before anything
+    is written. Raises CheckpointError where the storage fails, where a checkpoint is of a newer schema, and where
+    all are bad: to start from nothing again is a person's decision.
     """
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for checkpoint in committed(folder):
-        try:
-            return checkpoint, verify(checkpoint)
-        except CheckpointError as error:
-            if "has schema" in str(error):
+    found = committed(folder)
+    try:
+        for checkpoint in found:
+            try:
+                return checkpoint, verify(checkpoint)
+            except NewerSchema:
                 raise
-            aside = folder / f"bad-{checkpoint.name.removeprefix('step-')}-{attempt:06d}"
-            os.rename(checkpoint, aside)
-            say(f"checkpoint refused: {error}; kept as {aside.name}, trying the one before it")
+            except CheckpointError as error:
+                aside = folder / f"bad-{checkpoint.name.removeprefix('step-')}-{attempt:06d}"
+                os.rename(checkpoint, aside)
+                say(f"checkpoint refused: {error}; kept as {aside.name}, trying the one before it")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage"
+        ) from None
+    if found:
+        raise CheckpointError(
+            f"none of {len(found)} checkpoints in {folder} is whole; they are kept as bad-*\n"
+            "  bring one back from a copy as step-*, or run the same command again to start from step 0"
+        )
     return None
 
 
@@ -250,13 +280,20 @@ class Reader:
     """Random access to the fragments of one checkpoint, whatever world and stage wrote it."""
 
     def __init__(self, checkpoint: Path, files: Iterable[str]) -> None:
-        self.handles = {name: safetensors.safe_open(checkpoint / name, "pt") for name in sorted(files)}
+        self.handles: dict[str, Any] = {}
         self.pieces: dict[tuple[str, str], list[tuple[int, int, str, str]]] = {}
-        for file, handle in self.handles.items():
-            for key in handle.keys():  # noqa: SIM118 (not a mapping)
-                name, kind, start = key.rsplit("|", 2)
-                count = handle.get_slice(key).get_shape()[0]
-                self.pieces.setdefault((name, kind), []).append((int(start), count, file, key))
+        for file in sorted(files):
+            try:
+                self._open(checkpoint, file)
+            except (safetensors.SafetensorError, ValueError) as error:
+                raise CheckpointError(f"{checkpoint / file} holds no fragments: {error}") from None
+
+    def _open(self, checkpoint: Path, file: str) -> None:
+        self.handles[file] = handle = safetensors.safe_open(checkpoint / file, "pt")
+        for key in handle.keys():  # noqa: SIM118 (not a mapping)
+            name, kind, start = key.rsplit("|", 2)
+            count = handle.get_slice(key).get_shape()[0]
+            self.pieces.setdefault((name, kind), []).append((int(start), count, file, key))
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Elements [start, start + count) of one parameter's master or moment, flat fp32.
@@ -304,14 +341,15 @@ def restore(engine: Engine, folder: Path, attempt: int, say: Callable[[str], Non
 def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
     """Delete old checkpoints: the newest `keep` (2 at least) stay, and every multiple of `keep_every` steps.
 
-    A folder is renamed before it is deleted, so that a crash leaves no half checkpoint under a valid name.
+    A folder is renamed, durably, before it is deleted: no crash leaves half a checkpoint under a valid name.
+    Raises OSError where the renaming fails; nothing is half deleted then.
     """
     removed = []
     for checkpoint in committed(folder)[max(keep, 2) :]:
-        step = int(checkpoint.name.removeprefix("step-"))
-        if not (keep_every and step % keep_every == 0):
+        if not (keep_every and step_of(checkpoint) % keep_every == 0):
             doomed = folder / f".tmp-old-{checkpoint.name}"
             os.rename(checkpoint, doomed)
+            sync_folder(folder)
             shutil.rmtree(doomed, ignore_errors=True)
             removed.append(checkpoint)
     return removed

@@ -109,7 +109,7 @@ class Engine:
 
     With `polyak` > 0 also an fp32 "average" of the masters: after each applied update it becomes
     polyak · average + (1 − polyak) · master. It starts as the initial weights, which the paper does not say (B.1.1
-    gives the factor alone); after n updates they still weigh polyakⁿ: with 0.9999, 14 % after 20,000.
+    gives the factor alone); after n updates they weigh polyakⁿ, of 20,000 with factor 0.9999 that is 14 %.
     """
 
     def __init__(
@@ -122,10 +122,8 @@ class Engine:
         self.state_names = (*STATE[optim.name], *(("average",) if polyak else ()))
         self.clip = settings["gradient_clipping"]
         if self.zero == 0:
-            settings = {
-                **settings,
-                "gradient_clipping": 0.0,
-            }  # we clip: DeepSpeed cannot after a dropped gradient
+            # We clip: DeepSpeed cannot after a dropped gradient.
+            settings = {**settings, "gradient_clipping": 0.0}
         self.sizes = {name: p.numel() for name, p in model.named_parameters()}
         rounds = "bf16" in settings
         masters = {name: p.detach().clone() for name, p in model.named_parameters() if rounds}
@@ -135,10 +133,10 @@ class Engine:
         )
         self.model: nn.Module = self.engine.module
         self.dtype = torch.bfloat16 if rounds else torch.float32
-        self._start_state()
         if rounds:  # DeepSpeed made its masters from the rounded weights
-            kinds = ("master", "average") if polyak else ("master",)
-            self.restore(lambda name, kind, start, count: masters[name].flatten()[start : start + count], kinds)
+            self.restore(lambda name, kind, start, count: masters[name].flatten()[start : start + count], ("master",))
+            masters.clear()
+        self._start_state()
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -223,35 +221,36 @@ class Engine:
         norm = self.engine.get_global_grad_norm()
         return math.inf if self.engine.optimizer.overflow or norm is None else float(norm)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Views of the fp32 masters and moments that this worker owns, each element owned by exactly one worker."""
+    def fragments(self, kinds: tuple[str, ...] | None = None) -> Iterator[Fragment]:
+        """Views of the fp32 masters and state that this worker owns, each element owned by exactly one worker."""
+        kinds = kinds or ("master", *self.state_names)
         rank, world = dist.get_rank(), dist.get_world_size()
-        zero = self.engine.optimizer
         p: Any  # DeepSpeed hangs its own attributes on parameters
         for name, p in self.model.named_parameters():
-            if not p.requires_grad:
-                continue
             if self.zero == 0:
                 part = math.ceil(p.numel() / world)
                 start, stop = min(rank * part, p.numel()), min((rank + 1) * part, p.numel())
-                views = {"master": p.detach().flatten()[start:stop]}
-                views |= {k: self._optimizer.state[p][k].flatten()[start:stop] for k in self.state_names}
+                views = {kind: self._replica(p, kind)[start:stop] for kind in kinds}
             elif self.zero < 3:
                 if p._hp_mapping is None:
                     continue
                 start = p._hp_mapping.lp_fragment_address.start
-                views = {"master": p._hp_mapping.get_hp_fragment()}
-                views |= {k: p._hp_mapping.get_hp_fragment(k) for k in self.state_names}
+                views = {k: p._hp_mapping.get_hp_fragment(None if k == "master" else k) for k in kinds}
             else:
                 part = p.ds_tensor.numel()
                 start, stop = rank * part, min((rank + 1) * part, p.ds_numel)
-                kinds: dict[str, str | None] = {"master": None, **{k: k for k in self.state_names}}
-                views = {
-                    kind: zero._get_fp32_opt_state_partition(p, False, key)[0][: max(stop - start, 0)]
-                    for kind, key in kinds.items()
-                }
-            if views["master"].numel():
+                views = {kind: self._partition(p, kind)[: max(stop - start, 0)] for kind in kinds}
+            if views[kinds[0]].numel():
                 yield Fragment(name, start, views)
+
+    def _replica(self, p: Any, kind: str) -> Tensor:
+        """Stage 0: the whole flat master or state, which every worker has."""
+        return (p.data if kind == "master" else self._optimizer.state[p][kind]).view(-1)
+
+    def _partition(self, p: Any, kind: str) -> Tensor:
+        """Stage 3: this worker's part of a flat master or state, padded where the last part is short."""
+        key = None if kind == "master" else kind
+        return self.engine.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
 
     @torch.no_grad()
     def restore(self, read: Any, kinds: tuple[str, ...] | None = None) -> None:
@@ -259,9 +258,8 @@ class Engine:
 
         At stage 0 every worker holds everything, so everything is read, not the worker's own part alone.
         """
-        for fragment in self._whole() if self.zero == 0 else self.fragments():
-            for kind in kinds or fragment.tensors:
-                view = fragment.tensors[kind]
+        for fragment in self._whole(kinds) if self.zero == 0 else self.fragments(kinds):
+            for kind, view in fragment.tensors.items():
                 view.copy_(read(fragment.name, kind, fragment.start, view.numel()))
         self._refresh()
 
@@ -272,10 +270,9 @@ class Engine:
         elif self.zero == 3:
             self._refresh_stage_3()
 
-    def _whole(self) -> Iterator[Fragment]:
+    def _whole(self, kinds: tuple[str, ...] | None) -> Iterator[Fragment]:
         for name, p in self.model.named_parameters():
-            state = self._optimizer.state[p]
-            yield Fragment(name, 0, {"master": p.data.view(-1), **{k: state[k].view(-1) for k in self.state_names}})
+            yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds or ("master", *self.state_names)})
 
     def _refresh_stage_3(self) -> None:
         zero = self.engine.optimizer

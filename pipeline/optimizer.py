@@ -24,7 +24,9 @@ class OptimConfig:
     momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
-    RESUME: ClassVar[Tags] = tags(forbid="name lr weight_decay head_weight_decay clip beta1 beta2 eps momentum schedule")
+    RESUME: ClassVar[Tags] = tags(
+        forbid="name lr weight_decay head_weight_decay clip beta1 beta2 eps momentum schedule"
+    )
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr is {self.lr}, expected more than 0")

@@ -124,25 +124,6 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
-    """Three steps and a checkpoint, or what such a checkpoint holds; then three steps more."""
-    engine = start(task)
-    folder, found = Path(task["folder"]), None
-    if task["save"]:
-        steps(engine, 0, 3)
-        saver = checkpoint.Saver(folder, folder.parent, attempt=1)
-        described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
-        saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
-        saver.finish()
-    else:
-        found = checkpoint.restore(engine, folder, 2, print)
-    steps(engine, 3, 6)
-    average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
-    engine.close()
-    dist.destroy_process_group()
-    return {"average": average, "restored": found is not None}
-
-
 def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
     """One bf16 step of ViT-H/14 on one image a worker, activations recomputed; how far a kernel moved."""
     join_group(1800.0)
@@ -163,3 +144,22 @@ def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
     engine.close()
     dist.destroy_process_group()
     return outcome
+
+
+def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
+    """Three steps and a checkpoint, or what such a checkpoint holds; then three steps more."""
+    engine = start(task)
+    folder, found = Path(task["folder"]), None
+    if task["save"]:
+        steps(engine, 0, 3)
+        saver = checkpoint.Saver(folder, folder.parent, attempt=1)
+        described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
+        saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
+        saver.finish()
+    else:
+        found = checkpoint.restore(engine, folder, 2, print)
+    steps(engine, 3, 6)
+    average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
+    engine.close()
+    dist.destroy_process_group()
+    return {"average": average, "restored": found is not None}

@@ -52,7 +52,9 @@ def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(given,
 
 
 def test_values_override_defaults_of_nested_configs():
-    defaults = TrainConfig(steps=5, data=DataConfig(train="x"), optim=OptimConfig(lr=0.5, schedule=ScheduleConfig(decay="cosine")))
+    defaults = TrainConfig(
+        steps=5, data=DataConfig(train="x"), optim=OptimConfig(lr=0.5, schedule=ScheduleConfig(decay="cosine"))
+    )
     built = config.build(TrainConfig, {"optim": {"schedule": {"warmup_steps": 3}}, "zero": 3}, "s", defaults)
     assert (built.optim.lr, built.optim.schedule.decay, built.optim.schedule.warmup_steps) == (0.5, "cosine", 3)
     assert built.zero == 3 and isinstance(built.data.augment, AugmentConfig)

@@ -103,7 +103,7 @@ def test_a_users_deepspeed_file_is_merged_and_a_conflict_shows_both_values(tmp_p
     merged = deepspeed_config(**given)
     assert merged["zero_optimization"] == {"stage": 2, "overlap_comm": False} and merged["gradient_clipping"] == 1.0
     file.write_text('{"zero_optimization": {"stage": 3}}')
-    with pytest.raises(ConfigError, match="zero_optimization.stage: your file says 3, the recipe 2"):
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage: your file says 3, the recipe 2"):
         deepspeed_config(**given)
 
 

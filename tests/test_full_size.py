@@ -24,8 +24,8 @@ def test_vit_h14_takes_an_optimizer_step_under_zero(tmp_path):
         pytest.skip("needs 18 GiB of free memory")
     outcome = run_gang(
         ranks.one_step_of_h14,
-        {"zero": 3},
-        cluster=ClusterConfig(workers=2, backend="processes"),
+        {"zero": 2},
+        cluster=ClusterConfig(workers=1, backend="processes"),
         name="h14",
         directory=tmp_path,
     )

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -43,13 +44,9 @@ def equal(one, other) -> bool:
 
 
 def test_a_batch_is_uint8_images_labels_and_ids(index, order):
-    batch = next(
-        iter(TrainLoader(index, order, image_size=24, slots=range(8, 16), micro_batch=5, max_labels=3))
-    )
+    batch = next(iter(TrainLoader(index, order, image_size=24, slots=range(8, 16), micro_batch=5, max_labels=3)))
     assert batch.images.shape == (5, 3, 24, 24) and batch.images.dtype == torch.uint8
-    assert (
-        batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
-    )
+    assert batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
     assert batch.ids.tolist() == np.stack(order.batch(0), 1)[8:13].tolist() and batch.bad == ()
 
 
@@ -59,9 +56,7 @@ def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world
     whole = run(index, order, steps=3)
     share = 24 // world
     parts = [
-        run(
-            index, order, steps=3, slots=range(r * share, (r + 1) * share), micro_batch=5, processes=processes
-        )
+        run(index, order, steps=3, slots=range(r * share, (r + 1) * share), micro_batch=5, processes=processes)
         for r in range(world)
     ]
     for column, parts_of in zip(whole, zip(*parts, strict=True), strict=True):
@@ -107,9 +102,7 @@ def test_without_crop_and_flip_the_pixels_are_the_image_s_own(index, order):
     images, _, ids = run(index, order, steps=1, augment=AugmentConfig(crop="none", flip=False))
     kept = list(islice(digits(True), 300))
     for image, (_, shard, sample) in zip(images, ids.tolist(), strict=True):
-        original = cv2.imdecode(
-            np.frombuffer(kept[shard * 70 + sample].image, np.uint8), cv2.IMREAD_COLOR_RGB
-        )
+        original = cv2.imdecode(np.frombuffer(kept[shard * 70 + sample].image, np.uint8), cv2.IMREAD_COLOR_RGB)
         assert np.array_equal(image.permute(1, 2, 0), original)
 
 
@@ -120,12 +113,7 @@ def test_bad_samples_are_replaced_by_the_next_of_their_lane_and_reported(tmp_pat
     index = pack(samples, tmp_path, shard_samples=16)
     order = Order(index.shard_samples, seed=0, batch_size=8, lanes=2)
     one, two = (
-        [
-            b
-            for b in islice(
-                iter(TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=m)), 5 * 8 // m
-            )
-        ]
+        [b for b in islice(iter(TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=m)), 5 * 8 // m)]
         for m in (8, 2)
     )
     bad = [problem for batch in one for problem in batch.bad]
@@ -158,16 +146,12 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
             assert batch.images.shape == (16, 3, 32, 32) and batch.images.dtype == torch.uint8
             assert (batch.labels[batch.mask] >= 0).all() and (batch.labels[~batch.mask] == -1).all()
             seen += batch.ids[batch.mask].tolist()
-    assert sorted(seen) == [
-        [shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)
-    ]
+    assert sorted(seen) == [[shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)]
 
 
 def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tmp_path):
     good = list(islice(digits(True), 30))
-    index = pack(
-        [Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path
-    )
+    index = pack([Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path)
     one, four = (list(EvaluationSet(index, "resize(24)", batch_size=8, threads=n)) for n in (1, 4))
     for a, b in zip(one, four, strict=True):
         assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and torch.equal(a.mask, b.mask)
@@ -178,11 +162,7 @@ def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tm
 
 def test_the_float_squash_stays_float(index):
     batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
-    assert (
-        batch.images.dtype == torch.float32
-        and batch.images.shape == (4, 3, 48, 48)
-        and batch.images.max() > 200
-    )
+    assert batch.images.dtype == torch.float32 and batch.images.shape == (4, 3, 48, 48) and batch.images.max() > 200
 
 
 def children() -> set[int]:
@@ -211,6 +191,24 @@ def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, orde
     os.kill(victim, blow)
     taken += [next(batches) for _ in range(32 - 5)]
     assert victim not in children() and len(children() - before) == 2
+    batches.close()
+    assert children() == before
+    for name, column in zip(("images", "labels", "ids"), whole, strict=True):
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in taken]), column)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4, 8])
+def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processes):
+    steps, chance = 60, random.Random(processes)
+    whole = run(index, order, steps=steps)
+    before = children()
+    loader = TrainLoader(index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=processes)
+    batches, taken = iter(loader), []
+    for _ in range(steps * 4):
+        taken.append(next(batches))
+        if chance.random() < 0.1:
+            os.kill(chance.choice(sorted(children() - before)), signal.SIGKILL)
     batches.close()
     assert children() == before
     for name, column in zip(("images", "labels", "ids"), whole, strict=True):

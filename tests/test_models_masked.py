@@ -61,9 +61,7 @@ def test_colours_are_three_bits_a_channel():
 def test_downsized_patches_are_cells_in_reading_order():
     config = models.config_of("Masked-mu/8", (16, 24), target="downsized")
     images = torch.full((1, 3, 16, 24), -1.0)
-    images[:, 2, 8 + 2, 16 + 4 : 16 + 6] = images[:, 2, 8 + 3, 16 + 4 : 16 + 6] = (
-        1.0  # last patch, row 1, column 2
-    )
+    images[:, 2, 8 + 2, 16 + 4 : 16 + 6] = images[:, 2, 8 + 3, 16 + 4 : 16 + 6] = 1.0  # last patch, row 1, column 2
     classes = masked.targets(images, config)
     assert classes.shape == (1, 6, 16)
     assert classes.nonzero().tolist() == [[0, 5, 1 * 4 + 2]] and classes.max() == 7
@@ -113,9 +111,7 @@ def test_finetuning_takes_the_vit_out(tmp_path):
 
 def test_masked_training_can_move_to_larger_images():
     source = build()
-    state, report = models.transfer(
-        source.state_dict(), source.config, models.config_of("Masked-mu/8", 48, depth=2)
-    )
+    state, report = models.transfer(source.state_dict(), source.config, models.config_of("Masked-mu/8", 48, depth=2))
     assert [name for name, *_ in report.resized] == ["vit.positions.0.table"] and not report.dropped
     assert state["vit.positions.0.table"].shape == (1, 37, 32)
 

@@ -35,9 +35,7 @@ def channels_first(images: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def assert_logits(model, images, expected, atol, rtol=0):
-    torch.testing.assert_close(
-        model(images), torch.as_tensor(expected), atol=atol, rtol=0 if atol == 0 else 2e-6
-    )
+    torch.testing.assert_close(model(images), torch.as_tensor(expected), atol=atol, rtol=0 if atol == 0 else 2e-6)
 
 
 def equal_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -110,9 +108,7 @@ def test_hugging_face_directory_gives_its_logits():
 @golden
 def test_timm_state_dict_gives_its_logits(tmp_path):
     arrays = np.load(GOLDEN / "timm_vit.npz")
-    stored = {
-        k.removeprefix("state_dict/"): torch.from_numpy(arrays[k]) for k in arrays if "state_dict/" in k
-    }
+    stored = {k.removeprefix("state_dict/"): torch.from_numpy(arrays[k]) for k in arrays if "state_dict/" in k}
     save_file(stored, tmp_path / "timm.safetensors")
     with pytest.raises(ValueError, match="pass heads="):
         models.load(tmp_path / "timm.safetensors")
@@ -190,8 +186,7 @@ def test_every_generation_of_official_names_is_read(tmp_path):
     versions = {
         "pre_linen": {pre_linen(key): array for key, array in plain.items()},
         "params": {f"params/{key}": array for key, array in plain.items()},
-        "target": {f"opt/target/{key}": array for key, array in plain.items()}
-        | {"opt/state/step": np.ones(1)},
+        "target": {f"opt/target/{key}": array for key, array in plain.items()} | {"opt/state/step": np.ones(1)},
         "scan": scan,
         "part": {f"params/img/{key}": array for key, array in plain.items()} | {"params/txt/a": np.ones(1)},
         "bf16": {key: tensor.view(torch.uint16).numpy().view("V2") for key, tensor in half.items()},
@@ -227,9 +222,7 @@ def test_npz_round_trip_is_bit_equal(name, options, tmp_path):
 def test_old_groupnorms_of_four_axes_are_read(tmp_path):
     model = random_model("R+mu/16", 32)
     models.save(model, tmp_path / "new.npz", format="npz")
-    arrays = {
-        k: a.reshape(1, 1, 1, -1) if "gn_" in k else a for k, a in np.load(tmp_path / "new.npz").items()
-    }
+    arrays = {k: a.reshape(1, 1, 1, -1) if "gn_" in k else a for k, a in np.load(tmp_path / "new.npz").items()}
     np.savez(tmp_path / "old.npz", **arrays)
     assert equal_weights(models.load(tmp_path / "old.npz"), model)
 
@@ -367,9 +360,7 @@ def timm(vision_operators):
 )
 def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
     model = random_model(**options)
-    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(
-        2, 3, *model.config.image_size
-    )
+    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(2, 3, *model.config.image_size)
     models.save(model, tmp_path / "timm", format="timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     with torch.no_grad():
@@ -394,9 +385,7 @@ def transformers(vision_operators):
 )
 def test_transformers_opens_our_directory_and_agrees(options, transformers, tmp_path):
     model = random_model(**options)
-    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(
-        2, 3, *model.config.image_size
-    )
+    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(2, 3, *model.config.image_size)
     models.save(model, tmp_path / "hf", format="hf")
     kind = transformers.ViTForImageClassification if model.config.classes else transformers.ViTModel
     theirs, info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)

@@ -74,10 +74,7 @@ def test_a_step_far_into_300_million_samples_needs_neither_replay_nor_memory():
     order = Order([10_000] * 30_000, seed=0, batch_size=4096)
     far = order.batch(700_000)
     assert len(np.unique(np.stack(far), axis=1).T) == 4096 and far[0][0] == 700_000 * 4096 // 300_000_000
-    held = (
-        sum(array.nbytes for arrays in order._starts.values() for array in arrays)
-        + order.shard_samples.nbytes
-    )
+    held = sum(array.nbytes for arrays in order._starts.values() for array in arrays) + order.shard_samples.nbytes
     assert held < 2_000_000
 
 

@@ -57,9 +57,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
     pack(samples(25), tmp_path / "whole", shard_samples=5)
     with pytest.raises(KeyboardInterrupt):
         pack(dying(), tmp_path / "killed", shard_samples=5)
-    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list(
-        (tmp_path / "killed").glob("*.json")
-    )
+    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list((tmp_path / "killed").glob("*.json"))
     kept = (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns
     pack(samples(25), tmp_path / "killed", shard_samples=5)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -132,9 +130,7 @@ def test_digits_split_is_stratified_and_fixed():
 
 def test_labels_beyond_the_classes_are_refused_by_name(tmp_path):
     pack(samples(6), tmp_path)
-    with pytest.raises(
-        DataError, match=r"train-000000.tar: sample s00004 has label 4, but there are 4 classes"
-    ):
+    with pytest.raises(DataError, match=r"train-000000.tar: sample s00004 has label 4, but there are 4 classes"):
         build_index(tmp_path, classes=4)
     with pytest.raises(DataError, match=r"s00004 has labels \[4\], expected one or more of 0 … 3"):
         pack(samples(6), tmp_path / "x", classes=4)
@@ -149,9 +145,7 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     data = bytearray((tmp_path / "train-000003.tar").read_bytes())
     data[700] ^= 1
     (tmp_path / "train-000003.tar").write_bytes(data)
-    with pytest.raises(
-        DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"
-    ):
+    with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
         check_sizes(made)
     kept, wrong = without_unusable(made)
     assert kept.shard_samples == (10, 10) and kept.digest != made.digest and len(wrong) == 2
@@ -168,9 +162,7 @@ def test_an_index_is_found_in_its_folder_and_refused_when_edited(tmp_path):
     made = pack(samples(4), tmp_path)
     assert load_index(tmp_path) == made
     path = tmp_path / "train.index.json"
-    path.write_text(
-        path.read_text().replace('"train-000000.tar", 4', '"train-000000.tar", 5').replace(" 4,", " 5,")
-    )
+    path.write_text(path.read_text().replace('"train-000000.tar", 4', '"train-000000.tar", 5').replace(" 4,", " 5,"))
     with pytest.raises(DataError, match="digest"):
         load_index(path)
     with pytest.raises(DataError, match="found none"):
@@ -219,12 +211,8 @@ def tar_of(entries: dict[str, bytes]) -> bytes:
 def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
     reports = []
     one = pack(samples(47), tmp_path / "one", shard_samples=5)
-    four = pack(
-        samples(47), tmp_path / "four", shard_samples=5, workers=4, report=lambda *n: reports.append(n)
-    )
-    assert one == replace(four, directory=one.directory) and contents(tmp_path / "one") == contents(
-        tmp_path / "four"
-    )
+    four = pack(samples(47), tmp_path / "four", shard_samples=5, workers=4, report=lambda *n: reports.append(n))
+    assert one == replace(four, directory=one.directory) and contents(tmp_path / "one") == contents(tmp_path / "four")
     assert reports[-1][1] == 47 and sorted(reports) == reports
 
 

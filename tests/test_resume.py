@@ -98,7 +98,7 @@ def test_a_killed_driver_leaves_no_worker_and_the_same_command_goes_on(recipe, u
     workers = [r["pid"] for path in pretrain_of(recipe).glob("attempts/*") for r in records(path, 2).values()]
     process.kill()
     process.wait()
-    gone, alive = psutil.wait_procs([psutil.Process(p) for p in workers if psutil.pid_exists(p)], timeout=20)
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in workers if psutil.pid_exists(p)], timeout=20)
     assert workers and not alive, "workers outlived their driver"
     process = start(recipe)
     out = process.communicate(timeout=120)[0].decode()

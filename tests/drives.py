@@ -1,0 +1,209 @@
+"""Whole runs for the fault tests, small and fast: what a driver, its workers and a fake engine do.
+
+A module of its own, because processes import it by name. Drivers are children of a forkserver that has torch and
+deepspeed already, and fork their workers, so that a run costs seconds.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import models
+from jobs.ownership import owned
+from pipeline import checkpoint
+from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
+from pipeline.errors import RunOwned
+from pipeline.optimizer import OptimConfig
+
+RECIPE = """
+cluster: {workers: 2, backend: processes, backoff_s: 0.1}
+shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, split: train, image_size: 16}}}
+pretrain:
+  data: {train: "@shards/train"}
+  model: {name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}
+  optim: {lr: 1.0e-3, schedule: {warmup_steps: 5}}
+  loss: softmax
+  steps: 40
+  passes: null
+  batch_size: 16
+  micro_batch: 4
+  precision: fp32
+  zero: 2
+  log_every: 4
+  save_every: 5
+"""
+
+
+def fork_context() -> Any:
+    """The forkserver of this process, with what a driver and its workers import."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", "jobs.session", "torch.utils.tensorboard"])
+    return context
+
+
+def drive(run: str, overrides: list[str], patch: str | None = None) -> None:
+    """`python -m jobs run` on the small recipe; leaves the output beside the run and exits with the command's code."""
+    folder = Path(run).parent
+    log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    from jobs import __main__, processes
+
+    original = multiprocessing.get_context
+    processes.multiprocessing.get_context = lambda name: original("fork")  # type: ignore[assignment]
+    if patch is not None:
+        globals()[patch]()
+    recipe = folder / "small.yaml"
+    recipe.write_text(RECIPE)
+    sys.argv = ["jobs", "run", str(recipe), f"run={run}", *overrides]
+    code = __main__.main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+# ------------------------------------------------------------------------ one process plays all ranks
+
+
+def known(name: str, kind: str, start: int, count: int) -> torch.Tensor:
+    """Elements of a made-up state that anybody can compute: 24 random-looking bits each, exact in fp32."""
+    at = torch.arange(start, start + count, dtype=torch.int64) + zlib.crc32(f"{name} {kind}".encode())
+    return (at * 2654435761 % 2**24).to(torch.float32) / 2**24
+
+
+class FakeEngine:
+    """A rank's half (or whole) of a parameter of 96 elements, with its moments."""
+
+    def __init__(self, rank: int, world: int, step: int) -> None:
+        self.part, self.rank, self.step = 96 // world, rank, step
+
+    def fragments(self) -> Iterator[Fragment]:
+        start = self.rank * self.part
+        yield Fragment("w", start, {k: known("w", k, start, self.part) + self.step for k in ("master", "exp_avg")})
+
+
+class Gang:
+    """Savers of all ranks in one process, one after the other; `dist` stands in for torch.distributed."""
+
+    def __init__(self, run: Path, attempt: int = 1, world: int = 2) -> None:
+        self.run, self.attempt, self.world, self.rank = run, attempt, world, 0
+        self.folder = run / "stage" / "checkpoints"
+        self.savers = [checkpoint.Saver(self.folder, run, attempt) for _ in range(world)]
+        self.dist = SimpleNamespace(
+            get_rank=lambda: self.rank,
+            get_world_size=lambda: world,
+            all_gather_object=self.gather,
+            broadcast_object_list=lambda values, src: None,
+        )
+
+    def gather(self, out: list[Any], mine: Any) -> None:
+        out[:] = [saver.result for saver in self.savers]
+
+    def begin(self, step: int) -> None:
+        checkpoint.dist = self.dist  # type: ignore[attr-defined]
+        for rank, saver in enumerate(self.savers):
+            self.rank, fake = rank, FakeEngine(rank, self.world, step)
+            saver.begin(fake, manifest(step, self.attempt, self.world))  # type: ignore[arg-type]
+            assert saver.thread is not None
+            saver.thread.join()
+        self.rank = 0
+
+    def finish(self) -> checkpoint.Manifest | None:
+        for saver in self.savers[1:]:
+            saver.thread = None
+        return self.savers[0].finish()
+
+    def save(self, step: int) -> checkpoint.Manifest | None:
+        self.begin(step)
+        return self.finish()
+
+
+def manifest(step: int, attempt: int, world: int, zero: int = 2) -> checkpoint.Manifest:
+    return checkpoint.Manifest(
+        step=step,
+        samples_seen=step * 16,
+        updates=step,
+        ledger=f"{step:064x}",
+        attempt=attempt,
+        world=world,
+        zero=zero,
+        config={"seed": 0},
+        key="k" * 64,
+        code="c" * 64,
+    )
+
+
+def own(run: str, directory: str, number: int) -> None:
+    """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
+    try:
+        with owned(Path(run)):
+            (Path(directory) / f"won-{os.getpid()}").touch()
+            while not (Path(directory) / "go").exists():
+                time.sleep(0.02)
+    except RunOwned as error:
+        (Path(directory) / f"lost-{number}").write_text(str(error))
+        os._exit(error.exit_code)
+
+
+# ------------------------------------------------------------------------ real engines
+
+
+def engine(zero: int, width: int = 24, depth: int = 2) -> Engine:
+    """A small model under DeepSpeed."""
+    config = models.config_of("mu/8", 16, 10, width=width, depth=depth, mlp=40, heads=2)
+    model = models.from_config(config, torch.Generator().manual_seed(0))
+    settings = deepspeed_config(zero=zero, precision="fp32", micro_batch=2, accumulation=1, clip=1.0, user_file=None)
+    return Engine(model, models.decayed(model), OptimConfig(), settings)
+
+
+def save_known(task: dict[str, Any]) -> None:
+    """Save the known state at every ZeRO stage of this world."""
+    join_group(60)
+    world = torch.distributed.get_world_size()
+    for zero in task["zeros"]:
+        folder = Path(task["run"]) / f"world-{world}-zero-{zero}"
+        made = engine(zero, *task.get("size", ()))
+        made.restore(known)
+        made.updates = 7
+        saver = checkpoint.Saver(folder, Path(task["run"]), 1)
+        saver.begin(made, manifest(7, 1, world, zero))
+        assert saver.finish() is not None, saver.failure
+        made.close()
+
+
+def load_known(task: dict[str, Any]) -> dict[str, Any]:
+    """Load every checkpoint at every ZeRO stage of this world; says what was not bit-equal."""
+    join_group(60)
+    wrong, elements, loads, outputs = [], set(), 0, set()
+    images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    for zero in task["zeros"]:
+        made = engine(zero)
+        for folder in sorted(Path(task["run"]).glob("world-*")):
+            for f in made.fragments():
+                for view in f.tensors.values():
+                    view.detach().fill_(torch.nan)
+            found = checkpoint.restore(made, folder, 2, print)
+            assert found is not None and made.updates == found.updates == 7
+            count = 0
+            for f in made.fragments():
+                for kind, view in f.tensors.items():
+                    count += view.numel()
+                    if not torch.equal(view, known(f.name, kind, f.start, view.numel())):
+                        wrong.append(f"{folder.name} at ZeRO {zero}: {f.name} {kind}")
+            total = torch.tensor(count)
+            torch.distributed.all_reduce(total)
+            elements.add(int(total))
+            loads += 1
+        with torch.no_grad():
+            outputs.add(made.engine(images).double().sum().item())
+        made.close()
+    return {"wrong": wrong, "elements": sorted(elements), "loads": loads, "outputs": sorted(outputs)}

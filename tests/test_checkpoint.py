@@ -1,0 +1,373 @@
+"""Checkpoints: whole or not there, loadable in any topology, and never by the wrong owner."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import time
+import zipfile
+from dataclasses import asdict, replace
+from hashlib import sha256
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.cluster import ClusterConfig, run_gang
+from jobs.ownership import claim_attempt
+from pipeline import checkpoint
+from pipeline.checkpoint import Reader, choose, committed, prune, read_manifest, verify
+from pipeline.errors import CheckpointError
+from tests import drives
+
+SEED = int(os.environ.get("FAULT_SEED", "20261120"))
+
+
+@pytest.fixture(autouse=True)
+def real_collectives(monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint, "dist", torch.distributed)  # drives.Gang puts its own in its place
+
+
+@pytest.fixture
+def gang(tmp_path) -> drives.Gang:
+    """A run with committed steps 10 and 20."""
+    made = drives.Gang(tmp_path / "run")
+    assert made.save(10) and made.save(20)
+    return made
+
+
+def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
+    """The step that a start would load, and what it says on the way."""
+    said: list[str] = []
+    found = choose(folder, attempt, said.append)
+    assert found is not None
+    return found[1].step, said
+
+
+def reseal(step: Path, **changes: object) -> None:
+    """A manifest that fits what the folder holds now, as somebody with bad intentions would write it."""
+    files = {
+        p.name: {"bytes": p.stat().st_size, "sha256": sha256(p.read_bytes()).hexdigest()}
+        for p in step.iterdir()
+        if p.name != "MANIFEST.json"
+    }
+    sealed = replace(json_manifest(step), files=files, **changes)  # type: ignore[arg-type]
+    (step / "MANIFEST.json").write_text(checkpoint.seal(sealed))
+
+
+def json_manifest(step: Path) -> checkpoint.Manifest:
+    return checkpoint.Manifest(**json.loads(json.loads((step / "MANIFEST.json").read_text())["body"]))
+
+
+def back(folder: Path, good: Path) -> None:
+    """Put the folder back to what it was."""
+    shutil.rmtree(folder)
+    shutil.copytree(good, folder)
+
+
+# ------------------------------------------------------------------------ any topology
+
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "topologies",
+    [
+        pytest.param({1: (0, 2), 2: ALL, 4: (1, 3)}, id="8-topologies"),
+        pytest.param(
+            dict.fromkeys((1, 2, 3, 4, 6, 8), ALL),
+            id="24-topologies",
+            marks=[pytest.mark.slow, pytest.mark.timeout(1800)],
+        ),
+    ],
+)
+def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_path) -> None:
+    """From each world and ZeRO stages to each: masters and moments as saved, and the weights in use with them."""
+    values = [
+        run_gang(
+            act,
+            {"run": str(tmp_path / "run"), "zeros": zeros},
+            cluster=ClusterConfig(workers=world, backend="processes"),
+            name=f"{act.__name__}-{world}",
+            directory=tmp_path,
+        )
+        for act in (drives.save_known, drives.load_known)
+        for world, zeros in topologies.items()
+    ][len(topologies) :]
+    count = sum(map(len, topologies.values()))
+    assert [value["wrong"] for value in values] == [[]] * len(topologies)
+    assert sum(value["loads"] for value in values) == count**2
+    assert len({tuple(value["elements"]) for value in values}) == 1 and len(values[0]["elements"]) == 1
+    assert {len(value["outputs"]) for value in values} == {1}, "the weights in use differ from the masters"
+    assert len({value["outputs"][0] for value in values}) == 1
+    print(f"{count**2} loads bit-equal")
+
+
+def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(gang) -> None:
+    newest = committed(gang.folder)[0]
+    (newest / "rank-00001.safetensors").unlink()
+    reader = Reader(newest, ["rank-00000.safetensors"])
+    assert torch.equal(reader("w", "master", 3, 40), drives.known("w", "master", 3, 40) + 20)
+    with pytest.raises(CheckpointError, match="48 of 96 elements of w"):
+        reader("w", "master", 0, 96)
+
+
+def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:
+    step = Path(__file__).parent / "checkpoints" / "schema-1" / "step-0000000007"
+    manifest = verify(step)
+    assert (manifest.schema, manifest.step, manifest.updates, manifest.world, manifest.zero) == (1, 7, 7, 2, 2)
+    reader = Reader(step, manifest.files)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(reader("head.bias", kind, 0, 10), drives.known("head.bias", kind, 0, 10))
+
+
+def test_a_newer_schema_is_refused_and_left_alone(gang) -> None:
+    newest = committed(gang.folder)[0]
+    reseal(newest, schema=checkpoint.SCHEMA + 1)
+    with pytest.raises(CheckpointError, match=r"has schema 2, this code reads up to 1\n  update Patchline"):
+        choose(gang.folder, 2, print)
+    assert newest.is_dir()
+
+
+# ------------------------------------------------------------------------ damage
+
+
+def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(gang, tmp_path) -> None:
+    rng, good = random.Random(SEED), tmp_path / "good"
+    shutil.copytree(gang.folder, good)
+    files = sorted(committed(gang.folder)[0].iterdir())
+    sizes = [file.stat().st_size for file in files]
+    found = 0
+    for _ in range(300):
+        file = rng.choices(files, sizes)[0]
+        blob = bytearray(file.read_bytes())
+        bit = rng.randrange(len(blob) * 8)
+        blob[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(blob)
+        step, said = pick(gang.folder)
+        assert step == 10, f"bit {bit} of {file.name} went unnoticed (FAULT_SEED={SEED})"
+        assert len(said) == 1 and file.name in said[0] and "kept as bad-0000000020-000002" in said[0]
+        assert (gang.folder / "bad-0000000020-000002" / file.name).exists()
+        back(gang.folder, good)
+        found += 1
+    print(f"{found} of 300 flipped bits found")
+
+
+def truncate(file: Path, rng: random.Random) -> str:
+    file.write_bytes(file.read_bytes()[: rng.randrange(1, file.stat().st_size)])
+    return file.name
+
+
+def empty(file: Path, rng: random.Random) -> str:
+    file.write_bytes(b"")
+    return file.name
+
+
+def lengthen(file: Path, rng: random.Random) -> str:
+    file.write_bytes(file.read_bytes() + b"\0" * rng.randrange(1, 9))
+    return file.name
+
+
+def remove(file: Path, rng: random.Random) -> str:
+    file.unlink()
+    return file.name
+
+
+def add(file: Path, rng: random.Random) -> str:
+    extra = file.with_name(f"rank-{rng.randrange(2, 100):05d}.safetensors")
+    shutil.copy(file, extra)
+    return extra.name
+
+
+def folder_instead(file: Path, rng: random.Random) -> str:
+    file.unlink()
+    file.mkdir()
+    return file.name
+
+
+def pipe_instead(file: Path, rng: random.Random) -> str:
+    file.unlink()
+    os.mkfifo(file)
+    return file.name
+
+
+DAMAGES = [truncate, empty, lengthen, remove, add, folder_instead]
+
+
+def test_every_damaged_set_of_files_is_found_and_named(gang, tmp_path) -> None:
+    rng, good = random.Random(SEED), tmp_path / "good"
+    shutil.copytree(gang.folder, good)
+    names = sorted(p.name for p in committed(gang.folder)[0].iterdir())
+    for number in range(100):
+        damage = DAMAGES[number % len(DAMAGES)]
+        file = committed(gang.folder)[0] / names[number // len(DAMAGES) % len(names)]
+        named = damage(file, rng)
+        step, said = pick(gang.folder)
+        assert step == 10 and named in said[0], f"{damage.__name__} {file.name}: {said} (FAULT_SEED={SEED})"
+        back(gang.folder, good)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(gang) -> None:
+    pipe_instead(committed(gang.folder)[0] / "rank-00001.safetensors", random.Random(0))
+    assert pick(gang.folder)[0] == 10
+
+
+def test_when_nothing_is_whole_a_person_decides(gang) -> None:
+    for step in committed(gang.folder):
+        (step / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
+        choose(gang.folder, 2, print)
+    assert len(list(gang.folder.glob("bad-*"))) == 2
+    assert choose(gang.folder, 3, print) is None  # the same command again: from step 0
+
+
+def test_failing_storage_condemns_no_checkpoint(gang, monkeypatch) -> None:
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "_verify_file", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*Permission denied"):
+        choose(gang.folder, 2, print)
+    assert len(committed(gang.folder)) == 2
+
+
+class Poison:
+    """Runs `touch` when it is unpickled."""
+
+    def __init__(self, sentinel: Path) -> None:
+        self.sentinel = sentinel
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.sentinel),)
+
+
+def pickles(poison: Poison, path: Path) -> list[bytes]:
+    """The poison in every wrapping that some loader unpickles: raw, torch's two formats, NumPy's, a zip."""
+    kinds = [pickle.dumps(poison, protocol) for protocol in (0, 2, 4, 5)]
+    for zipped in (True, False):
+        torch.save(poison, path, _use_new_zipfile_serialization=zipped)
+        kinds.append(path.read_bytes())
+    np.save(path.with_suffix(".npy"), np.array([poison], dtype=object), allow_pickle=True)
+    kinds.append(path.with_suffix(".npy").read_bytes())
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.pkl", kinds[1])
+    return [*kinds, path.read_bytes()]
+
+
+def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(gang, tmp_path) -> None:
+    sentinel, good = tmp_path / "executed", tmp_path / "good"
+    shutil.copytree(gang.folder, good)
+    kinds = pickles(Poison(sentinel), tmp_path / "poison.pt")
+    pickle.loads(kinds[0])
+    assert sentinel.exists(), "the poison has no effect, the test would prove nothing"
+    sentinel.rmdir()
+    for blob in kinds:
+        for name in sorted(p.name for p in committed(gang.folder)[0].iterdir()):
+            for resealed in {False, name != "MANIFEST.json"}:
+                newest = committed(gang.folder)[0]
+                (newest / name).write_bytes(blob)
+                if resealed:  # digests that fit: only the format itself stands between the file and us
+                    reseal(newest)
+                step, said = pick(gang.folder)
+                assert step == 10 and name in said[0] and not sentinel.exists()
+                back(gang.folder, good)
+
+
+# ------------------------------------------------------------------------ order and ownership
+
+
+def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
+    gang = drives.Gang(tmp_path / "run", attempt=1)
+    for step in (10, 20, 30):
+        gang.save(step)
+    later = drives.Gang(tmp_path / "run", attempt=2)
+    assert later.save(30)  # replayed: the former attempt's copy stays, the later attempt's comes first
+    expected = [p.name for p in committed(gang.folder)]
+    assert expected == [f"step-00000000{n}" for n in ("30-000002", "30", "20", "10")]
+    for hours in (-1, 1):
+        for number, step in enumerate(reversed(expected)):
+            then = time.time() + hours * 3600 * number
+            os.utime(gang.folder / step, (then, then))
+            os.utime(gang.folder / step / "MANIFEST.json", (then, then))
+        assert [p.name for p in committed(gang.folder)] == expected
+        found = choose(gang.folder, 3, print)
+        assert found is not None and found[1].attempt == 2
+    assert [p.name for p in prune(gang.folder, 2, 0)] == expected[2:]
+
+
+def test_a_folder_under_another_steps_name_is_refused(gang) -> None:
+    os.rename(gang.folder / "step-0000000010", gang.folder / "step-0000000090")
+    step, said = pick(gang.folder)
+    assert step == 20 and "is of step 10, the folder's name says 90" in said[0]
+
+
+def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
+    """20 owners freeze between writing their file and committing, while another attempt takes over."""
+    run = tmp_path / "run"
+    for round in range(20):
+        former = drives.Gang(run, claim_attempt(run))
+        former.begin(100 + round)
+        claim_attempt(run)  # meanwhile somebody else starts
+        before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
+        with pytest.raises(
+            CheckpointError, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"
+        ):
+            former.finish()
+        assert sorted(p.name for p in former.folder.iterdir()) == before
+
+
+def test_a_former_owner_whose_files_were_swept_commits_nothing(gang) -> None:
+    gang.begin(30)
+    assert pick(gang.folder)[0] == 20  # another start sweeps what was in flight
+    assert gang.finish() is None and "MANIFEST.json" in gang.savers[0].failure
+    assert pick(gang.folder)[0] == 20
+
+
+def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
+    assert claim_attempt(tmp_path) == 1
+    for name in ("notes.json", ".000009.123", ".000009.json.123.tmp"):
+        (tmp_path / "attempts" / name).write_text("")
+    assert claim_attempt(tmp_path) == 2
+
+
+@pytest.mark.parametrize("starts", [2, 20])
+def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(starts, tmp_path) -> None:
+    context = drives.fork_context()
+    (tmp_path / "run").mkdir()
+    killed = {"pid": 4194305, "host": socket.gethostname(), "since": "long ago", "command": "run"}  # above any real pid
+    (tmp_path / "run" / "owner.json").write_text(json.dumps(killed))
+    crowd = [
+        context.Process(target=drives.own, args=(str(tmp_path / "run"), str(tmp_path), number))
+        for number in range(starts)
+    ]
+    for process in crowd:
+        process.start()
+    while len(running := [process.sentinel for process in crowd if process.is_alive()]) > 1:
+        wait(running)
+    (winner,) = [process for process in crowd if process.is_alive()]
+    (tmp_path / "go").touch()
+    winner.join()
+    assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1)
+    assert [p.name for p in tmp_path.glob("won-*")] == [f"won-{winner.pid}"]
+    told = [p.read_text() for p in tmp_path.glob("lost-*")]
+    assert len(told) == starts - 1 and all(f"is owned by process {winner.pid} on" in text for text in told), told
+
+
+def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
+    gang = drives.Gang(tmp_path / "run")
+    for step in range(10, 80, 10):
+        gang.save(step)
+    prune(gang.folder, 2, 40)
+    assert [checkpoint.step_of(p) for p in committed(gang.folder)] == [70, 60, 40]
+    assert not list(gang.folder.glob(".tmp-*"))
+
+
+def test_a_manifest_says_everything_and_only_the_truth(gang) -> None:
+    manifest = read_manifest(committed(gang.folder)[0])
+    assert asdict(manifest) == {**asdict(drives.manifest(20, 1, 2)), "files": manifest.files}
+    assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
