@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +160,7 @@ def samples_of(tar: memoryview, report: ShardReport) -> Iterator[tuple[str, byte
         yield name, bytes(tar[image : image + image_size]), bytes(tar[label : label + label_size])
 
 
-def repair(index: Index, directory: str | Path, *, unique: bool = False, **options) -> Index:
+def repair(index: Index, directory: str | Path, *, unique: bool = False, **options: Any) -> Index:
     """Pack every good sample into a new set in another folder; with `unique`, each image once.
 
     Missing shards are left out, of short ones what stands before the cut is kept. `options` go to `pack`.

@@ -10,12 +10,13 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -161,7 +162,7 @@ def build_index(
         return journal.finish(at or directory)
 
 
-def run_jobs(function, jobs: list, workers: int) -> Iterator:
+def run_jobs(function: Callable, jobs: list, workers: int) -> Iterator:
     """Apply a function to each job, in order, here or in some processes."""
     if workers < 2:
         yield from map(function, jobs)
@@ -185,7 +186,7 @@ def index_shard(job: tuple[str, str, str, int | None]) -> tuple[Shard, Counter[i
 
 
 @contextmanager
-def mapped(file) -> Iterator[memoryview]:
+def mapped(file: IO[bytes]) -> Iterator[memoryview]:
     """The bytes of an open file without reading them first."""
     if not os.fstat(file.fileno()).st_size:
         yield memoryview(b"")
@@ -194,7 +195,9 @@ def mapped(file) -> Iterator[memoryview]:
         yield view
 
 
-def count_classes(tar: memoryview, table: np.ndarray, name: str, classes: int | None):
+def count_classes(
+    tar: memoryview, table: np.ndarray, name: str, classes: int | None
+) -> tuple[Counter[int], Counter[str]]:
     """Samples a class, and those without a usable label; raises DataError on a label ≥ `classes`."""
     counts: Counter[int] = Counter()
     bad: Counter[str] = Counter()
@@ -260,7 +263,7 @@ class Journal:
             self.add(Shard(*shard), {int(c): n for c, n in counts.items()}, refused)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
 
     def has(self, shard: str, size: int) -> bool:

@@ -14,6 +14,7 @@ import socket
 import urllib.error
 import urllib.request
 from functools import lru_cache
+from typing import Any
 from urllib.parse import urlsplit
 
 from data.errors import DataError
@@ -56,7 +57,7 @@ def forget_credentials() -> None:
 
 
 @lru_cache(maxsize=8)
-def client(scheme: str, timeout_s: float):
+def client(scheme: str, timeout_s: float) -> Any:
     """fsspec's filesystem for a scheme; our own retries are the only ones."""
     import fsspec
 
@@ -127,7 +128,7 @@ class PublicHandler(urllib.request.HTTPSHandler):
         return self.do_open(PublicConnection, request)
 
 
-def connect_public(address: tuple[str, int], timeout, source_address=None) -> socket.socket:
+def connect_public(address: tuple[str, int], timeout: float, source_address: Any = None) -> socket.socket:
     """socket.create_connection, for public addresses only."""
     host, port = address
     allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")

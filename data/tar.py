@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,7 +99,7 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     return folder + slash + stem, extension.decode("ascii", "replace").lower()
 
 
-def members(tar: memoryview | bytes, name: str, refused: Counter[str]):
+def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every plain file; reads ustar, GNU long names, PAX paths and sizes."""
     at, long_name, long_size = 0, None, None
     while True:

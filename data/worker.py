@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from multiprocessing.connection import Connection
 from time import perf_counter
+from typing import Any
 
 import cv2
 import numpy as np
@@ -55,7 +56,7 @@ class Layout:
         size = self.b * (self.image_size**2 * 3 + 8 * self.max_labels + 8 * 3)
         return -(-size // 4096) * 4096
 
-    def arrays(self, memory, offset: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self, memory: Any, offset: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(images (b, S, S, 3) uint8, labels (b, L) int64, ids (b, 3) int64) on some memory."""
         ids = np.ndarray((self.b, 3), np.int64, memory, offset)
         labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset + ids.nbytes)
