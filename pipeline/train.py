@@ -84,6 +84,8 @@ class Trainer:
         """Raise DataError where a set has labels that the head has no output for; training images are square."""
         height, width = self.model_config.image_size
         config.require(height == width, f"image_size is {height}×{width}: training crops are square")
+        if self.cfg.objective == "masked":
+            return
         for path in filter(None, (self.job.train, self.job.evaluate)):
             found, classes = data.load_index(path).classes, self.model_config.classes
             if found > classes:
@@ -179,12 +181,24 @@ class Trainer:
         cfg = self.cfg
         torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
         images = normalise(batch.images, self.engine.dtype, self.device)
+        total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
+        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
+        return total.detach()
+
+    def labelled_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss against the labels, smoothed and mixed as the recipe says."""
+        cfg = self.cfg
         targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
         if cfg.mixup:
             images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
-        total = LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
-        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
-        return total.detach()
+        return LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
+
+    def masked_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
+        samples, so it is the same at every world that cuts the batch into the same micro-batches."""
+        key = config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist())
+        generator = torch.Generator(self.device).manual_seed(key)
+        return models.masked.objective(self.engine.engine, images, generator)[0]
 
     def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
         """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
