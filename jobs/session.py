@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,10 @@ def run_campaign(
             except BaseException as error:
                 from jobs.__main__ import exit_code
 
-                write_status(loaded.run, exit_code(error), str(error).splitlines()[0] if str(error) else "", command)
+                with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
+                    write_status(
+                        loaded.run, exit_code(error), str(error).splitlines()[0] if str(error) else "", command
+                    )
                 raise
             write_status(loaded.run, 0, "done", command)
             for line in table(rows):
