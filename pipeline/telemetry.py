@@ -69,7 +69,7 @@ class Telemetry:
     def __init__(self, directory: Path, rank: int, attempt: int) -> None:
         self.directory, self.rank, self.attempt = directory, rank, attempt
         self.tensorboard: Any = None
-        self.lost = 0  # lines since one was written whole
+        self.lost: dict[str, int] = {}  # by file: lines since one was written whole
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -95,7 +95,8 @@ class Telemetry:
 
     def _append(self, name: str, text: str) -> None:
         """A full disk costs lines, not the run; the lines that fit again are preceded by how many did not."""
-        blob = (f"\n({self.lost} lines lost: the disk refused them)\n" if self.lost else "") + text
+        lost = self.lost.get(name, 0)
+        blob = (f"\n({lost} lines lost: the disk refused them)\n" if lost else "") + text
         try:
             handle = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -104,7 +105,7 @@ class Telemetry:
                 os.close(handle)
         except OSError:
             whole = False
-        self.lost = 0 if whole else self.lost + 1
+        self.lost[name] = 0 if whole else lost + 1
 
     def close(self) -> None:
         if self.tensorboard is not None:

@@ -159,6 +159,7 @@ class Trainer:
                 image_size=self.model_config.image_size[0],
                 slots=self.arithmetic.slots(self.rank),
                 micro_batch=cfg.micro_batch,
+                accumulation=self.arithmetic.accumulation,
                 start_step=self.step,
                 seed=cfg.seed,
                 augment=cfg.data.augment,
