@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def run_campaign(
                     only=only,
                 )
             except BaseException as error:
-                write_status(loaded.run, exit_code(error), str(error).splitlines()[0] if str(error) else "", command)
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
+                    write_status(loaded.run, exit_code(error), text, command)
                 raise
             write_status(loaded.run, 0, "done", command)
             for line in table(rows):
