@@ -1,4 +1,4 @@
-"""Patchline's command line: python -m jobs run|plan|status|demo|import|export|pack|index|submit|logs|stop|list (-h each).
+"""Patchline's command line: python -m jobs run|plan|status|demo|… (python -m jobs -h lists them all).
 
 Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal ·
 73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration.
@@ -58,7 +58,7 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
             if known
             else f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
         )
-        print(f"error: {text}", file=sys.stderr)
+        print(text if code == 75 else f"error: {text}", file=sys.stderr)
         return code
 
 
@@ -125,7 +125,8 @@ def submit_command(options: argparse.Namespace) -> None:
     run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
     fresh = ["--fresh"] if options.fresh else []
     recipe = os.path.relpath(Path(options.recipe).resolve(), ROOT)
-    command = ["python", "-m", "jobs", "run", recipe, *options.overrides, f"run={run}", *fresh]
+    named = [o for o in options.overrides if not o.startswith("run=")]
+    command = ["python", "-m", "jobs", "run", recipe, *named, f"run={run}", *fresh]
     submission.submit(str(run), command)
 
 
