@@ -146,8 +146,8 @@ def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
         for label, (name, at, size) in enumerate(classes):
             inner = members(outer[at : at + size], f"{tar}: {name.decode()}", Counter())
             entries += [(image.decode(), at + start, length, label) for image, start, length in inner]
-        for name, start, length, label in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
-            yield Sample(name.partition(".")[0], bytes(outer[start : start + length]), (label,))
+        for image_name, start, length, label in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
+            yield Sample(image_name.partition(".")[0], bytes(outer[start : start + length]), (label,))
 
 
 def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -174,8 +174,8 @@ def labelled_images(
         images = sorted(members(found, str(tar), Counter()))
         if len(images) != len(labels):
             raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
-        for (name, start, size), own in zip(images, labels, strict=True):
-            yield Sample(name.decode().partition(".")[0], bytes(found[start : start + size]), tuple(own))
+        for (image, start, size), own in zip(images, labels, strict=True):
+            yield Sample(image.decode().partition(".")[0], bytes(found[start : start + size]), tuple(own))
 
 
 def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:

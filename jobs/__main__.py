@@ -1,4 +1,4 @@
-"""Patchline's command line: python -m jobs run|plan|status|demo|pack|index|submit|logs|stop|list (-h for each).
+"""Patchline's command line: python -m jobs run|plan|status|demo|import|export|pack|index|submit|logs|stop|list (-h each).
 
 Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal ·
 73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration.
@@ -166,6 +166,18 @@ def index_command(options: argparse.Namespace) -> None:
     )
 
 
+def import_command(options: argparse.Namespace) -> None:
+    from jobs.weights import import_weights
+
+    print("\n".join(import_weights(options.path, options.directory, options.overrides)))
+
+
+def export_command(options: argparse.Namespace) -> None:
+    from jobs.weights import export_weights
+
+    print("\n".join(export_weights(options.directory, options.path, options.format)))
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file; jobs/recipes holds those that ship")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example pretrain.optim.lr=1e-3")
@@ -181,6 +193,18 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory, as the recipe's run: says")
 
 
+def add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="an official .npz; a folder or .safetensors file of ours, timm or transformers")
+    parser.add_argument("directory", help="where weights.safetensors and model.json go: what a recipe's init: names")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what the file cannot tell, as heads=3")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="our weights: a stage's folder, or what `import` wrote")
+    parser.add_argument("path", help="the file (npz) or folder to write")
+    parser.add_argument("--format", choices=("safetensors", "npz", "timm", "hf"), required=True)
+
+
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
     "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
@@ -194,6 +218,8 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
     "logs": (logs_command, "follow what a submitted run prints", add_run),
     "stop": (stop_command, "ask a submitted run to commit and end", add_run),
     "list": (list_command, "the jobs on the cluster", lambda p: None),
+    "import": (import_command, "official, timm or transformers weights into a folder of ours", add_import),
+    "export": (export_command, "weights of a stage into an official, timm or transformers format", add_export),
     "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
 }
 

@@ -26,7 +26,7 @@ from pipeline import config
 from pipeline.config import nearest, require
 from pipeline.durable import write_atomic
 from pipeline.errors import ConfigError, Preempted
-from pipeline.stage import TrainConfig, batch_arithmetic, model_config
+from pipeline.stage import TrainConfig, batch_arithmetic, model_config, trained_model
 
 KINDS: dict[str, ModuleType] = {
     "pack": pack,
@@ -219,7 +219,7 @@ def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
             return source
         if kind == "resize":
             return model_config({"image_size": cfg.image_size}, source)
-        return model_config(cfg.model, source)
+        return trained_model(cfg, source)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from None
 

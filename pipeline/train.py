@@ -81,7 +81,11 @@ class Trainer:
         self.start()
 
     def check_classes(self) -> None:
-        """Raise DataError where a set has labels that the head has no output for."""
+        """Raise DataError where a set has labels that the head has no output for; training images are square."""
+        height, width = self.model_config.image_size
+        config.require(height == width, f"image_size is {height}×{width}: training crops are square")
+        if self.cfg.objective == "masked":
+            return
         for path in filter(None, (self.job.train, self.job.evaluate)):
             found, classes = data.load_index(path).classes, self.model_config.classes
             if found > classes:
@@ -160,6 +164,7 @@ class Trainer:
                 image_size=self.model_config.image_size[0],
                 slots=self.arithmetic.slots(self.rank),
                 micro_batch=cfg.micro_batch,
+                accumulation=self.arithmetic.accumulation,
                 start_step=self.step,
                 seed=cfg.seed,
                 augment=cfg.data.augment,
@@ -177,12 +182,24 @@ class Trainer:
         cfg = self.cfg
         torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
         images = normalise(batch.images, self.engine.dtype, self.device)
+        total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
+        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
+        return total.detach()
+
+    def labelled_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss against the labels, smoothed and mixed as the recipe says."""
+        cfg = self.cfg
         targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
         if cfg.mixup:
             images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
-        total = LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
-        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
-        return total.detach()
+        return LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
+
+    def masked_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
+        samples, so it is the same at every world that cuts the batch into the same micro-batches."""
+        key = config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist())
+        generator = torch.Generator(self.device).manual_seed(key)
+        return models.masked.objective(self.engine.engine, images, generator)[0]
 
     def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
         """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
@@ -232,7 +249,7 @@ class Trainer:
                     f"checkpoint step {done.step} committed: {len(done.files)} files, {size / 1e6:.1f} MB, "
                     f"loop stalled {self.saver.stalled_s:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
                 )
-                checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
+                self.prune()
             return
         self.failed_saves += 1
         if self.rank == 0:
@@ -247,6 +264,13 @@ class Trainer:
                 f"{self.failed_saves} saves in a row failed, the last: {self.saver.failure}\n"
                 f"  make room under {self.saver.folder}, then run the same command again"
             )
+
+    def prune(self) -> None:
+        """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
+        try:
+            checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
+        except OSError as error:
+            self.telemetry.say(f"old checkpoints stay: {error}")
 
     def judge(self, norm: float, ids: list[list[int]]) -> None:
         """Count skipped steps: a non-finite gradient never reaches the weights, too many in a row end the run."""
