@@ -27,6 +27,7 @@ _HOMES = {
         "digits",
         "folder_classes",
         "image_parquet",
+        "imagenet_real",
         "imagenet_train",
         "imagenet_validation",
         "path_table",

@@ -7,6 +7,7 @@ their names, so that a shard mixes classes whatever order the files were in. Not
 from __future__ import annotations
 
 import csv
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -153,12 +154,28 @@ def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[st
     """ILSVRC2012_img_val.tar with a text file of one wnid a line, in the order of the image names."""
     truth = Path(wnids).read_text().split()
     ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
+    return labelled_images(tar, [(ids[wnid],) for wnid in truth], wnids)
+
+
+def imagenet_real(tar: str | os.PathLike[str], real: str | os.PathLike[str]) -> Iterator[Sample]:
+    """The images of ILSVRC2012_img_val.tar that have labels in real.json, which lists all of each (Beyer et al. 2020).
+
+    Images with an empty list are not part of the protocol; a prediction is right when it is any of the labels.
+    """
+    truth = json.loads(Path(real).read_bytes())
+    return (sample for sample in labelled_images(tar, truth, real) if sample.labels)
+
+
+def labelled_images(
+    tar: str | os.PathLike[str], labels: Sequence[Sequence[int]], source: str | os.PathLike[str]
+) -> Iterator[Sample]:
+    """Samples of a tar of images and the labels of each, in the order of the image names."""
     with open(tar, "rb") as file, mapped(file) as found:
         images = sorted(members(found, str(tar), Counter()))
-        if len(images) != len(truth):
-            raise DataError(f"{tar}: {len(images)} images, {wnids}: {len(truth)} labels; they must be as many")
-        for (image, start, size), wnid in zip(images, truth, strict=True):
-            yield Sample(image.decode().partition(".")[0], bytes(found[start : start + size]), (ids[wnid],))
+        if len(images) != len(labels):
+            raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
+        for (image, start, size), own in zip(images, labels, strict=True):
+            yield Sample(image.decode().partition(".")[0], bytes(found[start : start + size]), tuple(own))
 
 
 def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
