@@ -1,4 +1,4 @@
-"""Patchline's command line: python -m jobs run|plan|status|demo|import|export|pack|index|submit|logs|stop|list (-h each).
+"""Patchline's command line: python -m jobs run|plan|status|demo|import|export|pack|index|… (-h lists them, and for each).
 
 Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal ·
 73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration.
