@@ -177,9 +177,7 @@ def rows_of(setting: Setting, taken: dict[str, list[float]]) -> list[str]:
     rows = []
     for name in (name for name in taken if name != "product"):
         ratio = statistics.median(t / ours for t, ours in zip(taken[name], taken["ours"], strict=True))
-        share = [
-            step_flops / t / (product_flops / p) for t, p in zip(taken[name], taken["product"], strict=True)
-        ]
+        share = [step_flops / t / (product_flops / p) for t, p in zip(taken[name], taken["product"], strict=True)]
         kind = str(setting.dtype).removeprefix("torch.")
         rows.append(
             f"| {setting.model} | {kind} | {name} | {statistics.median(taken[name]):.3f} | {ratio:.2f} "
@@ -189,9 +187,7 @@ def rows_of(setting: Setting, taken: dict[str, list[float]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["S/16", "B/16"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument(
@@ -207,9 +203,7 @@ def main() -> None:
     torch.set_num_threads(1)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print(f"torch {torch.__version__}, {where}, batch {arguments.batch}, {arguments.rounds} rounds\n")
-    print(
-        "| model | type | code | step, s | time / ours | of the product's speed |\n|---|---|---|---|---|---|"
-    )
+    print("| model | type | code | step, s | time / ours | of the product's speed |\n|---|---|---|---|---|---|")
     for model in arguments.models:
         for dtype in arguments.dtypes:
             setting = Setting(model, DTYPES[dtype], arguments.batch, device)

@@ -70,6 +70,7 @@ class TrainLoader:
         image_size: int,
         slots: range,
         micro_batch: int,
+        accumulation: int | None = None,  # micro-batches of a step, however few the slots: empty ones if need be
         start_step: int = 0,
         seed: int = 0,
         augment: AugmentConfig | None = None,
@@ -86,7 +87,10 @@ class TrainLoader:
             raise ValueError("the order was made for other shards than the index has")
         self.slots, self.start_step = slots, start_step
         self.processes, self.prefetch, self.timeout_s = processes, prefetch, timeout_s
-        self.layout = Layout(min(micro_batch, len(slots)), image_size, max_labels)
+        self.parts = accumulation or -(-len(slots) // micro_batch)
+        if self.parts * micro_batch < len(slots):
+            raise ValueError(f"{self.parts} micro-batches of {micro_batch} do not hold {len(slots)} slots")
+        self.layout = Layout(-(-len(slots) // self.parts), image_size, max_labels)
         self.cache = cache or CacheConfig()
         reader = Reader(index, verify=verify, cache=self.cache)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader)
@@ -114,8 +118,9 @@ class TrainLoader:
     def tasks(self) -> Iterator[Task]:
         """(step, first slot, slot after the last) of every micro-batch to come."""
         for step in count(self.start_step):
-            for first in range(self.slots.start, self.slots.stop, self.layout.b):
-                yield step, first, min(first + self.layout.b, self.slots.stop)
+            for part in range(self.parts):
+                first, stop = (self.slots.start + edge * len(self.slots) // self.parts for edge in (part, part + 1))
+                yield step, first, stop
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""

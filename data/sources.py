@@ -145,8 +145,8 @@ def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
         for label, (name, at, size) in enumerate(classes):
             inner = members(outer[at : at + size], f"{tar}: {name.decode()}", Counter())
             entries += [(image.decode(), at + start, length, label) for image, start, length in inner]
-        for name, start, length, label in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
-            yield Sample(name.partition(".")[0], bytes(outer[start : start + length]), (label,))
+        for image_name, start, length, label in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
+            yield Sample(image_name.partition(".")[0], bytes(outer[start : start + length]), (label,))
 
 
 def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -157,8 +157,8 @@ def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[st
         images = sorted(members(found, str(tar), Counter()))
         if len(images) != len(truth):
             raise DataError(f"{tar}: {len(images)} images, {wnids}: {len(truth)} labels; they must be as many")
-        for (name, start, size), wnid in zip(images, truth, strict=True):
-            yield Sample(name.decode().partition(".")[0], bytes(found[start : start + size]), (ids[wnid],))
+        for (image, start, size), wnid in zip(images, truth, strict=True):
+            yield Sample(image.decode().partition(".")[0], bytes(found[start : start + size]), (ids[wnid],))
 
 
 def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:

@@ -111,5 +111,8 @@ def give_up_or_wait(context: Context, error: GangError, without_progress: int, a
 
 def write_incident(context: Context, error: GangError) -> None:
     """The incident log that a person can read: when, who, why, and the traceback."""
-    with open(context.directory / "incidents.txt", "a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}\n{error.traceback}\n")
+    try:
+        with open(context.directory / "incidents.txt", "a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}\n{error.traceback}\n")
+    except OSError as refused:  # a full disk may be the incident
+        context.say(f"the incident log could not be written ({refused}): {error}")

@@ -5,7 +5,7 @@ models.load(path), models.save(model, path, format)   a module from and to files
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 
-from models import masked
+from models import analysis, masked
 from models.catalog import build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
     checkpoint_blocks_for,
@@ -25,6 +25,7 @@ __all__ = [
     "TransferReport",
     "ViT",
     "ViTConfig",
+    "analysis",
     "build",
     "checkpoint_blocks_for",
     "compile_blocks",

@@ -22,13 +22,9 @@ class AxialConfig(ViTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefix_tokens:
-            raise ValueError(
-                f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}"
-            )
+            raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
         if self.positions == "relative":
-            raise ValueError(
-                "relative positions run over the whole sequence; an Axial ViT takes added tables"
-            )
+            raise ValueError("relative positions run over the whole sequence; an Axial ViT takes added tables")
 
 
 class AxisAttention(Attention):

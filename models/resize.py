@@ -166,9 +166,7 @@ def drift(
     if getattr(source, "positions", "none") in ("none", "relative"):
         return None
     before, after = (
-        positions.neighbour_similarity(
-            positions.whole_table(tensors, config)[0, config.position_slots :], config.grid
-        )
+        positions.neighbour_similarity(positions.whole_table(tensors, config)[0, config.position_slots :], config.grid)
         for tensors, config in ((weights, source), (result, target))
     )
     return before, after

@@ -173,9 +173,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(
-        self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         bias = None if relative is None else relative(q)[:, :, :queries]
         return self.out(attend(q[:, :, :queries], k, v, bias).transpose(1, 2).flatten(2))
@@ -219,9 +217,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(drop_path)
 
-    def forward(
-        self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
         mixed = self.attention(self.norm1(x), relative, queries)
         x = x[:, :queries] + self.drop_path(self.dropout(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))

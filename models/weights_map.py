@@ -68,8 +68,7 @@ def read(stored: dict[str, Tensor], config: Any, layout: Layout) -> dict[str, Te
     wanted = {key: squeezed(there) for rows in parts.values() for key, _, there in rows}
     check_shapes({key: squeezed(tensor.shape) for key, tensor in stored.items()}, wanted, config.family)
     return {
-        name: torch.cat([unfold(stored[key], shape, layout) for key, shape, _ in rows])
-        for name, rows in parts.items()
+        name: torch.cat([unfold(stored[key], shape, layout) for key, shape, _ in rows]) for name, rows in parts.items()
     }
 
 
@@ -96,9 +95,7 @@ def write(state: dict[str, Tensor], config: Any, layout: Layout) -> dict[str, Te
     return result
 
 
-def with_learned_positions(
-    state: dict[str, Tensor], config: Any, slots: int
-) -> tuple[dict[str, Tensor], Any]:
+def with_learned_positions(state: dict[str, Tensor], config: Any, slots: int) -> tuple[dict[str, Tensor], Any]:
     """The same function with one free table where positions were fixed, factored or had no prefix slots."""
     if config.positions == "none":
         return state, config

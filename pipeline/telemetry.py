@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Telemetry:
     def __init__(self, directory: Path, rank: int, attempt: int) -> None:
         self.directory, self.rank, self.attempt = directory, rank, attempt
         self.tensorboard: Any = None
+        self.lost: dict[str, int] = {}  # by file: lines since one was written whole
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -84,33 +86,52 @@ class Telemetry:
             return
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         self._append("metrics.jsonl", json.dumps(record) + "\n")
-        for name, value in values.items():
-            if isinstance(value, float):
-                self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
+        with suppress(OSError):
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
         if line:
             self.say(line)
 
     def _append(self, name: str, text: str) -> None:
-        handle = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        """A full disk costs lines, not the run; the lines that fit again are preceded by how many did not."""
+        lost = self.lost.get(name, 0)
+        blob = (f"\n({lost} lines lost: the disk refused them)\n" if lost else "") + text
         try:
-            os.write(handle, text.encode())
-        finally:
-            os.close(handle)
+            handle = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                whole = os.write(handle, blob.encode()) == len(blob.encode())
+            finally:
+                os.close(handle)
+        except OSError:
+            whole = False
+        self.lost[name] = 0 if whole else lost + 1
 
     def close(self) -> None:
         if self.tensorboard is not None:
-            self.tensorboard.close()
+            with suppress(OSError):
+                self.tensorboard.close()
 
 
-def read_metrics(directory: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """Records of a kind in the order written; a torn last line (the writer was killed) is left out."""
+def read_metrics(directory: Path, kind: str = "train", tail: int | None = None) -> list[dict[str, Any]]:
+    """Records of a kind in the order written, of the last `tail` bytes or of all.
+
+    A torn last line (the writer was killed) is left out, and so is a first line that the tail cuts.
+    """
     path = directory / "metrics.jsonl"
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - tail) if tail else 0)
+        lines = file.read().splitlines()
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["kind"] == kind:
-            records.append(record)
-    return records
+    for line in lines:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and record["kind"] == kind]
+
+
+def last_metrics(directory: Path) -> dict[str, Any] | None:
+    """The newest training record, found without reading a month of them."""
+    records = read_metrics(directory, tail=1 << 20)
+    return records[-1] if records else None

@@ -81,7 +81,9 @@ class Trainer:
         self.start()
 
     def check_classes(self) -> None:
-        """Raise DataError where a set has labels that the head has no output for."""
+        """Raise DataError where a set has labels that the head has no output for; training images are square."""
+        height, width = self.model_config.image_size
+        config.require(height == width, f"image_size is {height}×{width}: training crops are square")
         if self.cfg.objective == "masked":
             return
         for path in filter(None, (self.job.train, self.job.evaluate)):
@@ -162,6 +164,7 @@ class Trainer:
                 image_size=self.model_config.image_size[0],
                 slots=self.arithmetic.slots(self.rank),
                 micro_batch=cfg.micro_batch,
+                accumulation=self.arithmetic.accumulation,
                 start_step=self.step,
                 seed=cfg.seed,
                 augment=cfg.data.augment,
@@ -246,7 +249,7 @@ class Trainer:
                     f"checkpoint step {done.step} committed: {len(done.files)} files, {size / 1e6:.1f} MB, "
                     f"loop stalled {self.saver.stalled_s:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
                 )
-                checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
+                self.prune()
             return
         self.failed_saves += 1
         if self.rank == 0:
@@ -261,6 +264,13 @@ class Trainer:
                 f"{self.failed_saves} saves in a row failed, the last: {self.saver.failure}\n"
                 f"  make room under {self.saver.folder}, then run the same command again"
             )
+
+    def prune(self) -> None:
+        """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
+        try:
+            checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
+        except OSError as error:
+            self.telemetry.say(f"old checkpoints stay: {error}")
 
     def judge(self, norm: float, ids: list[list[int]]) -> None:
         """Count skipped steps: a non-finite gradient never reaches the weights, too many in a row end the run."""

@@ -4,8 +4,10 @@ A module of its own, because processes import it by name. Drivers are children o
 deepspeed already, and fork their workers, so that a run costs seconds.
 """
 
+import errno
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import zlib
@@ -69,6 +71,60 @@ def drive(run: str, overrides: list[str], patch: str | None = None) -> None:
     code = __main__.main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)
+
+
+# what a driver and its workers are made to suffer; the workers are forks of the driver, so one patch reaches all
+
+
+def full_disk() -> None:
+    """No checkpoint file can be written."""
+
+    def refuse(path: Path, blob: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+
+
+def full_disk_for_a_while() -> None:
+    """Steps 10 and 15 cannot be saved by worker 1, step 20 not by the lead's manifest."""
+    original = checkpoint.write_file
+
+    def refuse(path: Path, blob: bytes) -> None:
+        step, rank = int(path.parent.name.split("-")[1]), os.environ["RANK"]
+        if (step in (10, 15) and rank == "1") or (step == 20 and path.name == "MANIFEST.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, blob)
+
+    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+
+
+def killed_while_saving() -> None:
+    """Worker 1 is killed by itself in the middle of the write of step 15, once; worker 0 is slow at step 20."""
+    original = checkpoint.write_file
+
+    def suffer(path: Path, blob: bytes) -> None:
+        step, rank, once = path.parent.name.split("-")[1], os.environ["RANK"], path.parents[2] / "killed-once"
+        if step == "0000000015" and rank == "1" and not once.exists():
+            once.touch()
+            path.write_bytes(blob[: len(blob) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == "0000000020" and rank == "0":
+            time.sleep(0.3)
+        original(path, blob)
+
+    checkpoint.write_file = suffer  # type: ignore[attr-defined]
+
+
+def full_log() -> None:
+    """log.txt and metrics.jsonl cannot be written between steps 8 and 16."""
+    original = os.write
+
+    def refuse(handle: int, blob: bytes) -> int:
+        if b"step 8/" in blob or b"step 12/" in blob or b'"step": 12' in blob:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(handle, blob)
+
+    os.write = refuse  # type: ignore[assignment]
 
 
 # ------------------------------------------------------------------------ one process plays all ranks

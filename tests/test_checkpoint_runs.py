@@ -1,0 +1,213 @@
+"""Whole runs under fire: whatever is killed, and whenever, the run ends with the uninterrupted run's bits."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jobs.demo import step_losses
+from pipeline.checkpoint import committed, read_manifest
+from pipeline.telemetry import read_metrics
+from tests import drives
+
+SEED = int(os.environ.get("FAULT_SEED", "20261120"))
+SOAK = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def start(run: Path, *overrides: str, patch: str | None = None) -> Any:
+    process = drives.fork_context().Process(target=drives.drive, args=(str(run), list(overrides), patch))
+    process.start()
+    return process
+
+
+def finish(run: Path, *overrides: str, patch: str | None = None) -> int:
+    process = start(run, *overrides, patch=patch)
+    process.join()
+    return process.exitcode
+
+
+def stage(run: Path) -> Path:
+    (found,) = run.glob("pretrain-*")
+    return found
+
+
+def forget(run: Path) -> None:
+    for folder in run.glob("pretrain-*"):
+        shutil.rmtree(folder)
+
+
+def said(run: Path) -> str:
+    return (run.parent / "driver.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory) -> Path:
+    """The run that nothing befell."""
+    run = tmp_path_factory.mktemp("twin") / "run"
+    assert finish(run) == 0, said(run)
+    return run
+
+
+@pytest.fixture
+def run(twin, tmp_path) -> Path:
+    """A run with its shards packed and its training still to do."""
+    shutil.copytree(twin, tmp_path / "run", ignore=shutil.ignore_patterns("pretrain-*", "attempts", "status.json"))
+    return tmp_path / "run"
+
+
+def assert_same(run: Path, twin: Path) -> None:
+    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the twin's bits."""
+    ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, twin))
+    assert ours.files == theirs.files and ours.ledger == theirs.ledger and ours.step == theirs.step == 40
+    weights = [(stage(r) / "weights.safetensors").read_bytes() for r in (run, twin)]
+    assert weights[0] == weights[1]
+    losses, reference = step_losses(stage(run)), step_losses(stage(twin))
+    assert reference.keys() == set(range(1, 41))
+    wrong = {step: values for step, values in losses.items() if set(values) != set(reference[step])}
+    assert not wrong, wrong
+
+
+def at_step(run: Path, process: Any, step: int, then: Callable[[], None]) -> None:
+    """Call `then` when the run, just started, has reported the step, unless it ended before."""
+    before = len(reports(run))
+    while process.is_alive():
+        if any(record["step"] >= step for record in reports(run)[before:]):
+            return then()
+        time.sleep(0.005)
+
+
+def reports(run: Path) -> list[dict[str, Any]]:
+    return [record for folder in run.glob("pretrain-*") for record in read_metrics(folder)]
+
+
+def worker_pid(run: Path, rng: random.Random) -> int:
+    newest = max(run.glob("pretrain-*/attempts/attempt-*"))
+    return json.loads((newest / f"rank-{rng.randrange(2):05d}.json").read_text())["pid"]
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=SOAK)])
+def test_a_worker_killed_at_any_moment_changes_nothing(times, twin, run) -> None:
+    rng = random.Random(SEED)
+    for number in range(times):
+        forget(run)
+        process, step, pause = start(run, "pretrain.log_every=1"), rng.randrange(1, 38), rng.random()
+
+        def kill(pause: float = pause) -> None:
+            time.sleep(pause * 0.05)
+            os.kill(worker_pid(run, rng), signal.SIGKILL)
+
+        at_step(run, process, step, kill)
+        process.join()
+        assert process.exitcode == 0, f"kill {number} after step {step}, FAULT_SEED={SEED}\n{said(run)}"
+        assert_same(run, twin)
+        assert "killed by SIGKILL; restarting from" in said(run)
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=SOAK)])
+def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes_on(times, twin, run) -> None:
+    rng = random.Random(SEED + 1)
+    killed = 0
+    for _ in range(times):
+        process = start(run, "pretrain.log_every=1")
+        at_step(run, process, rng.randrange(1, 38), process.kill)
+        process.join()
+        workers = [worker_pid(run, random.Random(rank)) for rank in range(2)]
+        psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
+        if process.exitcode == -signal.SIGKILL:
+            killed += 1
+            assert finish(run, "pretrain.log_every=1") == 0, f"FAULT_SEED={SEED}\n{said(run)}"
+        assert_same(run, twin)
+        forget(run)
+    assert killed > 0
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=SOAK)])
+def test_sigterm_at_any_moment_commits_and_exits_75(times, twin, run) -> None:
+    rng = random.Random(SEED + 2)
+    for number in range(times):
+        forget(run)
+        process, step = start(run, "pretrain.log_every=1"), rng.randrange(1, 30)
+
+        def stop(process: Any = process, twice: bool = number % 2 == 1) -> None:
+            for _ in range(1 + twice):
+                os.kill(process.pid, signal.SIGTERM)
+
+        at_step(run, process, step, stop)
+        process.join()
+        assert process.exitcode == 75, f"SIGTERM after step {step}, FAULT_SEED={SEED}\n{said(run)}"
+        stopped = read_manifest(committed(stage(run) / "checkpoints")[0]).step
+        assert f"stopped at step {stopped} after committing it" in said(run) and stopped >= step
+        assert finish(run) == 0
+        assert_same(run, twin)
+
+
+def test_a_rank_killed_or_slow_inside_a_save_leaves_all_ranks_of_one_mind(twin, run) -> None:
+    assert finish(run, patch="killed_while_saving") == 0, said(run)
+    assert "worker 1 on" in said(run) and "killed by SIGKILL; restarting from step 10" in said(run)
+    assert_same(run, twin)
+
+
+def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
+    assert finish(run, "pretrain.max_failed_saves=4", patch="full_disk_for_a_while") == 0, said(run)
+    text = said(run)
+    for step, file, count in ((10, "rank-00001", 1), (15, "rank-00001", 2), (20, "MANIFEST.json", 3)):
+        assert f"checkpoint step {step} FAILED" in text and file in text and f"; {count} of 4 failures in a row" in text
+    assert "checkpoint step 25 committed" in text
+    assert_same(run, twin)
+
+
+def test_too_many_failed_saves_in_a_row_exit_74(run) -> None:
+    assert finish(run, "pretrain.max_failed_saves=2", patch="full_disk") == 74
+    assert "2 saves in a row failed, the last: rank-00000.safetensors" in said(run)
+    assert "No space left on device" in said(run) and "restarting" not in said(run)
+
+
+def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> None:
+    assert finish(run, patch="full_log") == 0, said(run)
+    text = (stage(run) / "log.txt").read_text()
+    assert "step 12/40" not in text and "lines lost: the disk refused them)" in text and "step 16/40" in text
+    ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, twin))
+    assert ours.files == theirs.files
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=SOAK)])
+def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
+    """World 1 → 2 → 4 → 2 with a batch that 4 does not divide: the same data, and losses to within rounding."""
+    rng = random.Random(SEED + 3)
+    uneven = ("pretrain.batch_size=18", "pretrain.uneven=true")
+    alone = run.parent / "alone"
+    shutil.copytree(run, alone)
+    assert finish(alone, "cluster.workers=1", *uneven) == 0
+    for _ in range(times):
+        forget(run)
+        worlds = (1, 2, 4, 2)
+        for number, world in enumerate(worlds):
+            last = number == len(worlds) - 1
+            process = start(run, f"cluster.workers={world}", f"pretrain.zero={rng.choice((0, 1, 2, 3))}", *uneven)
+            if not last:
+                target = number * 8 + rng.randrange(1, 8)
+                at_step(run, process, target, lambda process=process: os.kill(process.pid, signal.SIGTERM))
+            process.join()
+            assert process.exitcode == (0 if last else 75), f"FAULT_SEED={SEED}\n{said(run)}"
+        ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, alone))
+        assert ours.ledger == theirs.ledger and ours.step == theirs.step
+        losses, reference = step_losses(stage(run)), step_losses(stage(alone))
+        assert max(abs(losses[step][-1] - reference[step][0]) for step in reference if step in losses) < 1e-4
+
+
+@pytest.mark.parametrize("starts", [2, pytest.param(20, marks=SOAK)])
+def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run) -> None:
+    crowd = [start(run) for _ in range(starts)]
+    for process in crowd:
+        process.join()
+    assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1), said(run)
+    assert said(run).count("is owned by process") == starts - 1
+    assert_same(run, twin)
