@@ -104,12 +104,16 @@ class Cache:
             except Exception as error:  # clients raise many kinds; none of their texts is safe to show
                 reason = type(error).__name__
             time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again")
+        raise StorageError(
+            f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again"
+        )
 
     def make_room(self, size: int) -> None:
         """Delete the longest unused shards until `size` more bytes are within the limit."""
         if size > self.cfg.limit_bytes:
-            raise DataError(f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}")
+            raise DataError(
+                f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}"
+            )
         with locked(self.directory / "eviction.lock"):
             held = [(path.stat(), path) for path in self.directory.glob("*.tar")]
             coming = sum(path.stat().st_size for path in self.directory.glob("*.part"))

@@ -103,7 +103,9 @@ def decode(data: bytes) -> np.ndarray:
 def decode_whole(data: bytes) -> np.ndarray:
     """As `decode`, for bytes whose header has been read."""
     try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+        image = cv2.imdecode(
+            np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        )
     except cv2.error:
         image = None
     if image is None:

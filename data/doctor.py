@@ -86,10 +86,14 @@ class Report:
         found.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
         found.append(f"duplicates: {self.duplicates}")
         empty = [c for c in range(self.index.classes) if not classes[c]]
-        found.append(f"classes: {self.index.classes}, empty {len(empty)}" + (f" (first: {empty[:8]})" if empty else ""))
+        found.append(
+            f"classes: {self.index.classes}, empty {len(empty)}" + (f" (first: {empty[:8]})" if empty else "")
+        )
         if classes:
             counts = sorted(classes.values())
-            found.append(f"samples a class: least {counts[0]}, median {counts[len(counts) // 2]}, most {counts[-1]}")
+            found.append(
+                f"samples a class: least {counts[0]}, median {counts[len(counts) // 2]}, most {counts[-1]}"
+            )
         return found + advice(self.index)
 
 
@@ -98,7 +102,9 @@ def advice(index: Index, world: int = 1) -> list[str]:
     sizes = np.array([shard.bytes for shard in index.shards])
     found = []
     if len(sizes) > 16 and np.median(sizes) < 32 << 20:
-        found.append(f"shards of {np.median(sizes) / 2**20:.0f} MiB are small for a network; 256 MiB – 1 GiB read best")
+        found.append(
+            f"shards of {np.median(sizes) / 2**20:.0f} MiB are small for a network; 256 MiB – 1 GiB read best"
+        )
     if sizes.max(initial=0) > 4 << 30:
         found.append("shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB")
     if world > 1 and len(sizes) < world:

@@ -88,7 +88,9 @@ class EvaluationSet:
         b = self.batch_size
         if shape is None:  # nothing decoded yet: learn the size from the ops
             shape = preprocess(np.zeros((512, 512, 3), np.uint8), self.ops).shape
-        float_out = any(image is not None and image.dtype != np.uint8 for image in images) or "float" in self.ops
+        float_out = (
+            any(image is not None and image.dtype != np.uint8 for image in images) or "float" in self.ops
+        )
         pixels = np.zeros((b, *shape), np.float32 if float_out else np.uint8)
         targets, places, mask = np.full((b, self.max_labels), -1), np.full((b, 2), -1), np.zeros(b, bool)
         for row, image in enumerate(images):
@@ -96,7 +98,9 @@ class EvaluationSet:
             if image is None:
                 continue
             if image.shape != shape:
-                raise ValueError(f"ops {self.ops!r} give {shape} and {image.shape}; end them with a crop or resize")
+                raise ValueError(
+                    f"ops {self.ops!r} give {shape} and {image.shape}; end them with a crop or resize"
+                )
             pixels[row], mask[row] = image, True
             targets[row, : len(labels[row])] = labels[row]
         tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)

@@ -72,7 +72,9 @@ class Index:
         try:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again") from None
+            raise DataError(
+                f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again"
+            ) from None
         if len(table) != self.shards[shard].samples:
             raise DataError(
                 f"{path}: {len(table)} rows, the index says {self.shards[shard].samples}; "
@@ -94,18 +96,24 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         found = sorted(path.glob(f"*{SUFFIX}"))
         if len(found) != 1:
             names = ", ".join(one.name for one in found) or "none"
-            raise DataError(f"{path}: expected one *{SUFFIX}, found {names}; name the file, or run `jobs index` first")
+            raise DataError(
+                f"{path}: expected one *{SUFFIX}, found {names}; name the file, or run `jobs index` first"
+            )
         path = found[0]
     try:
         raw = json.loads(path.read_text())
         if raw["schema"] != SCHEMA:
-            raise DataError(f"{path}: schema {raw['schema']}, this version reads {SCHEMA}; run `jobs index` again")
+            raise DataError(
+                f"{path}: schema {raw['schema']}, this version reads {SCHEMA}; run `jobs index` again"
+            )
         shards = tuple(Shard(*row) for row in raw["shards"])
         counts, digest, directory = tuple(raw["class_counts"]), raw["digest"], raw["directory"]
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: not a Patchline index ({error!r}); run `python -m jobs index` again") from None
+        raise DataError(
+            f"{path}: not a Patchline index ({error!r}); run `python -m jobs index` again"
+        ) from None
     if digest != digest_of(shards, counts):
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
     if "://" not in directory:
@@ -136,7 +144,11 @@ def build_index(
     folder's name); `at` is the URL that the shards will be read from, where that is not here. Raises
     DataError naming every tar that cannot be used and every label ≥ `classes`.
     """
-    paths = sorted(Path(source).glob("*.tar")) if isinstance(source, str | os.PathLike) else [Path(p) for p in source]
+    paths = (
+        sorted(Path(source).glob("*.tar"))
+        if isinstance(source, str | os.PathLike)
+        else [Path(p) for p in source]
+    )
     if not paths:
         raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
@@ -287,7 +299,9 @@ class Journal:
         shards = [shard for shard, _ in records]
         content = {
             "schema": SCHEMA,
-            "directory": str(directory) if "://" in str(directory) else os.path.relpath(directory, self.path.parent),
+            "directory": str(directory)
+            if "://" in str(directory)
+            else os.path.relpath(directory, self.path.parent),
             "samples": sum(shard.samples for shard in shards),
             "digest": digest_of(shards, class_counts),
             "refused": dict(self.refused),

@@ -50,7 +50,9 @@ def library() -> ctypes.CDLL | None:
 def compile_binding() -> Path:
     """Compile unless the cache folder has it; the name holds everything that the result depends on."""
     jpeg = next(Path(str(f.locate())) for f in files("pillow") or () if f.name.startswith("libjpeg-"))
-    name = sha256(SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()).hexdigest()
+    name = sha256(
+        SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()
+    ).hexdigest()
     path = state_folder() / f"jpeg-{name[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,9 @@ import numpy as np
 # S shards, N samples, B batch size, L lanes
 
 Ids = tuple[np.ndarray, np.ndarray, np.ndarray]  # epoch, shard, sample: int64 arrays of one length
-ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
+ROUNDS = (
+    6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
+)
 DEFAULT_LANES = 64  # docs/order.md measures it
 DEFAULT_BLOCK = 16_384
 
@@ -132,7 +134,9 @@ class Order:
         """How many samples each lane has given when an epoch has given `used`: equal to within one."""
         if used == self.samples:
             return self._lane_lengths()
-        head = min(-epoch * self.used % self.batch_size, used)  # what the epoch gave to a batch begun before it
+        head = min(
+            -epoch * self.used % self.batch_size, used
+        )  # what the epoch gave to a batch begun before it
         share = head // self.lanes + (np.arange(self.lanes) < head % self.lanes)
         return share + (used - head) // self.lanes
 
@@ -181,11 +185,15 @@ def check_order(order: Order) -> None:
     if order.batch_size % order.lanes:
         divisors = [n for n in range(1, order.batch_size + 1) if order.batch_size % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - order.lanes))
-        raise ValueError(f"lanes {order.lanes} does not divide batch_size {order.batch_size}; nearest: {nearest}")
+        raise ValueError(
+            f"lanes {order.lanes} does not divide batch_size {order.batch_size}; nearest: {nearest}"
+        )
     if order.samples == 0:
         raise ValueError("the shards hold no samples; pack some first")
     if order.tail == "drop" and order.samples < order.batch_size:
-        raise ValueError(f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"')
+        raise ValueError(
+            f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"'
+        )
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
-        raise DataError(f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it")
+        raise DataError(
+            f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it"
+        )
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()

@@ -30,7 +30,9 @@ def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
+        raise Refused(
+            f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path"
+        )
 
 
 def redacted(url: str) -> str:
@@ -134,6 +136,8 @@ def connect_public(address: tuple[str, int], timeout, source_address=None) -> so
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for *_, place in found:
         if not allowed and not ipaddress.ip_address(place[0]).is_global:
-            raise Refused(f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}")
+            raise Refused(
+                f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}"
+            )
     place = found[0][4]
     return socket.create_connection((str(place[0]), int(place[1])), timeout, source_address)

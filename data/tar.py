@@ -108,7 +108,9 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]):
         check_header(header, name, at)
         kind, start = header[156:157], at + BLOCK
         if start + size > len(tar):
-            raise DataError(f"{name}: member at byte {at} wants {size} bytes, the file ends before; copy it again")
+            raise DataError(
+                f"{name}: member at byte {at} wants {size} bytes, the file ends before; copy it again"
+            )
         at = start + (size + BLOCK - 1) // BLOCK * BLOCK
         if kind in (b"L", b"x", b"g"):
             if size > MAX_EXTENSION:
@@ -137,7 +139,9 @@ def read_number(field: bytes, name: str, at: int) -> int:
             return int.from_bytes(field[1:], "big")
         return int(field.strip(b"\0 ") or b"0", 8)
     except ValueError:
-        raise DataError(f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar") from None
+        raise DataError(
+            f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar"
+        ) from None
 
 
 def member_name(header: bytes) -> bytes:

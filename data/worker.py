@@ -75,7 +75,9 @@ class Done:
 class Decoder:
     """Turns a task into a micro-batch: a pure function, whichever process runs it."""
 
-    def __init__(self, index: Index, order: Order, layout: Layout, cfg: AugmentConfig, seed: int, reader: Reader):
+    def __init__(
+        self, index: Index, order: Order, layout: Layout, cfg: AugmentConfig, seed: int, reader: Reader
+    ):
         self.index, self.order, self.layout, self.cfg, self.seed = index, order, layout, cfg, seed
         self.reader = reader
         self.step, self.ids = -1, np.empty((0, 3), np.int64)  # the last global batch asked for
