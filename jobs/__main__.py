@@ -113,6 +113,23 @@ def status_command(options: argparse.Namespace) -> None:
     print("\n".join(status(Path(options.run).resolve())))
 
 
+def checkpoints_command(options: argparse.Namespace) -> None:
+    from jobs.checkpoints import command
+
+    command(options)
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "verify", "inspect", "diff", "export", "prune"))
+    parser.add_argument("run", help="run directory, a stage's folder in it, or one step-* folder")
+    parser.add_argument("--step", type=int, help="of this step; otherwise the newest, or all")
+    parser.add_argument("--with", dest="other", metavar="RUN", help="diff: the run or checkpoint to compare with")
+    parser.add_argument("--with-step", dest="other_step", type=int, help="diff: its step")
+    parser.add_argument("--to", metavar="FOLDER", help="export: where to write weights.safetensors and model.json")
+    parser.add_argument("--keep", type=int, default=2, help="prune: the newest that stay, 2 at least (default 2)")
+    parser.add_argument("--keep-every", type=int, default=0, help="prune: steps whose multiples stay")
+
+
 def demo_command(options: argparse.Namespace) -> int:
     from jobs.demo import demo
 
@@ -210,6 +227,11 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
     "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
     "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", add_run),
+    "checkpoints": (
+        checkpoints_command,
+        "list, verify, inspect, diff, export or prune what a run has saved",
+        add_checkpoints,
+    ),
     "demo": (
         demo_command,
         "the whole campaign on handwritten digits, with a worker killed on the way",

@@ -20,7 +20,7 @@ import torch
 
 import models
 from jobs.ownership import owned
-from pipeline import checkpoint
+from pipeline import checkpoint, train
 from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
 from pipeline.errors import RunOwned
 from pipeline.optimizer import OptimConfig
@@ -113,6 +113,17 @@ def killed_while_saving() -> None:
         original(path, blob)
 
     checkpoint.write_file = suffer  # type: ignore[attr-defined]
+
+
+def slowly() -> None:
+    """A step takes 60 ms more: the driver looks every 500 ms whether to stop, the run shall not be over by then."""
+    original = train.Trainer.agree
+
+    def agree(self: train.Trainer, *args: Any) -> Any:
+        time.sleep(0.06)
+        return original(self, *args)
+
+    train.Trainer.agree = agree  # type: ignore[method-assign]
 
 
 def full_log() -> None:
