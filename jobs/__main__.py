@@ -196,6 +196,19 @@ def export_command(options: argparse.Namespace) -> None:
     print("\n".join(export_weights(options.directory, options.path, options.format)))
 
 
+def analyze_command(options: argparse.Namespace) -> None:
+    from jobs.analyze import analyze
+
+    print("\n".join(analyze(options.weights, options.images, options.output, options.limit)))
+
+
+def add_analyze(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("weights", help="a folder of weights, or a file that `import` takes")
+    parser.add_argument("images", nargs="+", help="image files, folders of them, or tar shards")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where the pictures and numbers go")
+    parser.add_argument("--limit", type=int, default=128, help="at most so many images (default: 128, as the paper)")
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file; jobs/recipes holds those that ship")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example pretrain.optim.lr=1e-3")
@@ -243,6 +256,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
     "list": (list_command, "the jobs on the cluster", lambda p: None),
     "import": (import_command, "official, timm or transformers weights into a folder of ours", add_import),
     "export": (export_command, "weights of a stage into an official, timm or transformers format", add_export),
+    "analyze": (analyze_command, "pictures of what a ViT looks at: the paper's figures 6, 7 and 11", add_analyze),
     "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
 }
 
