@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +176,6 @@ def job_name(run: str) -> str:
     return str(Path(run).resolve()) if "/" in run or Path(run).exists() else run
 
 
-def index_command(options: argparse.Namespace) -> None:
-    import data
-
-    index = data.build_index(options.directory)
-    print(
-        f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, digest {index.digest[:12]}"
-    )
-
-
 def import_command(options: argparse.Namespace) -> None:
     from jobs.weights import import_weights
 
@@ -236,6 +228,11 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("safetensors", "npz", "timm", "hf"), required=True)
 
 
+def later(name: str) -> Callable[[Any], Any]:
+    """A function of jobs.data_commands, imported when it is called."""
+    return lambda argument: getattr(import_module("jobs.data_commands"), name)(argument)
+
+
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
     "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
@@ -257,7 +254,9 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
     "import": (import_command, "official, timm or transformers weights into a folder of ours", add_import),
     "export": (export_command, "weights of a stage into an official, timm or transformers format", add_export),
     "analyze": (analyze_command, "pictures of what a ViT looks at: the paper's figures 6, 7 and 11", add_analyze),
-    "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
+    "pack": (later("pack_command"), "images of many kinds into shards with their index", later("add_pack")),
+    "index": (later("index_command"), "index existing WebDataset tars", later("add_index")),
+    "data": (later("data_command"), "check, stats or repair of a set of shards", later("add_data")),
 }
 
 if __name__ == "__main__":
