@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '$(TORCH)'
 	$(REQUIREMENTS) > $(STAMP).txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
-	@# timm asks for torchvision, which the tests need nothing of and which has no CPU wheel beside torch's
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm
+	@# timm imports torchvision, which has no CPU wheel beside torch's: the tests declare the operators it misses
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	@touch $(STAMP)
 
 demo: env

@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --models L/16 H/14 --dtypes bf16 --batch 64       where there is a GPU
 
 A step is forward, softmax cross-entropy, backward and fused AdamW on random images; parameters and arithmetic
-are of the named type (no autocast). Every round times each contender once, in turn, then one matrix product:
+are of the named type (no autocast). Every round times each contender and a matrix product, in rotated order:
 read the ratios, which are medians over the rounds of ratios within a round. On a CPU one thread runs and its
 CPU time counts, so that a neighbour who takes the core away does not.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import models
+from models.vit import Attention, split_heads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], None]
@@ -42,6 +44,22 @@ def plain(name: str) -> torch.nn.Module:
 def compiled(name: str) -> torch.nn.Module:
     model = models.build(name)
     models.compile_blocks(model)
+    return model
+
+
+class FusedAttention(Attention):
+    """Ours with PyTorch's fused kernel everywhere, to weigh the choice `models.vit.attend` makes."""
+
+    def forward(self, x: torch.Tensor, relative: None = None, queries: int | None = None) -> torch.Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q[:, :, :queries], k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def fused_attention(name: str) -> torch.nn.Module:
+    model = models.build(name)
+    for block in model.blocks:
+        block.attention.__class__ = FusedAttention
     return model
 
 
@@ -77,6 +95,7 @@ def transformers_model(name: str) -> torch.nn.Module:
 CONTENDERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "ours": plain,
     "ours, compiled": compiled,
+    "ours, fused attention": fused_attention,
     "timm": timm_model,
     "timm, our GELU": functools.partial(timm_model, act_layer="gelu_tanh"),  # the same function as ours
     "timm, compiled": timm_compiled,
@@ -113,7 +132,7 @@ def training_step(build: Callable[[str], torch.nn.Module], setting: Setting) -> 
 def product_step(setting: Setting) -> tuple[Step, float]:
     """The MLP's first product at this batch, repeated, and its FLOPs: the ceiling of a step."""
     config, repeats = models.config_of(setting.model), 4
-    rows = setting.batch * 197
+    rows = setting.batch * (math.prod(config.grid) + config.prefix_tokens)
     a = torch.randn(rows, config.width, device=setting.device, dtype=setting.dtype)
     b = torch.randn(config.width, config.mlp, device=setting.device, dtype=setting.dtype)
 
@@ -143,9 +162,11 @@ def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[f
         for step in steps.values():
             step()
     taken: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
     for _ in range(rounds):
-        for name, step in steps.items():
-            taken[name].append(seconds(step, setting.device))
+        for name in order:
+            taken[name].append(seconds(steps[name], setting.device))
+        order = [*order[1:], order[0]]  # each comes after each: none has a better place in the round
     return taken
 
 
@@ -156,9 +177,7 @@ def rows_of(setting: Setting, taken: dict[str, list[float]]) -> list[str]:
     rows = []
     for name in (name for name in taken if name != "product"):
         ratio = statistics.median(t / ours for t, ours in zip(taken[name], taken["ours"], strict=True))
-        share = [
-            step_flops / t / (product_flops / p) for t, p in zip(taken[name], taken["product"], strict=True)
-        ]
+        share = [step_flops / t / (product_flops / p) for t, p in zip(taken[name], taken["product"], strict=True)]
         kind = str(setting.dtype).removeprefix("torch.")
         rows.append(
             f"| {setting.model} | {kind} | {name} | {statistics.median(taken[name]):.3f} | {ratio:.2f} "
@@ -168,9 +187,7 @@ def rows_of(setting: Setting, taken: dict[str, list[float]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["S/16", "B/16"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument(
@@ -186,9 +203,7 @@ def main() -> None:
     torch.set_num_threads(1)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print(f"torch {torch.__version__}, {where}, batch {arguments.batch}, {arguments.rounds} rounds\n")
-    print(
-        "| model | type | code | step, s | time / ours | of the product's speed |\n|---|---|---|---|---|---|"
-    )
+    print("| model | type | code | step, s | time / ours | of the product's speed |\n|---|---|---|---|---|---|")
     for model in arguments.models:
         for dtype in arguments.dtypes:
             setting = Setting(model, DTYPES[dtype], arguments.batch, device)

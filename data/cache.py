@@ -18,7 +18,7 @@ import numpy as np
 
 from data.errors import DataError, StorageError
 from data.index import Index, Shard
-from data.order import Order
+from data.order import Mixture, Order
 from data.remote import Refused, forget_credentials, read_range, redacted
 
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
@@ -104,16 +104,12 @@ class Cache:
             except Exception as error:  # clients raise many kinds; none of their texts is safe to show
                 reason = type(error).__name__
             time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        raise StorageError(
-            f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again"
-        )
+        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again")
 
     def make_room(self, size: int) -> None:
         """Delete the longest unused shards until `size` more bytes are within the limit."""
         if size > self.cfg.limit_bytes:
-            raise DataError(
-                f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}"
-            )
+            raise DataError(f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}")
         with locked(self.directory / "eviction.lock"):
             held = [(path.stat(), path) for path in self.directory.glob("*.tar")]
             coming = sum(path.stat().st_size for path in self.directory.glob("*.part"))
@@ -136,7 +132,7 @@ def locked(path: Path) -> Iterator[None]:
 class Ahead:
     """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
 
-    def __init__(self, index: Index, order: Order, slots: range, step: int, cfg: CacheConfig):
+    def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
         self.index, self.order, self.slots, self.cfg = index, order, slots, cfg
         self.cache, self.step = Cache(cfg), step
         self.changed = threading.Condition()

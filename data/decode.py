@@ -13,9 +13,9 @@ import cv2
 import numpy as np
 
 from data.jpeg import decode_region
+from data.tar import MAX_BYTES
 
-MAX_PIXELS = 100_000_000  # what a header may claim; the largest photograph of ImageNet-1k has 31 million
-MAX_BYTES = 100_000_000
+MAX_PIXELS = 100_000_000  # what a header may claim: 300 MB decoded
 FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that hold the image's sides
 
 Box = tuple[int, int, int, int]  # y, x, h, w in pixels of the whole image
@@ -103,9 +103,7 @@ def decode(data: bytes) -> np.ndarray:
 def decode_whole(data: bytes) -> np.ndarray:
     """As `decode`, for bytes whose header has been read."""
     try:
-        image = cv2.imdecode(
-            np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-        )
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error:
         image = None
     if image is None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,14 +87,10 @@ class Report:
         found.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
         found.append(f"duplicates: {self.duplicates}")
         empty = [c for c in range(self.index.classes) if not classes[c]]
-        found.append(
-            f"classes: {self.index.classes}, empty {len(empty)}" + (f" (first: {empty[:8]})" if empty else "")
-        )
+        found.append(f"classes: {self.index.classes}, empty {len(empty)}" + (f" (first: {empty[:8]})" if empty else ""))
         if classes:
             counts = sorted(classes.values())
-            found.append(
-                f"samples a class: least {counts[0]}, median {counts[len(counts) // 2]}, most {counts[-1]}"
-            )
+            found.append(f"samples a class: least {counts[0]}, median {counts[len(counts) // 2]}, most {counts[-1]}")
         return found + advice(self.index)
 
 
@@ -102,9 +99,7 @@ def advice(index: Index, world: int = 1) -> list[str]:
     sizes = np.array([shard.bytes for shard in index.shards])
     found = []
     if len(sizes) > 16 and np.median(sizes) < 32 << 20:
-        found.append(
-            f"shards of {np.median(sizes) / 2**20:.0f} MiB are small for a network; 256 MiB – 1 GiB read best"
-        )
+        found.append(f"shards of {np.median(sizes) / 2**20:.0f} MiB are small for a network; 256 MiB – 1 GiB read best")
     if sizes.max(initial=0) > 4 << 30:
         found.append("shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB")
     if world > 1 and len(sizes) < world:
@@ -114,16 +109,19 @@ def advice(index: Index, world: int = 1) -> list[str]:
 
 def check(index: Index, *, decode: bool = True, workers: int = 1) -> Report:
     """Look at every sample; without `decode` only at headers and labels."""
-    jobs = [(index, number, decode) for number in range(len(index.shards))]
+    grid = -(-GRID // max(len(index.shards), 1))
+    jobs = [(replace(index, shards=(shard,), class_counts=()), grid, decode) for shard in index.shards]
     return Report(index, list(run_jobs(check_shard, jobs, workers)))
 
 
 def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
-    index, number, decode = job
-    report, known = ShardReport(index.shards[number].name), index.shards[number]
+    """The report of an index's only shard, with so many samples kept for the grid."""
+    index, grid, decode = job
+    known = index.shards[0]
+    report = ShardReport(known.name)
     sides, sizes, hashes = [], [], []
     try:
-        with open(index.location(number), "rb") as file, mapped(file) as tar:
+        with open(index.location(0), "rb") as file, mapped(file) as tar:
             if len(tar) != known.bytes:
                 report.problem = f"{len(tar)} bytes, the index says {known.bytes}"
             elif sha256(tar).hexdigest() != known.sha256:
@@ -143,7 +141,7 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
                 sides.append((header.height, header.width))
                 sizes.append(len(image))
                 hashes.append(int.from_bytes(blake2b(image, digest_size=8).digest(), "little"))
-                if len(report.grid) < -(-GRID // len(index.shards)):
+                if len(report.grid) < grid:
                     report.grid.append((key, image))
     except OSError as error:
         report.problem = str(error.strerror)
@@ -162,7 +160,7 @@ def samples_of(tar: memoryview, report: ShardReport) -> Iterator[tuple[str, byte
         yield name, bytes(tar[image : image + image_size]), bytes(tar[label : label + label_size])
 
 
-def repair(index: Index, directory: str | Path, *, unique: bool = False, **options) -> Index:
+def repair(index: Index, directory: str | Path, *, unique: bool = False, **options: Any) -> Index:
     """Pack every good sample into a new set in another folder; with `unique`, each image once.
 
     Missing shards are left out, of short ones what stands before the cut is kept. `options` go to `pack`.

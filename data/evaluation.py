@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from data.cache import CacheConfig
 from data.decode import BadImage, decode
 from data.index import Index
 from data.preprocess import preprocess
@@ -27,6 +30,16 @@ class EvaluationBatch:
     bad: tuple[BadSample, ...]
 
 
+@dataclass(frozen=True)
+class Row:
+    """One sample on its way into a batch."""
+
+    place: tuple[int, int]
+    image: np.ndarray | None
+    labels: tuple[int, ...]
+    problem: BadSample | None
+
+
 class EvaluationSet:
     """Iterates this worker's part of a set: every sample once at any world size, batches equally many.
 
@@ -42,8 +55,10 @@ class EvaluationSet:
         rank: int = 0,
         world: int = 1,
         max_labels: int = 1,
-        limit: int | None = None,
+        limit: int | None = None,  # only the first so many samples
+        threads: int = 1,
         verify: bool = True,
+        cache: CacheConfig | None = None,
     ):
         self.index, self.ops, self.batch_size, self.max_labels = index, ops, batch_size, max_labels
         total = index.samples if limit is None else min(limit, index.samples)
@@ -51,58 +66,52 @@ class EvaluationSet:
         self.rows = range(min(rank * share, total), min((rank + 1) * share, total))
         self.batches = -(-share // batch_size)
         self.starts = np.cumsum([0, *index.shard_samples])
-        self.reader = Reader(index, verify=verify)
+        self.reader, self.threads = Reader(index, verify=verify, cache=cache), threads
+        example = preprocess(np.zeros((1024, 1024, 3), np.uint8), ops)  # all images come out like it
+        self.shape, self.dtype = example.shape, example.dtype
 
     def __len__(self) -> int:
         return self.batches
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        shape = None
-        for first in range(0, self.batches * self.batch_size, self.batch_size):
-            images, labels, ids, bad = [], [], [], []
-            for row in self.rows[first : first + self.batch_size]:
-                shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-                sample = row - int(self.starts[shard])
-                image, found, problem = self.load(shard, sample)
-                bad += [problem] if problem else []
-                images.append(image)
-                labels.append(found)
-                ids.append((shard, sample))
-            shape = shape or next((image.shape for image in images if image is not None), None)
-            yield self.collate(images, labels, ids, tuple(bad), shape)
+        running: deque[list[Future[Row]]] = deque()  # the batch in hand and the next one
+        with ThreadPoolExecutor(self.threads) as pool:
+            for first in range(0, self.batches * self.batch_size, self.batch_size):
+                places = map(self.place, self.rows[first : first + self.batch_size])
+                running.append([pool.submit(self.load, at, self.reader.read(*at)) for at in places])
+                if len(running) > 1:
+                    yield self.collate([row.result() for row in running.popleft()])
+            for rows in running:
+                yield self.collate([row.result() for row in rows])
 
-    def load(self, shard: int, sample: int) -> tuple[np.ndarray | None, tuple[int, ...], BadSample | None]:
+    def place(self, row: int) -> tuple[int, int]:
+        """Shard and sample of the row-th sample of the set."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, row - int(self.starts[shard])
+
+    def load(self, place: tuple[int, int], found: tuple[str, bytes, bytes]) -> Row:
         """One sample, preprocessed, or what is wrong with it."""
-        key, encoded, raw = self.reader.read(shard, sample)
+        key, encoded, raw = found
         try:
-            return (
-                preprocess(decode(encoded), self.ops),
-                read_labels(raw, self.index.classes, self.max_labels),
-                None,
-            )
+            labels = read_labels(raw, self.index.classes, self.max_labels)
+            image = preprocess(decode(encoded), self.ops)
         except BadImage as error:
-            return None, (), BadSample(self.index.shards[shard].name, key, str(error))
+            problem = BadSample(self.index.shards[place[0]].name, key, str(error))
+            return Row(place, None, (), problem)
+        if image.shape != self.shape:
+            raise ValueError(f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize")
+        return Row(place, image, labels, None)
 
-    def collate(self, images, labels, ids, bad, shape) -> EvaluationBatch:
+    def collate(self, rows: list[Row]) -> EvaluationBatch:
         """Stack rows and pad them to `batch_size`."""
         b = self.batch_size
-        if shape is None:  # nothing decoded yet: learn the size from the ops
-            shape = preprocess(np.zeros((512, 512, 3), np.uint8), self.ops).shape
-        float_out = (
-            any(image is not None and image.dtype != np.uint8 for image in images) or "float" in self.ops
-        )
-        pixels = np.zeros((b, *shape), np.float32 if float_out else np.uint8)
-        targets, places, mask = np.full((b, self.max_labels), -1), np.full((b, 2), -1), np.zeros(b, bool)
-        for row, image in enumerate(images):
-            places[row] = ids[row]
-            if image is None:
-                continue
-            if image.shape != shape:
-                raise ValueError(
-                    f"ops {self.ops!r} give {shape} and {image.shape}; end them with a crop or resize"
-                )
-            pixels[row], mask[row] = image, True
-            targets[row, : len(labels[row])] = labels[row]
-        tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        arrays = list(map(torch.from_numpy, (targets, places, mask)))
-        return EvaluationBatch(tensor, arrays[0], arrays[1], arrays[2], bad)
+        images = np.zeros((b, *self.shape), self.dtype)
+        labels, ids, mask = np.full((b, self.max_labels), -1), np.full((b, 2), -1), np.zeros(b, bool)
+        for number, row in enumerate(rows):
+            ids[number] = row.place
+            if row.image is not None:
+                images[number], mask[number] = row.image, True
+                labels[number, : len(row.labels)] = row.labels
+        bad = tuple(row.problem for row in rows if row.problem)
+        made = [torch.from_numpy(array) for array in (images, labels, ids, mask)]
+        return EvaluationBatch(made[0].permute(0, 3, 1, 2), made[1], made[2], made[3], bad)

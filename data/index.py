@@ -10,12 +10,13 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -72,9 +73,7 @@ class Index:
         try:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again"
-            ) from None
+            raise DataError(f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again") from None
         if len(table) != self.shards[shard].samples:
             raise DataError(
                 f"{path}: {len(table)} rows, the index says {self.shards[shard].samples}; "
@@ -96,24 +95,18 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         found = sorted(path.glob(f"*{SUFFIX}"))
         if len(found) != 1:
             names = ", ".join(one.name for one in found) or "none"
-            raise DataError(
-                f"{path}: expected one *{SUFFIX}, found {names}; name the file, or run `jobs index` first"
-            )
+            raise DataError(f"{path}: expected one *{SUFFIX}, found {names}; name the file, or run `jobs index` first")
         path = found[0]
     try:
         raw = json.loads(path.read_text())
         if raw["schema"] != SCHEMA:
-            raise DataError(
-                f"{path}: schema {raw['schema']}, this version reads {SCHEMA}; run `jobs index` again"
-            )
+            raise DataError(f"{path}: schema {raw['schema']}, this version reads {SCHEMA}; run `jobs index` again")
         shards = tuple(Shard(*row) for row in raw["shards"])
         counts, digest, directory = tuple(raw["class_counts"]), raw["digest"], raw["directory"]
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: not a Patchline index ({error!r}); run `python -m jobs index` again"
-        ) from None
+        raise DataError(f"{path}: not a Patchline index ({error!r}); run `python -m jobs index` again") from None
     if digest != digest_of(shards, counts):
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
     if "://" not in directory:
@@ -144,11 +137,7 @@ def build_index(
     folder's name); `at` is the URL that the shards will be read from, where that is not here. Raises
     DataError naming every tar that cannot be used and every label ≥ `classes`.
     """
-    paths = (
-        sorted(Path(source).glob("*.tar"))
-        if isinstance(source, str | os.PathLike)
-        else [Path(p) for p in source]
-    )
+    paths = sorted(Path(source).glob("*.tar")) if isinstance(source, str | os.PathLike) else [Path(p) for p in source]
     if not paths:
         raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
@@ -173,7 +162,7 @@ def build_index(
         return journal.finish(at or directory)
 
 
-def run_jobs(function, jobs: list, workers: int) -> Iterator:
+def run_jobs(function: Callable, jobs: list, workers: int) -> Iterator:
     """Apply a function to each job, in order, here or in some processes."""
     if workers < 2:
         yield from map(function, jobs)
@@ -197,7 +186,7 @@ def index_shard(job: tuple[str, str, str, int | None]) -> tuple[Shard, Counter[i
 
 
 @contextmanager
-def mapped(file) -> Iterator[memoryview]:
+def mapped(file: IO[bytes]) -> Iterator[memoryview]:
     """The bytes of an open file without reading them first."""
     if not os.fstat(file.fileno()).st_size:
         yield memoryview(b"")
@@ -206,7 +195,9 @@ def mapped(file) -> Iterator[memoryview]:
         yield view
 
 
-def count_classes(tar: memoryview, table: np.ndarray, name: str, classes: int | None):
+def count_classes(
+    tar: memoryview, table: np.ndarray, name: str, classes: int | None
+) -> tuple[Counter[int], Counter[str]]:
     """Samples a class, and those without a usable label; raises DataError on a label ≥ `classes`."""
     counts: Counter[int] = Counter()
     bad: Counter[str] = Counter()
@@ -272,7 +263,7 @@ class Journal:
             self.add(Shard(*shard), {int(c): n for c, n in counts.items()}, refused)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
 
     def has(self, shard: str, size: int) -> bool:
@@ -299,9 +290,7 @@ class Journal:
         shards = [shard for shard, _ in records]
         content = {
             "schema": SCHEMA,
-            "directory": str(directory)
-            if "://" in str(directory)
-            else os.path.relpath(directory, self.path.parent),
+            "directory": str(directory) if "://" in str(directory) else os.path.relpath(directory, self.path.parent),
             "samples": sum(shard.samples for shard in shards),
             "digest": digest_of(shards, class_counts),
             "refused": dict(self.refused),

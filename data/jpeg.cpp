@@ -102,21 +102,23 @@ void prepare(Jump& jump) {
     jump.emit_message = stay_quiet;
 }
 
-// Where the frame height stands, where the scan starts, and what one restart interval covers; 0 if of no use.
+// Where the frame's sides stand, where the scan starts, and how its blocks are grouped.
 struct Layout {
-    size_t height_at = 0, scan_at = 0;
-    unsigned mcu_height = 0, mcus_per_row = 0, interval = 0;
+    size_t sides_at = 0, scan_at = 0;
+    unsigned height = 0, width = 0, mcu_height = 0, mcu_width = 0, mcus_per_row = 0, interval = 0;
+    bool sequential = false;
 };
 
 Layout read_layout(const uint8_t* data, size_t size) {
     Layout found;
+    unsigned components = 0;
     for (size_t at = 2; at + 9 < size && data[at] == 0xFF;) {
         const unsigned marker = data[at + 1], length = data[at + 2] << 8 | data[at + 3];
         if (marker == 0xFF) { at++; continue; }
         if (at + 2 + length > size) break;
         if (marker == 0xDD) found.interval = data[at + 4] << 8 | data[at + 5];
-        if (marker == 0xC0 || marker == 0xC1) {  // sequential Huffman: one scan holds every component
-            const unsigned width = data[at + 7] << 8 | data[at + 8], components = data[at + 9];
+        if (marker >= 0xC0 && marker <= 0xC2) {
+            components = data[at + 9];
             if (length < 8 + 3 * components) break;
             unsigned h = 1, v = 1;
             for (unsigned c = 0; components > 1 && c < components; c++) {
@@ -124,59 +126,91 @@ Layout read_layout(const uint8_t* data, size_t size) {
                 h = factors >> 4 > h ? factors >> 4 : h;
                 v = (factors & 15) > v ? factors & 15 : v;
             }
-            found.height_at = at + 5;
+            found.sides_at = at + 5;
+            found.height = data[at + 5] << 8 | data[at + 6];
+            found.width = data[at + 7] << 8 | data[at + 8];
             found.mcu_height = 8 * v;
-            found.mcus_per_row = (width + 8 * h - 1) / (8 * h);
+            found.mcu_width = 8 * h;
+            found.mcus_per_row = (found.width + 8 * h - 1) / (8 * h);
+            found.sequential = marker != 0xC2;
+        }
+        if (marker == 0xDA) {
+            found.sequential &= data[at + 4] == components;  // else every component has a scan of its own
+            found.scan_at = at + 2 + length;
+            break;
         }
         at += 2 + length;
-        if (marker == 0xDA) { found.scan_at = at; break; }
     }
     return found;
 }
 
-// With one restart marker an MCU row, cut the rows that are not wanted out of the bytes themselves, so that not even
-// their Huffman codes are read. Returns the first row kept; `cut` then holds a whole, smaller JPEG.
-unsigned cut_rows(const uint8_t* data, size_t size, unsigned top, unsigned bottom, std::vector<uint8_t>& cut) {
+// The smallest run of 4 or more blocks that divides a row of them: restart markers then never straddle rows.
+unsigned choose_interval(unsigned mcus_per_row) {
+    for (unsigned run = 4; run < mcus_per_row; run++)
+        if (mcus_per_row % run == 0) return run;
+    return mcus_per_row;
+}
+
+// With restart markers that divide its rows, cut what is not wanted out of the bytes themselves, so that not even
+// its Huffman codes are read. `cut` then holds a whole, smaller JPEG, and x and y move; or nothing changes.
+void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsigned w, unsigned h,
+                std::vector<uint8_t>& cut) {
     const Layout layout = read_layout(data, size);
-    if (!layout.scan_at || !layout.height_at || !layout.interval || layout.interval != layout.mcus_per_row) return 0;
-    const unsigned height = data[layout.height_at] << 8 | data[layout.height_at + 1];
-    const unsigned rows = (height + layout.mcu_height - 1) / layout.mcu_height;
-    const unsigned first = top / layout.mcu_height > 1 ? top / layout.mcu_height - 1 : 0;  // one more on each side
-    unsigned last = (bottom + layout.mcu_height - 1) / layout.mcu_height + 1;
-    last = last < rows ? last : rows;
-    if (first == 0 && last == rows) return 0;
-    std::vector<size_t> starts{layout.scan_at};  // of each row's bytes
-    size_t at = layout.scan_at;
-    while (starts.size() <= last) {
-        const auto* mark = static_cast<const uint8_t*>(memchr(data + at, 0xFF, size - at - 1));
-        if (!mark) return 0;
-        at = mark - data + 2;
+    if (!layout.scan_at || !layout.sequential || !layout.interval || layout.mcus_per_row % layout.interval) return;
+    const unsigned per_row = layout.mcus_per_row / layout.interval, run = layout.interval * layout.mcu_width;
+    const auto from = [](unsigned at, unsigned mcu, unsigned unit) { return at > mcu ? (at - mcu) / unit : 0; };
+    const auto to = [](unsigned end, unsigned mcu, unsigned unit, unsigned all) {
+        const unsigned found = (end + mcu + unit - 1) / unit;  // one more block on each side, for its neighbours
+        return found < all ? found : all;
+    };
+    const unsigned rows = (layout.height + layout.mcu_height - 1) / layout.mcu_height;
+    const unsigned first = from(y, layout.mcu_height, layout.mcu_height);
+    const unsigned last = to(y + h, layout.mcu_height, layout.mcu_height, rows);
+    const unsigned left = from(x, layout.mcu_width, run), right = to(x + w, layout.mcu_width, run, per_row);
+    if (first >= last || left >= right) return;  // the region is outside: two headers disagree
+    if (last - first == rows && right - left == per_row) return;
+    std::vector<size_t> starts{layout.scan_at};  // of the bytes between markers
+    starts.reserve(last * per_row + 1);
+    for (size_t at = layout.scan_at; starts.size() <= last * per_row;) {
+        const void* found = at + 1 < size ? memchr(data + at, 0xFF, size - at - 1) : nullptr;
+        if (!found) return;
+        const auto* mark = static_cast<const uint8_t*>(found);
+        at = mark - data + (mark[1] == 0xFF ? 1 : 2);
         if (mark[1] >= 0xD0 && mark[1] <= 0xD9) starts.push_back(at);
-        if (mark[1] == 0xD9) break;
-        if (at + 1 >= size) return 0;
+        if (mark[1] == 0xD9 && starts.size() <= last * per_row) return;
     }
-    if (starts.size() != last + 1) return 0;
-    const unsigned kept = last == rows ? height - first * layout.mcu_height : (last - first) * layout.mcu_height;
-    cut.reserve(layout.scan_at + starts[last] - starts[first] + 2);
+    const unsigned end = last == rows ? layout.height : last * layout.mcu_height;
+    const unsigned kept_h = end - first * layout.mcu_height;
+    const unsigned kept_w = right == per_row ? layout.width - left * run : (right - left) * run;
+    cut.reserve(layout.scan_at + starts[last * per_row] - starts[first * per_row] + 2);
     cut.assign(data, data + layout.scan_at);
-    cut[layout.height_at] = kept >> 8;
-    cut[layout.height_at + 1] = kept & 255;
-    cut.insert(cut.end(), data + starts[first], data + starts[last]);
-    for (unsigned row = first + 1; row <= last; row++)  // markers count 0 … 7 from the top
-        cut[layout.scan_at + starts[row] - starts[first] - 1] = row == last ? 0xD9 : 0xD0 + (row - first - 1) % 8;
-    return first * layout.mcu_height;
+    const uint8_t sides[] = {uint8_t(kept_h >> 8), uint8_t(kept_h), uint8_t(kept_w >> 8), uint8_t(kept_w)};
+    memcpy(cut.data() + layout.sides_at, sides, 4);
+    unsigned count = 0;
+    for (unsigned row = first; row < last; row++)
+        for (unsigned column = left; column < right; column++) {
+            const unsigned number = row * per_row + column;
+            cut.insert(cut.end(), data + starts[number], data + starts[number + 1]);
+            cut.back() = 0xD0 + count++ % 8;  // markers count 0 … 7 from the top
+        }
+    cut.back() = 0xD9;
+    x -= left * run;
+    y -= first * layout.mcu_height;
 }
 
 }  // namespace
 
 extern "C" {
 
-// Write rows y … y+h−1, columns x … x+w−1 of the image at 1/denom scale as RGB; 0, or 1 where it cannot be decoded.
+// Write rows y … y+h−1, columns x … x+w−1 of the image at 1/denom scale as RGB; 0, or 1 if not decodable.
 int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, unsigned y, unsigned w, unsigned h,
                   uint8_t* out) {
     thread_local std::vector<uint8_t> line(3 * 65536);  // the widest that JPEG allows
     std::vector<uint8_t> cut;
-    y -= cut_rows(data, size, y * denom, (y + h) * denom, cut) / denom;
+    unsigned full_x = x * denom, full_y = y * denom;
+    cut_region(data, size, full_x, full_y, w * denom, h * denom, cut);
+    x = full_x / denom;
+    y = full_y / denom;
     Decompress image;
     Jump jump;
     prepare(jump);
@@ -207,7 +241,7 @@ int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, 
     return 0;
 }
 
-// The same coefficients with a restart marker an MCU row; `*out` is malloc'ed. 0, or 1 where it cannot be read whole.
+// The same coefficients with restart markers that divide its rows; `*out` is malloc'ed. 0, or 1 if not readable whole.
 int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long* out_size) {
     Decompress image;
     Compress copy;
@@ -226,7 +260,7 @@ int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long*
         void** coefficients = jpeg_read_coefficients(&image);
         const bool damaged = jump.warnings != 0;  // writing starts the count anew
         jpeg_copy_critical_parameters(&image, &copy);
-        copy.restart_in_rows = 1;
+        copy.restart_interval = choose_interval(read_layout(data, size).mcus_per_row);
         copy.optimize = 1;
         jpeg_mem_dest(&copy, out, out_size);
         jpeg_write_coefficients(&copy, coefficients);

@@ -8,6 +8,7 @@ and the region is cut from it: the same pixels, more slowly. `docs/decoding.md` 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import subprocess
 from functools import cache
@@ -38,7 +39,9 @@ def library() -> ctypes.CDLL | None:
     try:
         path = compile_binding()
         binding = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError, PackageNotFoundError, StopIteration):
+    except (OSError, subprocess.SubprocessError, PackageNotFoundError, StopIteration) as error:
+        reason = f"{type(error).__name__} {error}".strip()
+        logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
         return None
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
     binding.decode_region.argtypes = [ctypes.c_char_p, size, *[number] * 5, pointer]
@@ -50,9 +53,7 @@ def library() -> ctypes.CDLL | None:
 def compile_binding() -> Path:
     """Compile unless the cache folder has it; the name holds everything that the result depends on."""
     jpeg = next(Path(str(f.locate())) for f in files("pillow") or () if f.name.startswith("libjpeg-"))
-    name = sha256(
-        SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()
-    ).hexdigest()
+    name = sha256(SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{name[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +80,9 @@ def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray |
 
 
 def add_restarts(data: bytes) -> bytes:
-    """The same image, to the pixel, with a restart marker a row of blocks; unchanged where that cannot be.
+    """The same image, to the pixel, with restart markers inside its rows of blocks; unchanged if it cannot.
 
-    Progressive files become sequential, metadata goes; a crop then need not even read the rows it leaves out.
+    Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
     """
     if library() is None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")

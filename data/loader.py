@@ -22,7 +22,7 @@ from data.augment import AugmentConfig
 from data.cache import Ahead, CacheConfig
 from data.errors import DataError
 from data.index import Index
-from data.order import Order
+from data.order import Mixture, Order
 from data.reader import Reader
 from data.worker import BadSample, Decoder, Done, Layout, Task
 
@@ -65,7 +65,7 @@ class TrainLoader:
     def __init__(
         self,
         index: Index,
-        order: Order,
+        order: Order | Mixture,
         *,
         image_size: int,
         slots: range,
@@ -131,6 +131,8 @@ class TrainLoader:
         tasks = self.tasks()
         crew = [Process(self.decoder, self.prefetch) for _ in range(self.processes)]
         try:
+            for process in crew:
+                process.brief()
             for _ in range(self.prefetch):
                 for process in crew:
                     process.give(next(tasks))
@@ -148,9 +150,7 @@ class TrainLoader:
         """Copy a micro-batch out of shared memory; split the wait by what its process spent its time on."""
         start = perf_counter()
         rows = task[2] - task[1]
-        images, labels, ids = (
-            copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset)
-        )
+        images, labels, ids = (copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset))
         part = waited_s / max(done.storage_s + done.decode_s, 1e-9)
         wait = Wait(done.storage_s * part, done.decode_s * part, perf_counter() - start)
         return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, done.bad, wait)
@@ -194,7 +194,11 @@ class Process:
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
         self.connection = Connection(here.detach())
-        self.connection.send(self.decoder)
+
+    def brief(self) -> None:
+        """Say what there is to decode; apart from `start`, so that all processes start side by side."""
+        with suppress(OSError):  # `answer` finds it dead
+            self.connection.send(self.decoder)
 
     def give(self, task: Task) -> None:
         """Queue a task; one that a dead process cannot take is given to the next."""
@@ -227,6 +231,7 @@ class Process:
     def restart(self) -> None:
         self.stop()
         self.start()
+        self.brief()
         with suppress(OSError):
             for item in self.pending:
                 self.connection.send(item)

@@ -17,9 +17,7 @@ import numpy as np
 # S shards, N samples, B batch size, L lanes
 
 Ids = tuple[np.ndarray, np.ndarray, np.ndarray]  # epoch, shard, sample: int64 arrays of one length
-ROUNDS = (
-    6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
-)
+ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
 DEFAULT_LANES = 64  # docs/order.md measures it
 DEFAULT_BLOCK = 16_384
 
@@ -134,9 +132,7 @@ class Order:
         """How many samples each lane has given when an epoch has given `used`: equal to within one."""
         if used == self.samples:
             return self._lane_lengths()
-        head = min(
-            -epoch * self.used % self.batch_size, used
-        )  # what the epoch gave to a batch begun before it
+        head = min(-epoch * self.used % self.batch_size, used)  # what the epoch gave to a batch begun before it
         share = head // self.lanes + (np.arange(self.lanes) < head % self.lanes)
         return share + (used - head) // self.lanes
 
@@ -170,6 +166,54 @@ class Order:
         return self._starts[epoch]
 
 
+class Mixture:
+    """Several sets by weight: every global batch takes as many samples of each, in the order of each.
+
+    The sets are groups of consecutive shards of one index, `groups[g]` shards each; a batch has its share of
+    the first, then of the second … `shares` tells them: the weights', by largest remainder.
+    """
+
+    def __init__(
+        self, shard_samples: Sequence[int], *, groups: Sequence[int], weights: Sequence[float], seed: int,
+        batch_size: int, shuffle_block: int = DEFAULT_BLOCK,
+    ):  # fmt: skip
+        if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
+            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
+        self.shard_samples, self.batch_size = np.asarray(shard_samples, np.int64), batch_size
+        self.shares = shares(batch_size, weights)
+        self.starts = np.cumsum([0, *groups])
+        self.orders = [
+            Order(shard_samples[a:b], seed=int(key_of(seed, a)[0] >> np.uint64(2)), batch_size=share,
+                  shuffle_block=shuffle_block)
+            for a, b, share in zip(self.starts, self.starts[1:], self.shares, strict=False)
+        ]  # fmt: skip
+
+    def batch(self, step: int) -> Ids:
+        """As `Order.batch`; epochs are each set's own."""
+        parts = [order.batch(step) for order in self.orders]
+        shifted = [(e, shard + start, sample) for (e, shard, sample), start in zip(parts, self.starts, strict=False)]
+        return tuple(map(np.concatenate, zip(*shifted, strict=True)))  # type: ignore[return-value]
+
+    def replacement(self, step: int, slot: int, attempt: int) -> tuple[int, int, int]:
+        """As `Order.replacement`, from the same set."""
+        ends = np.cumsum(self.shares)
+        group = int(np.searchsorted(ends, slot, side="right"))
+        first = int(ends[group]) - self.shares[group]
+        epoch, shard, sample = self.orders[group].replacement(step, slot - first, attempt)
+        return epoch, shard + int(self.starts[group]), sample
+
+
+def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
+    """Cut a batch by weight, largest remainders first; raises ValueError where a set would get none."""
+    exact = [batch_size * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    for group in sorted(range(len(exact)), key=lambda g: found[g] - exact[g])[: batch_size - sum(found)]:
+        found[group] += 1
+    if min(found) == 0:
+        raise ValueError(f"weights {list(weights)} leave a set without a sample in a batch of {batch_size}")
+    return found
+
+
 def default_lanes(batch_size: int) -> int:
     """The largest divisor of the batch size up to 64."""
     return next(lanes for lanes in range(min(DEFAULT_LANES, batch_size), 0, -1) if batch_size % lanes == 0)
@@ -185,15 +229,11 @@ def check_order(order: Order) -> None:
     if order.batch_size % order.lanes:
         divisors = [n for n in range(1, order.batch_size + 1) if order.batch_size % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - order.lanes))
-        raise ValueError(
-            f"lanes {order.lanes} does not divide batch_size {order.batch_size}; nearest: {nearest}"
-        )
+        raise ValueError(f"lanes {order.lanes} does not divide batch_size {order.batch_size}; nearest: {nearest}")
     if order.samples == 0:
         raise ValueError("the shards hold no samples; pack some first")
     if order.tail == "drop" and order.samples < order.batch_size:
-        raise ValueError(
-            f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"'
-        )
+        raise ValueError(f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"')
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,7 @@ def write_shard(
     counts = check_samples(path.name, group, classes)
     with whole(path) as file:
         # PAX: its extra headers appear only for names over 100 bytes, so that usual tars stay plain ustar
-        writer = TarWriter(
-            file, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT"
-        )
+        writer = TarWriter(file, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT")
         for sample in group:
             image, labels = sample.read(), " ".join(map(str, sample.labels)).encode()
             if restarts and image[:2] == b"\xff\xd8":

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 from data.decode import decode
-from data.doctor import GRID, Report
+from data.doctor import Report
 
 STYLE = """body{font:15px system-ui;margin:2rem auto;max-width:60rem;color:#222}h2{margin-top:2rem}
 pre{background:#f4f4f4;padding:1rem;overflow:auto}figure{display:inline-block;margin:.3rem;text-align:center}
@@ -38,7 +38,7 @@ def write_page(report: Report, path: str | Path) -> Path:
             for s in report.shards[:1000]
         ),
         "</table><h2>Samples</h2>",
-        *(figure(key, image) for shard in report.shards for key, image in shard.grid[:GRID]),
+        *(figure(key, image) for shard in report.shards for key, image in shard.grid),
     ]  # fmt: skip
     Path(path).write_text("\n".join(parts))
     return Path(path)

@@ -50,6 +50,11 @@ def resize_float(image: np.ndarray, size: int) -> np.ndarray:
     return bilinear(image, size, size)
 
 
+def resize_tf1(image: np.ndarray, size: int) -> np.ndarray:
+    """task_adaptation's squash (VTAB): as `resize_float`, but sampled as in TensorFlow 1, at whole pixels."""
+    return bilinear(image, size, size, centre=0.0)
+
+
 def resize_small(image: np.ndarray, size: int) -> np.ndarray:
     """Shrink or grow the shorter side to `size` by box averages, back to uint8 by truncation."""
     H, W = image.shape[:2]
@@ -84,6 +89,7 @@ OPS: dict[str, Callable] = {
     "decode": lambda image: image,
     "resize": resize,
     "resize_float": resize_float,
+    "resize_tf1": resize_tf1,
     "resize_small": resize_small,
     "central_crop": central_crop,
     "value_range": value_range,
@@ -94,10 +100,13 @@ OPS: dict[str, Callable] = {
 # ----------------------------------------------------------------------------- TensorFlow's three resizes
 
 
-def bilinear(image: np.ndarray, h: int, w: int) -> np.ndarray:
-    """tf.image.resize bilinear without antialiasing, in float32 and in TensorFlow's order of operations."""
-    y0, y1, y = taps(image.shape[0], h)
-    x0, x1, x = taps(image.shape[1], w)
+def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarray:
+    """tf.image.resize bilinear without antialiasing, in float32 and in TensorFlow's order of operations.
+
+    `centre` is where in a pixel its value lies: TensorFlow 1 took its corner, 0.
+    """
+    y0, y1, y = taps(image.shape[0], h, centre)
+    x0, x1, x = taps(image.shape[1], w, centre)
     x, y = x[None, :, None], y[:, None, None]
     top, bottom = image[y0].astype(np.float32), image[y1].astype(np.float32)
     top = top[:, x0] + (top[:, x1] - top[:, x0]) * x
@@ -105,9 +114,9 @@ def bilinear(image: np.ndarray, h: int, w: int) -> np.ndarray:
     return top + (bottom - top) * y
 
 
-def taps(size: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The two source rows of each new row, and the weight of the second."""
-    at = (np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(size / new) - np.float32(0.5)
+    at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
     low = np.floor(at)
     return np.maximum(low, 0).astype(int), np.minimum(np.ceil(at), size - 1).astype(int), at - low
 

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
+from typing import BinaryIO
 
 import numpy as np
 
 from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
-from data.index import Index
+from data.index import Index, Shard, digest_of
+from data.tar import MAX_BYTES
 
-OPEN_SHARDS = 256  # mappings held at once by a process; a lane has one to three shards in use
+MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
+
+
+def unusable(index: Index) -> dict[int, str]:
+    """Local shards that are missing or not of the size they were indexed with: what is wrong."""
+    wrong = {}
+    for number, shard in enumerate(index.shards):
+        place = index.location(number)
+        try:
+            size = shard.bytes if "://" in place else os.stat(place).st_size
+        except OSError as error:
+            wrong[number] = f"{place}: {error.strerror}"
+            continue
+        if size != shard.bytes:
+            wrong[number] = f"{place}: {size} bytes, the index says {shard.bytes}"
+    return wrong
+
+
+def without_unusable(index: Index) -> tuple[Index, list[str]]:
+    """The index without its missing and short shards, under its own digest, and what is wrong with them."""
+    wrong = unusable(index)
+    kept = tuple(shard for number, shard in enumerate(index.shards) if number not in wrong)
+    return replace(index, shards=kept, digest=digest_of(kept, index.class_counts)), list(wrong.values())
 
 
 def check_sizes(index: Index) -> None:
     """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
-    wrong = []
-    for number, shard in enumerate(index.shards):
-        place = index.location(number)
-        if "://" in place:
-            continue
-        try:
-            size = os.stat(place).st_size
-        except OSError as error:
-            wrong.append(f"{place}: {error.strerror}")
-            continue
-        if size != shard.bytes:
-            wrong.append(f"{place}: {size} bytes, the index says {shard.bytes}")
+    wrong = list(unusable(index).values())
     if wrong:
         more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         raise DataError(
@@ -59,7 +75,7 @@ class Reader:
         image, label = int(row["image"]), int(row["label"])
         return (
             row["key"].decode("utf-8", "replace"),
-            tar[image : image + int(row["image_size"])],
+            tar[image : image + min(int(row["image_size"]), MAX_BYTES + 1)],  # the decoder refuses more
             tar[label : label + int(row["label_size"])],
         )
 
@@ -67,27 +83,42 @@ class Reader:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        place, remote = self.index.location(shard), False
-        if "://" in place:
-            place, remote = str(self.cache.path(place, self.index.shards[shard])), True
-        opened = map_shard(place, self.index.shards[shard].bytes), self.index.table(shard)
+        known, place = self.index.shards[shard], self.index.location(shard)
+        remote = "://" in place
+        with self._find(place, known) if remote else open_local(place) as file:
+            tar = map_shard(file, place, known.bytes)
         if self.verify and not remote:  # the cache has verified what it fetched
-            verify_once(opened[0], place, self.index.shards[shard].sha256)
-        self._open[shard] = opened
-        if len(self._open) > OPEN_SHARDS:
+            verify_once(tar, place, known.sha256)
+        self._open[shard] = tar, self.index.table(shard)
+        if len(self._open) > most_open():
             self._open.popitem(last=False)[1][0].close()
-        return opened
+        return self._open[shard]
+
+    def _find(self, url: str, known: Shard) -> BinaryIO:
+        """Open a remote shard in the cache; one that goes before it is open is fetched again."""
+        while True:
+            with suppress(FileNotFoundError):
+                return open(self.cache.path(url, known), "rb")
 
 
-def map_shard(place: str, size: int) -> mmap.mmap:
-    """Map a local shard after comparing its size; raises DataError."""
+def most_open() -> int:
+    """Shards to keep open: each holds two files, itself and its table."""
+    return min(MOST_OPEN, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+
+def open_local(place: str) -> BinaryIO:
     try:
-        with open(place, "rb") as file:
-            if os.fstat(file.fileno()).st_size != size:
-                raise DataError(f"{place}: {os.fstat(file.fileno()).st_size} bytes, the index says {size}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return open(place, "rb")
     except OSError as error:
         raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
+
+
+def map_shard(file: BinaryIO, place: str, size: int) -> mmap.mmap:
+    """Map a shard after comparing its size; raises DataError."""
+    found = os.fstat(file.fileno()).st_size
+    if found != size:
+        raise DataError(f"{place}: {found} bytes, the index says {size}; restore it, or index it again")
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
@@ -97,8 +128,7 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
-        raise DataError(
-            f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it"
-        )
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+        raise DataError(f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it")
+    with suppress(OSError):  # without a mark the next process looks for itself
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()

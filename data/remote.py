@@ -14,6 +14,7 @@ import socket
 import urllib.error
 import urllib.request
 from functools import lru_cache
+from typing import Any
 from urllib.parse import urlsplit
 
 from data.errors import DataError
@@ -30,9 +31,7 @@ def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise Refused(
-            f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path"
-        )
+        raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
 
 
 def redacted(url: str) -> str:
@@ -58,7 +57,7 @@ def forget_credentials() -> None:
 
 
 @lru_cache(maxsize=8)
-def client(scheme: str, timeout_s: float):
+def client(scheme: str, timeout_s: float) -> Any:
     """fsspec's filesystem for a scheme; our own retries are the only ones."""
     import fsspec
 
@@ -129,15 +128,13 @@ class PublicHandler(urllib.request.HTTPSHandler):
         return self.do_open(PublicConnection, request)
 
 
-def connect_public(address: tuple[str, int], timeout, source_address=None) -> socket.socket:
+def connect_public(address: tuple[str, int], timeout: float, source_address: Any = None) -> socket.socket:
     """socket.create_connection, for public addresses only."""
     host, port = address
     allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for *_, place in found:
         if not allowed and not ipaddress.ip_address(place[0]).is_global:
-            raise Refused(
-                f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}"
-            )
+            raise Refused(f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}")
     place = found[0][4]
     return socket.create_connection((str(place[0]), int(place[1])), timeout, source_address)

@@ -7,6 +7,7 @@ their names, so that a shard mixes classes whatever order the files were in. Not
 from __future__ import annotations
 
 import csv
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,9 +59,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
 
 def folder_classes(root: str | os.PathLike[str]) -> list[str]:
     """The class names of a folder of class folders, in the order of their ids."""
-    names = (
-        sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir()) if Path(root).is_dir() else []
-    )
+    names = sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir()) if Path(root).is_dir() else []
     if not names:
         raise DataError(f"{root}: expected one sub-folder a class, found none")
     return names
@@ -75,9 +74,7 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
     rows = read_rows(path)
     column = next((name for name in ("label", "labels", "cls") if name in (rows or [{}])[0]), None)
     if column is None or "path" not in rows[0]:
-        raise DataError(
-            f"{path}: expected columns path and label, found {', '.join((rows or [{}])[0]) or 'none'}"
-        )
+        raise DataError(f"{path}: expected columns path and label, found {', '.join((rows or [{}])[0]) or 'none'}")
     entries = []
     for row in rows:
         try:
@@ -96,9 +93,7 @@ def read_rows(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def read_files(
-    root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[int, ...]]]
-) -> Iterator[Sample]:
+def read_files(root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[Sample]:
     """Samples of listed files, in the order of the hash of their names."""
     for name, labels in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
         path = Path(root, name)
@@ -126,9 +121,7 @@ def kind_of(encoded: bytes) -> str:
     return "png" if encoded[1:4] == b"PNG" else "webp" if encoded[8:12] == b"WEBP" else "jpg"
 
 
-def image_parquet(
-    source: str | os.PathLike[str], image: str = "image", label: str = "label"
-) -> Iterator[Sample]:
+def image_parquet(source: str | os.PathLike[str], image: str = "image", label: str = "label") -> Iterator[Sample]:
     """Samples of Hugging Face image parquet: a column of {bytes, path} and one of class ids."""
     from pyarrow import parquet
 
@@ -139,9 +132,7 @@ def image_parquet(
             for item in batch.to_pylist():
                 encoded = item[image]["bytes"] if isinstance(item[image], dict) else item[image]
                 if encoded is None:
-                    raise DataError(
-                        f"{file}: row {row} holds a path instead of bytes; embed the images first"
-                    )
+                    raise DataError(f"{file}: row {row} holds a path instead of bytes; embed the images first")
                 labels = parse_labels(str(item[label]).encode())
                 yield Sample(f"{file.stem.replace('.', '_')}-{row:08d}", encoded, labels, kind_of(encoded))
                 row += 1
@@ -155,24 +146,36 @@ def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
         for label, (name, at, size) in enumerate(classes):
             inner = members(outer[at : at + size], f"{tar}: {name.decode()}", Counter())
             entries += [(image.decode(), at + start, length, label) for image, start, length in inner]
-        for name, start, length, label in sorted(
-            entries, key=lambda entry: sha256(entry[0].encode()).digest()
-        ):
-            yield Sample(name.partition(".")[0], bytes(outer[start : start + length]), (label,))
+        for image_name, start, length, label in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
+            yield Sample(image_name.partition(".")[0], bytes(outer[start : start + length]), (label,))
 
 
 def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
     """ILSVRC2012_img_val.tar with a text file of one wnid a line, in the order of the image names."""
     truth = Path(wnids).read_text().split()
     ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
+    return labelled_images(tar, [(ids[wnid],) for wnid in truth], wnids)
+
+
+def imagenet_real(tar: str | os.PathLike[str], real: str | os.PathLike[str]) -> Iterator[Sample]:
+    """The images of ILSVRC2012_img_val.tar that have labels in real.json, which lists all of each (Beyer et al. 2020).
+
+    Images with an empty list are not part of the protocol; a prediction is right when it is any of the labels.
+    """
+    truth = json.loads(Path(real).read_bytes())
+    return (sample for sample in labelled_images(tar, truth, real) if sample.labels)
+
+
+def labelled_images(
+    tar: str | os.PathLike[str], labels: Sequence[Sequence[int]], source: str | os.PathLike[str]
+) -> Iterator[Sample]:
+    """Samples of a tar of images and the labels of each, in the order of the image names."""
     with open(tar, "rb") as file, mapped(file) as found:
         images = sorted(members(found, str(tar), Counter()))
-        if len(images) != len(truth):
-            raise DataError(
-                f"{tar}: {len(images)} images, {wnids}: {len(truth)} labels; they must be as many"
-            )
-        for (name, start, size), wnid in zip(images, truth, strict=True):
-            yield Sample(name.decode().partition(".")[0], bytes(found[start : start + size]), (ids[wnid],))
+        if len(images) != len(labels):
+            raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
+        for (image, start, size), own in zip(images, labels, strict=True):
+            yield Sample(image.decode().partition(".")[0], bytes(found[start : start + size]), tuple(own))
 
 
 def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
@@ -184,9 +187,7 @@ def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
         raw = np.fromfile(path, np.uint8)
         labels = 2 if path.stem in ("train", "test") else 1  # CIFAR-100: coarse, fine
         if len(raw) % (labels + 3072):
-            raise DataError(
-                f"{path}: {len(raw)} bytes are no whole number of records; take the binary version"
-            )
+            raise DataError(f"{path}: {len(raw)} bytes are no whole number of records; take the binary version")
         for number, record in enumerate(raw.reshape(-1, labels + 3072)):
             pixels = record[labels:].reshape(3, 32, 32).transpose(1, 2, 0)[..., ::-1]
             image = cv2.imencode(".png", np.ascontiguousarray(pixels))[1].tobytes()
@@ -213,7 +214,5 @@ def digits(
             continue
         grey = np.round(pixels * (255 / 16)).astype(np.uint8)  # the originals are 8×8 with values 0 … 16
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
-        image = cv2.imencode(
-            ".jpg", cv2.cvtColor(large, cv2.COLOR_GRAY2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality]
-        )[1]
+        image = cv2.imencode(".jpg", cv2.cvtColor(large, cv2.COLOR_GRAY2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
         yield Sample(f"digit{number:04d}", image.tobytes(), (label,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512
 MAX_EXTENSION = 1 << 16  # bytes of one PAX or long-name header: real ones are under 1 kB, bombs are not
+MAX_BYTES = 100_000_000  # of one encoded image
 MAX_KEY = 512  # bytes; the tables hold keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 
@@ -61,21 +63,23 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
 def collect(tar: memoryview | bytes, name: str, found: Walk) -> None:
     key = None
     parts: dict[str, tuple[int, int]] = {}
-    for member, offset, size in members(tar, name, found.refused):
-        stem, extension = split_name(member)
-        if len(stem) > MAX_KEY:
-            found.refused["name too long"] += 1
-            continue
-        if stem != key:
-            add_row(found, key, parts)
-            key, parts = stem, {}
-        if extension not in IMAGES + LABELS + IGNORED:
-            found.refused[f"member type .{extension[:16]}"] += 1
-        elif extension in parts:
-            found.refused["repeated member"] += 1
-        else:
-            parts[extension] = (offset, size)
-    add_row(found, key, parts)
+    try:
+        for member, offset, size in members(tar, name, found.refused):
+            stem, extension = split_name(member)
+            if len(stem) > MAX_KEY:
+                found.refused["name too long"] += 1
+                continue
+            if stem != key:
+                add_row(found, key, parts)
+                key, parts = stem, {}
+            if extension not in IMAGES + LABELS + IGNORED:
+                found.refused[f"member type .{extension[:16]}"] += 1
+            elif extension in parts:
+                found.refused["repeated member"] += 1
+            else:
+                parts[extension] = (offset, size)
+    finally:
+        add_row(found, key, parts)
 
 
 def add_row(found: Walk, key: bytes | None, parts: dict[str, tuple[int, int]]) -> None:
@@ -95,7 +99,7 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     return folder + slash + stem, extension.decode("ascii", "replace").lower()
 
 
-def members(tar: memoryview | bytes, name: str, refused: Counter[str]):
+def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every plain file; reads ustar, GNU long names, PAX paths and sizes."""
     at, long_name, long_size = 0, None, None
     while True:
@@ -108,9 +112,7 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]):
         check_header(header, name, at)
         kind, start = header[156:157], at + BLOCK
         if start + size > len(tar):
-            raise DataError(
-                f"{name}: member at byte {at} wants {size} bytes, the file ends before; copy it again"
-            )
+            raise DataError(f"{name}: member at byte {at} wants {size} bytes, the file ends before; copy it again")
         at = start + (size + BLOCK - 1) // BLOCK * BLOCK
         if kind in (b"L", b"x", b"g"):
             if size > MAX_EXTENSION:
@@ -139,9 +141,7 @@ def read_number(field: bytes, name: str, at: int) -> int:
             return int.from_bytes(field[1:], "big")
         return int(field.strip(b"\0 ") or b"0", 8)
     except ValueError:
-        raise DataError(
-            f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar"
-        ) from None
+        raise DataError(f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar") from None
 
 
 def member_name(header: bytes) -> bytes:
@@ -154,11 +154,11 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
     size = None
     while body:
         length, _, _ = body.partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(body):
+        if not length.isdigit() or len(length) > 9 or not 0 < int(length) <= len(body):
             break
         name, _, value = body[len(length) + 1 : int(length) - 1].partition(b"=")
         long_name = value if name == b"path" else long_name
-        size = int(value) if name == b"size" and value.isdigit() else size
+        size = int(value) if name == b"size" and value.isdigit() and len(value) < 20 else size
         body = body[int(length) :]
     return long_name, size
 
@@ -170,13 +170,16 @@ def parse_labels(raw: bytes) -> tuple[int, ...]:
     """
     text = raw.decode("utf-8", "replace").strip()
     if text[:1] in ("[", "{"):
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if isinstance(found, dict):
             found = found.get("labels", found.get("label", found.get("cls", [])))
         found = found if isinstance(found, list) else [found]
     else:
         found = text.replace(",", " ").split()
-    labels = tuple(int(label) for label in found if not isinstance(label, bool | float))
+    labels = tuple(int(label) for label in found if isinstance(label, int | str) and label is not True)
     if not labels or len(labels) < len(found) or min(labels) < 0:
         raise ValueError(f"{text[:40]!r} holds no class ids")
     return labels

@@ -6,21 +6,24 @@ no torch, holds nothing that needs cleaning up, and ends when its loader does.
 
 from __future__ import annotations
 
+import resource
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 from multiprocessing.connection import Connection
 from time import perf_counter
+from typing import Any
 
 import cv2
 import numpy as np
 
-from data.augment import AugmentConfig, Draws, augment
+from data.augment import AugmentConfig, augment
 from data.decode import BadImage
+from data.draws import Draws
 from data.errors import DataError
 from data.index import Index
-from data.order import Order
+from data.order import Mixture, Order, key_of
 from data.reader import Reader
 from data.tar import parse_labels
 
@@ -54,7 +57,7 @@ class Layout:
         size = self.b * (self.image_size**2 * 3 + 8 * self.max_labels + 8 * 3)
         return -(-size // 4096) * 4096
 
-    def arrays(self, memory, offset: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self, memory: Any, offset: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(images (b, S, S, 3) uint8, labels (b, L) int64, ids (b, 3) int64) on some memory."""
         ids = np.ndarray((self.b, 3), np.int64, memory, offset)
         labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset + ids.nbytes)
@@ -76,7 +79,13 @@ class Decoder:
     """Turns a task into a micro-batch: a pure function, whichever process runs it."""
 
     def __init__(
-        self, index: Index, order: Order, layout: Layout, cfg: AugmentConfig, seed: int, reader: Reader
+        self,
+        index: Index,
+        order: Order | Mixture,
+        layout: Layout,
+        cfg: AugmentConfig,
+        seed: int,
+        reader: Reader,
     ):
         self.index, self.order, self.layout, self.cfg, self.seed = index, order, layout, cfg, seed
         self.reader = reader
@@ -90,14 +99,16 @@ class Decoder:
         if step != self.step:
             self.step, self.ids = step, np.stack(self.order.batch(step), 1)
         ids[: stop - first] = self.ids[first:stop]
+        keys = self.keys(ids[: stop - first])
         bad: list[BadSample] = []
         for row in range(stop - first):
             for attempt in range(1, MAX_REPLACEMENTS + 1):
-                problem = self.fill(ids[row], images[row], labels[row])
+                problem = self.fill(ids[row], int(keys[row]), images[row], labels[row])
                 if problem is None:
                     break
                 bad.append(problem)
                 ids[row] = self.order.replacement(step, first + row, attempt)
+                keys[row] = self.keys(ids[row : row + 1])[0]
             else:
                 raise DataError(
                     f"{MAX_REPLACEMENTS} bad samples in a row, the last {bad[-1].key} of {bad[-1].shard}: "
@@ -105,18 +116,21 @@ class Decoder:
                 )
         return Done(tuple(bad), self.storage_s, perf_counter() - start - self.storage_s)
 
-    def fill(self, ids: np.ndarray, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
+    def keys(self, ids: np.ndarray) -> np.ndarray:
+        """What each sample's augmentation is drawn from."""
+        return key_of(SEED_DOMAIN, self.seed, *ids.T)
+
+    def fill(self, ids: np.ndarray, key: int, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
         """Read and decode one sample into its row; returns what is wrong with it, if anything is."""
-        epoch, shard, sample = map(int, ids)
+        shard, sample = int(ids[1]), int(ids[2])
         start = perf_counter()
-        key, encoded, raw = self.reader.read(shard, sample)
+        name, encoded, raw = self.reader.read(shard, sample)
         self.storage_s += perf_counter() - start
         try:
             found = read_labels(raw, self.index.classes, self.layout.max_labels)
-            draws = Draws(SEED_DOMAIN, self.seed, epoch, shard, sample)
-            augment(encoded, self.layout.image_size, draws, self.cfg, image)
+            augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
         except BadImage as error:
-            return BadSample(self.index.shards[shard].name, key, str(error))
+            return BadSample(self.index.shards[shard].name, name, str(error))
         labels[:] = -1
         labels[: len(found)] = found
         return None
@@ -137,6 +151,8 @@ def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
 
 def main(connection: Connection, memory: mmap) -> None:
     """Serve (task, offset) until the loader is gone."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a mapped shard holds a file
     cv2.setNumThreads(1)  # the loader chose how many processes there are
     decoder: Decoder = connection.recv()
     while True:

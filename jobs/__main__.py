@@ -1,4 +1,4 @@
-"""Patchline's command line: python -m jobs run|plan|status|checkpoints|demo|index|submit|… (-h for each).
+"""Patchline's command line: python -m jobs run|plan|status|demo|… (python -m jobs -h lists them all).
 
 Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal ·
 73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration.
@@ -47,6 +47,8 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
     except BrokenPipeError:
         return 74
     except Exception as error:
+        from pipeline.errors import exit_code
+
         if options.debug:
             traceback.print_exc()
         code = exit_code(error)
@@ -56,22 +58,8 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
             if known
             else f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
         )
-        print(f"error: {text}", file=sys.stderr)
+        print(text if code == 75 else f"error: {text}", file=sys.stderr)
         return code
-
-
-def exit_code(error: BaseException) -> int:
-    """DESIGN's table: the exception's own code, else by its kind."""
-    import data
-
-    code = getattr(error, "exit_code", None)
-    if code is not None:
-        return code
-    if isinstance(error, data.DataError):
-        return 65
-    if isinstance(error, data.StorageError):
-        return 69
-    return 74 if isinstance(error, OSError) else 70
 
 
 def run_one(kind: str) -> None:
@@ -115,7 +103,8 @@ def plan_command(options: argparse.Namespace) -> None:
     from jobs import campaign
     from jobs.plan import plan
 
-    print("\n".join(plan(campaign.load(Path(options.recipe), options.overrides))))
+    loaded = campaign.load(Path(options.recipe), options.overrides)
+    print(campaign.resolved(loaded) if options.resolved else "\n".join(plan(loaded)))
 
 
 def status_command(options: argparse.Namespace) -> None:
@@ -153,7 +142,8 @@ def submit_command(options: argparse.Namespace) -> None:
     run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
     fresh = ["--fresh"] if options.fresh else []
     recipe = os.path.relpath(Path(options.recipe).resolve(), ROOT)
-    command = ["python", "-m", "jobs", "run", recipe, *options.overrides, f"run={run}", *fresh]
+    named = [o for o in options.overrides if not o.startswith("run=")]
+    command = ["python", "-m", "jobs", "run", recipe, *named, f"run={run}", *fresh]
     submission.submit(str(run), command)
 
 
@@ -194,19 +184,48 @@ def index_command(options: argparse.Namespace) -> None:
     )
 
 
+def import_command(options: argparse.Namespace) -> None:
+    from jobs.weights import import_weights
+
+    print("\n".join(import_weights(options.path, options.directory, options.overrides)))
+
+
+def export_command(options: argparse.Namespace) -> None:
+    from jobs.weights import export_weights
+
+    print("\n".join(export_weights(options.directory, options.path, options.format)))
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file; jobs/recipes holds those that ship")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example pretrain.optim.lr=1e-3")
     parser.add_argument("--fresh", action="store_true", help="start a half-done stage over where its config changed")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory, as the recipe's run: says")
 
 
+def add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="an official .npz; a folder or .safetensors file of ours, timm or transformers")
+    parser.add_argument("directory", help="where weights.safetensors and model.json go: what a recipe's init: names")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what the file cannot tell, as heads=3")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="our weights: a stage's folder, or what `import` wrote")
+    parser.add_argument("path", help="the file (npz) or folder to write")
+    parser.add_argument("--format", choices=("safetensors", "npz", "timm", "hf"), required=True)
+
+
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
-    "plan": (plan_command, "print the resolved campaign, batch arithmetic, parameters and FLOPs", add_recipe),
+    "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
     "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", add_run),
     "checkpoints": (
         checkpoints_command,
@@ -222,6 +241,8 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
     "logs": (logs_command, "follow what a submitted run prints", add_run),
     "stop": (stop_command, "ask a submitted run to commit and end", add_run),
     "list": (list_command, "the jobs on the cluster", lambda p: None),
+    "import": (import_command, "official, timm or transformers weights into a folder of ours", add_import),
+    "export": (export_command, "weights of a stage into an official, timm or transformers format", add_export),
     "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
 }
 

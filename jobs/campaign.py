@@ -26,7 +26,7 @@ from pipeline import config
 from pipeline.config import nearest, require
 from pipeline.durable import write_atomic
 from pipeline.errors import ConfigError, Preempted
-from pipeline.stage import TrainConfig, batch_arithmetic, model_config
+from pipeline.stage import TrainConfig, batch_arithmetic, model_config, trained_model
 
 KINDS: dict[str, ModuleType] = {
     "pack": pack,
@@ -48,6 +48,7 @@ class Stage:
     parents: dict[str, str]  # input field → what stands behind it: "@stage/part", or a path's digest
     model: Any  # resolved architecture
     key: str
+    missing: tuple[str, ...] = ()  # inputs outside the campaign that are not there, as messages
 
     @property
     def room(self) -> ModuleType:
@@ -115,6 +116,9 @@ def _section(name: str, section: Any) -> tuple[str, Any]:
     hint = "" if "kind" in section else f"; or give the section a kind: {', '.join(KINDS)}"
     require(kind in KINDS, f"unknown stage or key {kind!r}{nearest(kind, [*KINDS, 'run', 'cluster'])}{hint}")
     room = KINDS[kind]
+    for given, other in (("steps", "passes"), ("passes", "steps")):
+        if given in values:  # a recipe's length replaces the default one, whichever way either is given
+            values.setdefault(other, None)
     return kind, config.build(room.Config, values, name, room.DEFAULTS)
 
 
@@ -142,41 +146,50 @@ def _in_order(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
                 f"{name}.{field} is @{link and link[0]}, no such stage{nearest(link[0] if link else '', sections)}",
             )
         graph[name] = {link[0] for link in links.values() if link}
+    sorter, order, ready = TopologicalSorter(graph), [], set()
     try:
-        return list(TopologicalSorter(graph).static_order()) if graph else []
+        sorter.prepare()
     except CycleError as error:
         raise ConfigError(f"stages read each other in a circle: {' ← '.join(error.args[1])}") from None
+    while sorter.is_active():
+        ready |= set(sorter.get_ready())
+        order.append(min(ready, key=list(sections).index))
+        ready.remove(order[-1])
+        sorter.done(order[-1])
+    return order
 
 
 def _resolve(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Stage:
     parents: dict[str, str] = {}
     keys: dict[str, str] = {}
+    missing: list[str] = []
     for field, value in _inputs(KINDS[kind], cfg).items():
         link = reference(value)
         parents[field] = value
         if link is None:
-            keys[field] = _content(name, field, value)
+            require(value != "???", f"{name}.{field} is missing: a path, or @stage")
+            keys[field] = _content(name, field, value, missing)
         else:
             _check_part(name, field, link, earlier[link[0]])
             keys[field] = f"{earlier[link[0]].key}/{link[1]}"
     model = _model(name, kind, cfg, earlier)
     fields = {k: v for k, v in config.tagged(cfg, "forbid").items() if k not in parents and k not in KINDS[kind].INPUTS}
     described = {"schema": SCHEMA, "kind": kind, "config": fields, "inputs": keys}
-    return Stage(name, kind, cfg, parents, model, config.digest(described))
+    return Stage(name, kind, cfg, parents, model, config.digest(described), tuple(missing))
 
 
-def _content(name: str, field: str, value: str) -> str:
-    """Digest of an input that lies outside the campaign; raises when it is not there."""
-    require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-    if field != "init":
-        return data.load_index(value).digest
-    path = Path(value)
-    if not (path / "weights.safetensors").is_file():
-        raise ConfigError(
-            f"{name}.{field} is {value}: no weights.safetensors there\n  give a folder that holds one, or @stage"
-        )
-    with open(path / "weights.safetensors", "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _content(name: str, field: str, value: str, missing: list[str]) -> str:
+    """Digest of an input that lies outside the campaign; what is not there is noted, and stops `run`, not `plan`."""
+    try:
+        if field != "init":
+            return data.load_index(value).digest
+        with open(Path(value) / "weights.safetensors", "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except data.DataError as error:
+        missing.append(f"{name}.{field}: {error}")
+    except OSError:
+        missing.append(f"{name}.{field}: no weights.safetensors in {value}\n  give a folder that holds one, or @stage")
+    return "missing"
 
 
 def _check_part(name: str, field: str, link: tuple[str, str], parent: Stage) -> None:
@@ -198,15 +211,23 @@ def _model(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> Any:
     source = None
     if cfg.init is not None:
         link = reference(cfg.init)
-        source = earlier[link[0]].model if link else models.load_weights(cfg.init)[1]
+        source = earlier[link[0]].model if link else _config_in(cfg.init)
+        if source is None:
+            return None
     try:
         if kind == "fewshot":
             return source
         if kind == "resize":
             return model_config({"image_size": cfg.image_size}, source)
-        return model_config(cfg.model, source)
+        return trained_model(cfg, source)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from None
+
+
+def _config_in(folder: str) -> Any:
+    """The architecture of weights outside the campaign; None where there are none (`missing` says so)."""
+    path = Path(folder) / "model.json"
+    return models.from_dict(json.loads(path.read_text())) if path.is_file() else None
 
 
 def _check_world(stage: Stage, cluster: ClusterConfig) -> None:
@@ -232,6 +253,12 @@ def resume_conflict(campaign: Campaign, stage: Stage) -> list[str]:
     return []
 
 
+def resolved(campaign: Campaign) -> str:
+    """The whole campaign as YAML with every default written out: what a recipe's golden text holds."""
+    stages = {s.name: {"kind": s.kind, **config.plain(s.config)} for s in campaign.stages}
+    return config.to_yaml({"cluster": config.plain(campaign.cluster), **stages})
+
+
 def _forbidden(stage: Stage) -> dict[str, Any]:
     return config.tagged(stage.config, "forbid") | {"model": models.to_dict(stage.model) if stage.model else None}
 
@@ -246,6 +273,8 @@ def run(
     only: str | None = None,
 ) -> list[dict[str, Any]]:
     """Walk the stages in order; returns one row a stage. `only` runs one stage, whose inputs must be there."""
+    for problem in (message for stage in campaign.stages if only in (None, stage.name) for message in stage.missing):
+        raise data.DataError(problem)
     rows = []
     for stage in campaign.stages:
         if only is not None and stage.name != only:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.telemetry import duration, read_metrics
+from pipeline.telemetry import duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
 
@@ -66,9 +66,8 @@ class Follower:
     def _advance(self, directory: Path) -> None:
         if self.bar is None:
             return
-        records = read_metrics(directory)
-        if records:
-            last = records[-1]
+        last = last_metrics(directory)
+        if last:
             text = f"{directory.name}  loss {last['loss']:.4f}"
             self.bar.update(self.task, completed=last["step"], total=last["steps"], description=text, visible=True)
 
@@ -82,8 +81,7 @@ def waiting_for(directory: Path, attempt_folder: Path) -> str:
     started = sorted(path.stem for path in attempt_folder.glob("rank-*.json"))
     if not started:
         return "waiting for the workers to start"
-    records = read_metrics(directory)
-    if not records or records[-1]["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
+    last = last_metrics(directory)
+    if last is None or last["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
         return f"{len(started)} workers are up, waiting for the first step"
-    last = records[-1]
     return f"working: step {last['step']}/{last['steps']} was {duration(time.time() - last['time'])} ago"

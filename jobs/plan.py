@@ -26,6 +26,7 @@ def plan(campaign: Campaign) -> list[str]:
         lines += [f"  reads   {field} = {value}" for field, value in stage.parents.items()]
         if stage.model is not None:
             lines.append(f"  model   {model_line(stage)}")
+        lines += [f"  MISSING {message}" for message in stage.missing]
         if isinstance(stage.config, TrainConfig):
             lines += training_lines(campaign, stage)
     return lines
@@ -60,12 +61,13 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
         if a.batch_size == a.world * a.micro_batch * a.accumulation
         else f"  batch   {a.batch_size} over {a.world} workers unevenly, {a.accumulation} micro-batches each"
     ]
-    samples = samples_of(campaign, cfg.data.train)
+    found = samples_of(campaign, cfg.data.train)
+    samples, sure = found or cfg.data.samples, "" if found else " (as the recipe says; the data is not there yet)"
     if samples is None and cfg.steps is None:
-        return [*lines, f"  steps   {cfg.passes:g} passes over data that does not exist yet"]
+        return [*lines, f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"]
     steps = steps_of(cfg, samples or 0)
     images = steps * cfg.batch_size
-    passes = f"{images / samples:.2f} passes over {samples:,} samples" if samples else "data does not exist yet"
+    passes = f"{images / samples:.2f} passes over {samples:,} samples{sure}" if samples else "data is not there yet"
     lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes})")
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
     optim, schedule = cfg.optim, cfg.optim.schedule

@@ -38,6 +38,7 @@ from jobs.gang import (
 )
 
 TICK_S = 0.5
+QUIET_S = 3.0
 NODE_ADDRESS = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by an outside address
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address; Ray appends up to 75 to its temporary directory
@@ -82,6 +83,12 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
     too small for `start_timeout_s`.
     """
     handler = signal.getsignal(signal.SIGTERM)
+    wanted = {
+        "CPU": cluster.workers * cluster.cpus_per_worker,
+        "GPU": cluster.workers * cluster.gpus_per_worker,
+    }
+    if _reapers and ray.cluster_resources().get("CPU", 0) < wanted["CPU"]:
+        disconnect()  # an embedded cluster was told how many CPUs to count, for a smaller gang
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "")
         os.environ.update({k: os.environ.get(k, v) for k, v in ENVIRONMENT.items()})
@@ -91,7 +98,7 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
             _join(address)
         signal.signal(signal.SIGTERM, handler)  # Ray puts its own in
     info = _info()
-    _wait_for_resources(cluster, info.embedded, say)
+    _wait_for_resources(wanted, cluster, info.embedded, say)
     return info
 
 
@@ -113,24 +120,33 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     _reapers.append(reaper.start(directory))
     # A dead worker is a paragraph of guesses on stdout; GangError says it in a line.
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
-    ray.init(
-        address="local",
-        # Workers that compute with few threads share the cores; Ray only counts.
-        num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        log_to_driver=False,
-        logging_level="warning",
-        namespace="patchline",
-        _node_ip_address=NODE_ADDRESS,
-        _temp_dir=directory,
-    )
+    try:
+        ray.init(
+            address="local",
+            # Workers that compute with few threads share the cores; Ray only counts.
+            num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            log_to_driver=False,
+            logging_level="warning",
+            namespace="patchline",
+            _node_ip_address=NODE_ADDRESS,
+            _temp_dir=directory,
+        )
+    except Exception as error:
+        disconnect()
+        raise ClusterError(
+            f"an embedded Ray cluster did not start: {str(error).strip().splitlines()[0]}\n"
+            f"it needs 1 GB of memory, free ports on the loopback and room in {Path(directory).parent}\n"
+            f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
+        ) from error
 
 
 def _short_directory() -> str:
     bases = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
-    base = next(base for base in bases if base and len(base) + 16 + 75 <= SOCKET_PATH_BYTES)
+    fits = (base for base in bases if len(base) + 16 + 75 <= SOCKET_PATH_BYTES and os.access(base, os.W_OK))
+    base = next(fits, "/tmp")
     return tempfile.mkdtemp(prefix="pl-ray-", dir=base)
 
 
@@ -171,12 +187,11 @@ def _info() -> ClusterInfo:
     )
 
 
-def _wait_for_resources(cluster: ClusterConfig, embedded: bool, say: Callable[[str], None]) -> None:
-    wanted = {
-        "CPU": cluster.workers * cluster.cpus_per_worker,
-        "GPU": cluster.workers * cluster.gpus_per_worker,
-    }
-    deadline, next_word = time.monotonic() + cluster.start_timeout_s, 0.0
+def _wait_for_resources(
+    wanted: dict[str, int], cluster: ClusterConfig, embedded: bool, say: Callable[[str], None]
+) -> None:
+    deadline = time.monotonic() + cluster.start_timeout_s
+    next_word = time.monotonic() + QUIET_S  # the last gang's places take a moment to come free
     while missing := _missing(wanted, ray.available_resources()):
         can_grow = not (embedded and _missing(wanted, ray.cluster_resources()))
         if not can_grow or time.monotonic() > deadline:

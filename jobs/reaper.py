@@ -1,6 +1,6 @@
 """Ends an embedded Ray cluster with its driver, however that ends: python reaper.py PID DIRECTORY
 
-The raylet and the GCS die with their driver, but after a SIGKILL Ray's agents linger for minutes and its
+The raylet and the GCS die with their driver, but after a SIGKILL Ray's agents linger (40 s and more) and its
 directory for ever. This process waits for the end of its standard input, which the driver holds open, then
 kills whoever else has a file open in the directory (every process of the cluster has its log) and removes it.
 """

@@ -8,19 +8,16 @@ from typing import Any, ClassVar
 
 import models
 from jobs.stage import Context
-from pipeline.config import Tags, require, tags
+from pipeline.config import Tags, tags
 from pipeline.durable import write_atomic
 
 
 @dataclass(frozen=True)
 class Config:
     init: str = "???"  # weights: a folder, or "@stage"
-    image_size: int = 384  # pixels (paper, table 4)
+    image_size: Any = 384  # pixels, one number or [height, width] (paper, table 4)
 
     RESUME: ClassVar[Tags] = tags(forbid="init image_size")
-
-    def __post_init__(self) -> None:
-        require(self.image_size > 0, f"image_size is {self.image_size}, expected more than 0")
 
 
 DEFAULTS: Config | None = None

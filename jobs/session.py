@@ -13,6 +13,7 @@ from jobs.campaign import Campaign
 from jobs.follow import Follower
 from jobs.ownership import owned
 from jobs.status import write_status
+from pipeline.errors import exit_code
 from pipeline.telemetry import duration
 
 Tick = Callable[[Path, int], None]
@@ -50,10 +51,11 @@ def run_campaign(
     follower = Follower(quiet)
     command = shlex.join(["python", "-m", "jobs", *sys.argv[1:]])
 
+    ticks: list[Tick] = [follower.tick, *([also] if also else [])]
+
     def tick(folder: Path, number: int) -> None:
-        follower.tick(folder, number)
-        if also is not None:
-            also(folder, number)
+        for show in ticks:
+            show(folder, number)
 
     try:
         with owned(loaded.run):
@@ -61,6 +63,7 @@ def run_campaign(
             write_status(loaded.run, None, "running", command)
             if loaded.cluster.backend == "ray" and needs_gang(loaded, only):
                 show_cluster(loaded, follower.say)
+                ticks.append(ray_metrics(loaded))
             for stage in loaded.stages:
                 follower.skip(loaded.directory(stage))
             try:
@@ -73,12 +76,9 @@ def run_campaign(
                     only=only,
                 )
             except BaseException as error:
-                from jobs.__main__ import exit_code
-
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
                 with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
-                    write_status(
-                        loaded.run, exit_code(error), str(error).splitlines()[0] if str(error) else "", command
-                    )
+                    write_status(loaded.run, exit_code(error), text, command)
                 raise
             write_status(loaded.run, 0, "done", command)
             for line in table(rows):
@@ -103,6 +103,13 @@ def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
     say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
     if info.dashboard:
         say(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
+
+
+def ray_metrics(loaded: Campaign) -> Tick:
+    """Gauges on the connected cluster."""
+    from jobs.gauges import Gauges  # ray takes seconds to import
+
+    return Gauges(loaded.run).tick
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline import checkpoint, durable
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.telemetry import amount, duration, read_metrics
+from pipeline.telemetry import amount, duration, last_metrics
 
 
 def status(run: Path) -> list[str]:
@@ -40,10 +40,9 @@ def stage_line(folder: Path) -> str:
         scores = {k: v for k, v in outcome.get("metrics", {}).items() if "seed" not in k}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         return f"done in {duration(outcome['seconds'])}  {shown}".rstrip()
-    records = read_metrics(folder)
-    if not records:
+    last = last_metrics(folder)
+    if last is None:
         return "started, no step yet"
-    last = records[-1]
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"eta {duration(last['eta_s'])}  {age(last['time'])} ago  {checkpoint_line(folder)}"

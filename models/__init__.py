@@ -1,11 +1,11 @@
 """The networks of the paper and the weights that go in and out of them.
 
 models.build("B/16", image_size=224, classes=1000)    a freshly initialised module
-models.load_weights(directory)                        state dict and config of a weights directory
+models.load(path), models.save(model, path, format)   a module from and to files of ours and of others
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 
-from models import masked
+from models import analysis, masked
 from models.catalog import build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
     checkpoint_blocks_for,
@@ -25,6 +25,7 @@ __all__ = [
     "TransferReport",
     "ViT",
     "ViTConfig",
+    "analysis",
     "build",
     "checkpoint_blocks_for",
     "compile_blocks",

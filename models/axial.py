@@ -22,19 +22,15 @@ class AxialConfig(ViTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefix_tokens:
-            raise ValueError(
-                f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}"
-            )
+            raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
         if self.positions == "relative":
-            raise ValueError(
-                "relative positions run over the whole sequence; an Axial ViT takes added tables"
-            )
+            raise ValueError("relative positions run over the whole sequence; an Axial ViT takes added tables")
 
 
 class AxisAttention(Attention):
     """Self-attention of (B, rows, columns, D) within each row."""
 
-    def forward(self, x: Tensor, relative: Relative | None = None) -> Tensor:
+    def forward(self, x: Tensor, relative: Relative | None = None, queries: int | None = None) -> Tensor:
         return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
@@ -46,7 +42,7 @@ class AxialBlock(nn.Module):
         for block in (self.row, self.column):
             block.attention = AxisAttention(config.width, config.heads)
 
-    def forward(self, x: Tensor, relative: None = None) -> Tensor:
+    def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
         x = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
         return self.column(x.transpose(1, 2)).transpose(1, 2).flatten(1, 2)
 

@@ -21,8 +21,6 @@ FAMILIES: dict[str, tuple[type, type]] = {  # family: (config, module)
     "axial": (axial.AxialConfig, axial.AxialViT),
     "masked": (masked.MaskedConfig, masked.MaskedViT),
 }
-
-
 NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
@@ -33,9 +31,8 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     """The config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
     found = NAME.fullmatch(name)
     if not found:
-        raise ValueError(
-            f'{name!r} is not a model name; write as "B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32"'
-        )
+        examples = '"B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32" or "Masked-B/16"'
+        raise ValueError(f"{name!r} is not a model name; write it as {examples}")
     kind, named = bit_fields(found) if found["resnet"] else vit_fields(found)
     return checked(kind, {**named, "image_size": image_size, "classes": classes, **config})
 

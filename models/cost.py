@@ -25,10 +25,14 @@ def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000,
 
 @functools.lru_cache(maxsize=64)
 def macs_of(config: Any) -> int:
-    """Multiply-accumulates of one image's forward pass: every matrix product and convolution it runs."""
+    """Multiply-accumulates of one image's forward pass: every matrix product and convolution.
+
+    Counted as the paper counts: with the last block's work on tokens that pooling does not read.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = catalog.empty(config).eval()
+    model: Any = catalog.empty(config).eval()
+    model.skip_unread = False
     images = torch.empty(1, 3, *config.image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images)

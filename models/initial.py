@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-Fill = Callable[[Tensor, Any, Generator | None], object]
+Fill = Callable[[Tensor, Any, Generator | None], object]  # (parameter, config, generator)
 
 # Standard deviation of a normal cut at two sigma: JAX divides by it so that the result has the one asked for.
 CUT_NORMAL_STD = 0.87962566103423978
@@ -31,15 +31,11 @@ def xavier(parts: int) -> Fill:
     return fill
 
 
-def probe(table: Tensor, config: Any, generator: Generator | None) -> None:
-    nn.init.xavier_uniform_(table[0], generator=generator)
-
-
 def normal(std: float) -> Fill:
     return lambda tensor, config, generator: tensor.normal_(0.0, std, generator=generator)
 
 
-def positions(table: Tensor, config: Any, generator: Generator | None) -> None:
+def position_normal(table: Tensor, config: Any, generator: Generator | None) -> None:
     table.normal_(0.0, config.initial_position_std, generator=generator)
 
 
@@ -47,27 +43,17 @@ def constant(value: float) -> Fill:
     return lambda tensor, config, generator: tensor.fill_(value)
 
 
-def head_bias(bias: Tensor, config: Any, generator: Generator | None) -> None:
-    bias.fill_(config.head_bias)
-
-
 RULES: tuple[tuple[str, Fill], ...] = (  # first match wins, on the parameter's full name
-    (r"\bhead\.bias$", head_bias),
+    (r"\bhead\.bias$", lambda bias, config, generator: bias.fill_(config.head_bias)),
     (r"\bhead\.weight$|\bcls$", constant(0.0)),
-    (
-        r"\bstem\..*\bgn3\.weight$",
-        constant(0.0),
-    ),  # a unit starts as its shortcut: vit_jax models_resnet.py:89
+    (r"\bstem\..*\bgn3\.weight$", constant(0.0)),  # units start as shortcuts: vit_jax models_resnet.py:89
     (r"\bqkv\.weight$", xavier(3)),
     (r"\bkv\.weight$", xavier(2)),
     (r"\b(q|out|up|down)\.weight$", xavier(1)),
     (r"\b(up|down)\.bias$", normal(1e-6)),
-    (r"\bprobe$", probe),
-    (r"\bpositions\.", positions),
-    (
-        r"\b(registers|corruption\.token)$",
-        normal(0.02),
-    ),  # as position entries; Darcet et al. 2024 leave it open
+    (r"\bprobe$", lambda table, config, generator: nn.init.xavier_uniform_(table[0], generator=generator)),
+    (r"\bpositions\.", position_normal),
+    (r"\b(registers|corruption\.token)$", normal(0.02)),  # as positions; the papers do not say
     (r"\b(norm\d?|gn\w+)\.weight$", constant(1.0)),
     (r"\b(embedding|pre_logits|prediction|conv\w+)\.weight$", lecun_normal),
     (r"\.bias$", constant(0.0)),

@@ -28,9 +28,7 @@ COLORS = 512  # 3 bits a channel
 @dataclass(frozen=True)
 class MaskedConfig(ViTConfig):
     classes: int = 0  # always: whatever classes the data has, the prediction is the only head
-    target: str = (
-        "mean_color"  # mean_color, the reported one; downsized: 4 x 4 colours; pixels: the whole patch
-    )
+    target: str = "mean_color"  # mean_color, the reported one; downsized: 4 x 4 colours; pixels: the whole patch
     corrupted: float = 0.5  # share of the patches
     masked: float = 0.8  # share of those replaced by the mask embedding
     swapped: float = 0.1  # share replaced by another patch of the image; the rest stays
@@ -42,9 +40,7 @@ class MaskedConfig(ViTConfig):
         super().__post_init__()
         checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
         if self.representation:
-            raise ValueError(
-                f"a masked model has no classifier: leave out representation={self.representation}"
-            )
+            raise ValueError(f"a masked model has no classifier: leave out representation={self.representation}")
         if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
             raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
         if math.prod(self.grid) < 2:
@@ -80,7 +76,8 @@ class Corruption(nn.Module):
         fate = torch.rand(places.shape, **draw)[..., None]
         swapped = torch.where(fate < self.masked + self.swapped, pick(patches, others), pick(patches, places))
         replaced = torch.where(fate < self.masked, self.token, swapped)
-        return patches.scatter(1, places[..., None].expand(-1, -1, width), replaced), places
+        index = places[..., None].expand(-1, -1, width)
+        return patches.scatter(1, index, replaced.to(patches.dtype)), places
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:
@@ -131,13 +128,7 @@ def targets(images: Tensor, config: MaskedConfig) -> Tensor:
     mean = F.adaptive_avg_pool2d(images.float(), (rows * cells, columns * cells))
     bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()  # 0..255 in eight bins of 32
     color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]
-    return (
-        color.unflatten(2, (columns, cells))
-        .unflatten(1, (rows, cells))
-        .transpose(2, 3)
-        .flatten(3)
-        .flatten(1, 2)
-    )
+    return color.unflatten(2, (columns, cells)).unflatten(1, (rows, cells)).transpose(2, 3).flatten(3).flatten(1, 2)
 
 
 def objective(model: nn.Module, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, int]:
@@ -147,7 +138,7 @@ def objective(model: nn.Module, images: Tensor, generator: Generator | None = No
     """
     predictions, wanted = model(images, generator)
     if wanted.is_floating_point():
-        loss = F.mse_loss(predictions.float(), wanted.float())
+        total = F.mse_loss(predictions.float(), wanted.float(), reduction="sum")
     else:
-        loss = F.cross_entropy(predictions.float().flatten(0, 2), wanted.flatten())
-    return loss * len(images), len(images)
+        total = F.cross_entropy(predictions.float().flatten(0, 2), wanted.flatten(), reduction="sum")
+    return total / math.prod(wanted.shape[1:]), len(images)  # no mean: a micro-batch may hold no image

@@ -107,9 +107,7 @@ KINDS: dict[str, type[nn.Module]] = {**ADDED, "relative": Relative}
 def whole_table(state: dict[str, Tensor], config: Any) -> Tensor:
     """What the first added table of a state dict comes to: (1, slots + N, D)."""
     module = ADDED[config.positions](config.grid, config.width, config.position_slots)
-    module.load_state_dict(
-        {name.rpartition(".")[2]: w for name, w in state.items() if "positions.0." in name}
-    )
+    module.load_state_dict({name.rpartition(".")[2]: w for name, w in state.items() if "positions.0." in name})
     return module.entries(torch.empty(0)).detach()
 
 
@@ -145,8 +143,7 @@ def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, n
     dy = (offsets / new_grid[1]).round()
     dx = offsets - dy * new_grid[1]
     dy, dx = (
-        delta * ((old - 1) / max(new - 1, 1))
-        for delta, old, new in zip((dy, dx), old_grid, new_grid, strict=True)
+        delta * ((old - 1) / max(new - 1, 1)) for delta, old, new in zip((dy, dx), old_grid, new_grid, strict=True)
     )
     result = torch.zeros(offsets.numel(), table.shape[-1], dtype=torch.float64)
     for y in (dy.floor(), dy.floor() + 1):

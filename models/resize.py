@@ -21,7 +21,6 @@ FREE = (
     *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
 )
 HEAD = ("pre_logits.", "head.")
-POOLING = ("prefix.cls", "map_head.")
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,18 @@ def check_comparable(source: Any, target: Any) -> None:
 def check_weights(weights: dict[str, Tensor], config: Any) -> None:
     """ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
     wanted = {name: tuple(p.shape) for name, p in catalog.empty(config).named_parameters()}
-    wrong = [f"missing {name} {shape_text(shape)}" for name, shape in wanted.items() if name not in weights]
-    for name, weight in weights.items():
+    check_shapes({name: tuple(weight.shape) for name, weight in weights.items()}, wanted, config.family)
+
+
+def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], family: str) -> None:
+    wrong = [f"missing {name} {shape_text(shape)}" for name, shape in wanted.items() if name not in found]
+    for name, shape in found.items():
         if name not in wanted:
-            wrong.append(f"unknown {name} {shape_text(tuple(weight.shape))}")
-        elif tuple(weight.shape) != wanted[name]:
-            wrong.append(f"{name} is {shape_text(tuple(weight.shape))}, expected {shape_text(wanted[name])}")
+            wrong.append(f"unknown {name} {shape_text(shape)}")
+        elif shape != wanted[name]:
+            wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(wanted[name])}")
     if wrong:
-        raise ValueError(f"weights do not fit this {config.family}, {len(wrong)} keys: " + "; ".join(wrong))
+        raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
 
 
 def changed_prefixes(source: Any, target: Any, new_head: bool) -> tuple[str, ...]:
@@ -163,9 +166,7 @@ def drift(
     if getattr(source, "positions", "none") in ("none", "relative"):
         return None
     before, after = (
-        positions.neighbour_similarity(
-            positions.whole_table(tensors, config)[0, config.position_slots :], config.grid
-        )
+        positions.neighbour_similarity(positions.whole_table(tensors, config)[0, config.position_slots :], config.grid)
         for tensors, config in ((weights, source), (result, target))
     )
     return before, after

@@ -181,9 +181,9 @@ def stem_channels(units: tuple[int, ...], width: int) -> int:
     return width * EXPANSION * 2 ** (len(units) - 1) if units else width
 
 
-def stem_stride(units: tuple[int, ...]) -> int:
-    """Pixels between neighbours on the stem's map: 4 of the root, then 2 a stage after the first."""
-    return 4 * 2 ** max(len(units) - 1, 0)
+def stem_stride(units: tuple[int, ...] | None) -> int:
+    """Pixels between neighbours on the stem's map: 4 of the root, 2 a stage after the first; else 1."""
+    return 1 if units is None else 4 * 2 ** max(len(units) - 1, 0)
 
 
 class BiT(nn.Module):

@@ -91,7 +91,7 @@ class ViTConfig:
     @property
     def stride(self) -> tuple[int, int]:
         """Pixels between neighbouring patches, (rows, columns)."""
-        stem = 1 if self.stem is None else resnet.stem_stride(self.stem)
+        stem = resnet.stem_stride(self.stem)
         return self.patch[0] * stem, self.patch[1] * stem
 
     @property
@@ -132,7 +132,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         (batch, channels, height, width), (ph, pw) = images.shape, self.patch
         patches = images.to(self.weight.dtype).view(batch, channels, height // ph, ph, width // pw, pw)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * ph * pw)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, C P P), also of no images
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
@@ -149,10 +149,15 @@ class Prefix(nn.Module):
         return torch.cat([*prefix, patches], dim=1) if prefix else patches
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, D) to (B, H, T, D/H)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # Two batched products take half the time of the fused kernel here (benchmarks/README.md).
+        # The fused kernel here costs a fifth of the whole step more (benchmarks/README.md).
         logits = torch.bmm(q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1).mT)
         weights = (logits if bias is None else logits + bias.flatten(0, 1)).softmax(-1)
         return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, q.shape[:2])
@@ -168,10 +173,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D/H)
-        mixed = attend(q, k, v, None if relative is None else relative(q))
-        return self.out(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        bias = None if relative is None else relative(q)[:, :, :queries]
+        return self.out(attend(q[:, :, :queries], k, v, bias).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -201,7 +206,7 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); with `queries`, of that many first tokens."""
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
@@ -212,8 +217,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, relative: positions.Relative | None = None) -> Tensor:
-        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), relative)))
+    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
+        mixed = self.attention(self.norm1(x), relative, queries)
+        x = x[:, :queries] + self.drop_path(self.dropout(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -231,8 +237,8 @@ class MapHead(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.activation, dropout=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q = self.q(self.probe.expand(tokens.shape[0], -1, -1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = split_heads(self.q(self.probe.expand(tokens.shape[0], -1, -1)), self.heads)
+        k, v = (split_heads(part, self.heads) for part in self.kv(tokens).chunk(2, dim=-1))
         y = self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return (y + self.mlp(self.norm(y)))[:, 0]
 
@@ -246,6 +252,7 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = 0  # how many blocks, from the first, recompute their activations in training
+        self.skip_unread = True  # the last block computes the class token alone where that alone is pooled
         self.stem = None if config.stem is None else resnet.Stem(config.stem, config.stem_width)
         self.embedding = PatchEmbedding(self.stem.channels if self.stem else 3, config.width, config.patch)
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
@@ -261,35 +268,37 @@ class ViT(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Images to patch embeddings (B, N, D), before positions and prefix tokens."""
         if images.shape[1:] != (3, *self.config.image_size):
+            expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
-                f"images are {tuple(images.shape)}, this model takes (batch, 3, {self.config.image_size[0]}, "
-                f"{self.config.image_size[1]}); resize them, or carry the weights over with models.transfer"
+                f"images are {tuple(images.shape)}, this model takes (batch, 3, {expected}); resize them, or "
+                "carry the weights to another size with models.transfer"
             )
         return self.embedding(images if self.stem is None else self.stem(images))
 
-    def encode(self, patches: Tensor) -> Tensor:
-        """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first."""
+    def encode(self, patches: Tensor, queries: int | None = None) -> Tensor:
+        """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
+
+        With `queries`, only that many first tokens come out: the last block leaves out the others' work.
+        """
         x = self.prefix(patches)
-        if self.config.positions_at == "stem" and self.config.positions not in ("none", "relative"):
-            x = self.positions[0](x)
-        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             added, relative = self.positions_of_layer(i)
             x = x if added is None else added(x)
+            x = x if i else self.dropout(x)
+            wanted = queries if i == self.config.depth - 1 else None
             if self.training and torch.is_grad_enabled() and i < self.checkpoint_blocks:
-                x = checkpoint(block, x, relative, use_reentrant=False)
+                x = checkpoint(block, x, relative, wanted, use_reentrant=False)
             else:
-                x = block(x, relative)
+                x = block(x, relative, wanted)
         return self.norm(x)
 
     def positions_of_layer(self, layer: int) -> tuple[nn.Module | None, nn.Module | None]:
         """What this layer adds to its input, and what biases its attention."""
-        config = self.config
-        relative = config.positions == "relative"
-        if config.positions == "none" or (config.positions_at == "stem" and not (relative and layer == 0)):
+        kind, at = self.config.positions, self.config.positions_at
+        if kind == "none" or (at == "stem" and layer > 0):
             return None, None
-        table = self.positions[layer if config.positions_at == "every" else 0]
-        return (None, table) if relative else (table, None)
+        table = self.positions[layer if at == "every" else 0]
+        return (None, table) if kind == "relative" else (table, None)
 
     def pool(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T, D) to one vector an image (B, D)."""
@@ -300,7 +309,8 @@ class ViT(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """What enters the head: the pooled token, through the tanh layer where there is one."""
-        pooled = self.pool(self.encode(self.embed(images)))
+        read = 1 if self.config.pool == "token" and self.skip_unread else None
+        pooled = self.pool(self.encode(self.embed(images), read))
         return pooled if self.pre_logits is None else self.pre_logits(pooled).tanh()
 
     def forward(self, images: Tensor) -> Tensor:

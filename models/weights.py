@@ -24,9 +24,7 @@ THEIR_WEIGHTS, THEIR_CONFIG = "model.safetensors", "config.json"
 DIRECTORIES = {"timm": weights_timm, "hf": weights_hf}
 
 
-def save_weights(
-    model_or_state: nn.Module | dict[str, Tensor], directory: str | Path, config: Any = None
-) -> None:
+def save_weights(model_or_state: nn.Module | dict[str, Tensor], directory: str | Path, config: Any = None) -> None:
     """Write a model, or a state dict with its config; each file appears whole, model.json last."""
     if isinstance(model_or_state, nn.Module):
         state, config = model_or_state.state_dict(), model_or_state.config

@@ -37,17 +37,13 @@ def layout(classifier: bool) -> weights_map.Layout:
     return weights_map.Layout(CLASSIFIER if classifier else BARE, QKV)
 
 
-def load(
-    stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]
-) -> tuple[dict, ViTConfig]:
+def load(stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict, ViTConfig]:
     """State dict and config; without a config.json beside the file, the defaults of transformers hold."""
     activation = described.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if described.get("pooler_act", "tanh") != "tanh" and "pooler.dense.weight" in stored:
-        raise ValueError(
-            f"pooler_act {described['pooler_act']!r} is not tanh, as the representation layer is"
-        )
+        raise ValueError(f"pooler_act {described['pooler_act']!r} is not tanh, as the representation layer is")
     known = {"activation": ACTIVATIONS[activation], "norm_eps": described.get("layer_norm_eps", 1e-12)}
     for ours, theirs in (("heads", "num_attention_heads"), ("image_size", "image_size")):
         if theirs in described:
@@ -86,9 +82,7 @@ def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor]
         "dtype": "float32",
     }
     state, config = weights_map.with_learned_positions(state, config, slots=1)
-    return weights_map.write(state, config, layout(bool(config.classes))), json.dumps(
-        described, indent=2
-    ) + "\n"
+    return weights_map.write(state, config, layout(bool(config.classes))), json.dumps(described, indent=2) + "\n"
 
 
 def square(size: tuple[int, int]) -> int | list[int]:

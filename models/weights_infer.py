@@ -26,9 +26,8 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: dict[str, Any])
 
     embedding = shape("embedding.weight")
     if embedding is None or shape("blocks.0.mlp.up.bias") is None:
-        raise ValueError(
-            f"no {layout.keys('embedding.weight')[0]} and blocks among {len(stored)} keys: no ViT"
-        )
+        wanted = layout.keys("embedding.weight")[0]
+        raise ValueError(f"no {wanted} and blocks among {len(stored)} keys: this is no ViT known here")
     registers = shape("prefix.registers")
     found = {
         "width": size("embedding.bias"),
@@ -62,7 +61,8 @@ def with_positions(found: dict[str, Any], table: tuple[int, ...] | None) -> dict
         if "image_size" not in found:
             raise ValueError("no position table tells the image size: pass image_size=(height, width)")
         return {"positions": "sincos2d", "class_slot": False, **found}
-    length, prefix, stride = table[1], (found["pool"] == "token") + found["registers"], stride_of(found)
+    length, prefix = table[1], (found["pool"] == "token") + found["registers"]
+    stride = [side * resnet.stem_stride(found.get("stem")) for side in found["patch"]]
     if "image_size" not in found:
         sides = [math.isqrt(patches) for patches in (length - prefix, length)]
         fitting = [side for side, slots in zip(sides, (prefix, 0), strict=True) if side**2 + slots == length]
@@ -71,12 +71,6 @@ def with_positions(found: dict[str, Any], table: tuple[int, ...] | None) -> dict
         found["image_size"] = fitting[0] * stride[0], fitting[0] * stride[1]
     rows, columns = found["image_size"][0] // stride[0], found["image_size"][1] // stride[1]
     return {"class_slot": length == rows * columns + prefix, **found}
-
-
-def stride_of(found: dict[str, Any]) -> tuple[int, int]:
-    """Pixels between patches."""
-    stem = 1 if found.get("stem") is None else resnet.stem_stride(found["stem"])
-    return found["patch"][0] * stem, found["patch"][1] * stem
 
 
 def units_of(stored: dict[str, Tensor]) -> tuple[int, ...]:

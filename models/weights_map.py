@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import catalog, positions
-from models.resize import shape_text
+from models.resize import check_shapes
 
 Shape = tuple[int, ...]
 
@@ -32,9 +32,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...]  # regular expression and replacement, applied to our name in turn
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a piece of the new name: the parts it stands for
     kernels_last: bool = False  # JAX's (in, out) and (rows, columns, in, out) instead of torch's order
-    shape_of: Callable[[str, Shape, Any], Shape] = (
-        same_shape  # of a part there, from its shape in kernel order
-    )
+    shape_of: Callable[[str, Shape, Any], Shape] = same_shape  # of a part there, from that in this order
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Where the parts of our parameter `name` are stored."""
@@ -46,7 +44,7 @@ class Layout:
         return (name,)
 
     def kernel(self, tensor: Tensor) -> Tensor:
-        """Ours to the order of axes there; its own inverse for matrices only."""
+        """Ours in the order of axes there."""
         if not self.kernels_last or tensor.ndim not in (2, 4):
             return tensor
         return tensor.T if tensor.ndim == 2 else tensor.permute(2, 3, 1, 0)
@@ -67,20 +65,10 @@ def parts_of(config: Any, layout: Layout) -> dict[str, list[tuple[str, Shape, Sh
 def read(stored: dict[str, Tensor], config: Any, layout: Layout) -> dict[str, Tensor]:
     """Our state dict from stored tensors; ValueError naming every key that does not fit."""
     parts = parts_of(config, layout)
-    wanted = {key: there for rows in parts.values() for key, _, there in rows}
-    wrong = [f"missing {key} {shape_text(shape)}" for key, shape in wanted.items() if key not in stored]
-    for key, tensor in stored.items():
-        if key not in wanted:
-            wrong.append(f"unknown {key} {shape_text(tuple(tensor.shape))}")
-        elif squeezed(tensor.shape) != squeezed(wanted[key]):
-            wrong.append(f"{key} is {shape_text(tuple(tensor.shape))}, expected {shape_text(wanted[key])}")
-    if wrong:
-        raise ValueError(
-            f"these weights are no {config.family} as found, {len(wrong)} keys: " + "; ".join(wrong)
-        )
+    wanted = {key: squeezed(there) for rows in parts.values() for key, _, there in rows}
+    check_shapes({key: squeezed(tensor.shape) for key, tensor in stored.items()}, wanted, config.family)
     return {
-        name: torch.cat([unfold(stored[key], shape, layout) for key, shape, _ in rows])
-        for name, rows in parts.items()
+        name: torch.cat([unfold(stored[key], shape, layout) for key, shape, _ in rows]) for name, rows in parts.items()
     }
 
 
@@ -107,9 +95,7 @@ def write(state: dict[str, Tensor], config: Any, layout: Layout) -> dict[str, Te
     return result
 
 
-def with_learned_positions(
-    state: dict[str, Tensor], config: Any, slots: int
-) -> tuple[dict[str, Tensor], Any]:
+def with_learned_positions(state: dict[str, Tensor], config: Any, slots: int) -> tuple[dict[str, Tensor], Any]:
     """The same function with one free table where positions were fixed, factored or had no prefix slots."""
     if config.positions == "none":
         return state, config

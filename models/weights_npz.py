@@ -79,9 +79,8 @@ def layout_of(config: Any) -> weights_map.Layout:
     if isinstance(config, BiTConfig):
         renames = BIT if config.pool_padding == "zero" else BIG_VISION_BIT
         return weights_map.Layout(renames, kernels_last=True, shape_of=convolutional_head)
-    return vit_layout(
-        VIT_JAX_POSITIONS if config.class_slot and config.pool != "map" else BIG_VISION_POSITIONS
-    )
+    vit_jax = config.class_slot and config.pool != "map"
+    return vit_layout(VIT_JAX_POSITIONS if vit_jax else BIG_VISION_POSITIONS)
 
 
 def vit_layout(positions: str) -> weights_map.Layout:
@@ -124,9 +123,7 @@ def canonical(stored: dict[str, Tensor], part: str = "") -> dict[str, Tensor]:
 
 def renumber(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Pre-Linen names counted all submodules of a parent together; Linen counts each class from 0."""
-    numbered = re.compile(
-        r"(.*encoderblock_\d+)/(LayerNorm|MlpBlock|MultiHeadDotProductAttention)_(\d+)/(.*)"
-    )
+    numbered = re.compile(r"(.*encoderblock_\d+)/(LayerNorm|MlpBlock|MultiHead\w+)_(\d+)/(.*)")
     seen: dict[tuple[str, str], set[int]] = {}
     for key in stored:
         if found := numbered.fullmatch(key):
@@ -176,9 +173,7 @@ def save(state: dict[str, Tensor], config: Any, path: str | Path) -> None:
     if reasons:
         raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
     if getattr(config, "activation", "gelu_tanh") != "gelu_tanh" or getattr(config, "norm_eps", 1e-6) != 1e-6:
-        warnings.warn(
-            "the original code computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3
-        )
+        warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
     tensors = weights_map.write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().numpy() for key, tensor in tensors.items()}
     with open(path, "wb") as file:

@@ -29,9 +29,7 @@ LAYOUT = weights_map.Layout(
 ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args say the rest
 
 
-def load(
-    stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]
-) -> tuple[dict, ViTConfig]:
+def load(stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict, ViTConfig]:
     """State dict and config; timm computes erf GELU unless its config says otherwise."""
     if any(key.startswith("fc_norm.") for key in stored):
         raise ValueError("this timm model normalises after pooling (fc_norm), which no model here does")
@@ -50,9 +48,7 @@ def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor]
     """Tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
     reasons = obstacles(config)
     if reasons:
-        raise ValueError(
-            f"timm's VisionTransformer has no {', no '.join(reasons)}; save as npz or safetensors"
-        )
+        raise ValueError(f"timm's VisionTransformer has no {', no '.join(reasons)}; save as npz or safetensors")
     if config.norm_eps != 1e-6:
         warnings.warn(f"timm computes norm_eps 1e-6, not {config.norm_eps}: logits will differ", stacklevel=3)
     described = {

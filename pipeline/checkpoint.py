@@ -314,9 +314,9 @@ class Reader:
             )
         return out
 
-    def weights(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Whole fp32 parameters, the world-size-free weights that the next stage starts from."""
-        return {name: self(name, "master", 0, shape.numel()).view(shape) for name, shape in shapes.items()}
+    def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
+        """Whole fp32 parameters (or their "average"), the world-size-free weights that the next stage starts from."""
+        return {name: self(name, kind, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
 
 
 def restore(engine: Engine, folder: Path, attempt: int, say: Callable[[str], None]) -> Manifest | None:

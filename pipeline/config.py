@@ -91,6 +91,8 @@ def build(kind: type[Config], values: Any, where: str, defaults: Config | None =
     except OmegaConfBaseException as error:
         key = f"{where}.{error.full_key}" if error.full_key else where
         reason = str(error).splitlines()[0]
+        if "missing mandatory value" in reason:
+            raise ConfigError(f"{key} is missing and has no default") from None
         expected = _expected_type(kind, error.full_key or "")
         raise ConfigError(f"{key}: {reason}{expected}") from None
     except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
@@ -104,8 +106,10 @@ def _check_names(kind: Any, values: Mapping[Any, Any], where: str) -> None:
         require(name in known, f"unknown key {where}.{name}{nearest(str(name), known)}")
         candidates = (hints[name], *get_args(hints[name]))
         inner: Any = next((h for h in candidates if dataclasses.is_dataclass(h)), None)
-        if inner is None or not isinstance(value, Mapping):
+        if inner is None or value is None:
             continue
+        kind_name = inner.__name__
+        require(isinstance(value, Mapping), f"{where}.{name} is {value!r}, expected a section of {kind_name} fields")
         named = value.items() if get_origin(hints[name]) is dict else [("", value)]
         for key, section in named:
             if isinstance(section, Mapping):

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -104,47 +105,60 @@ def _merge(ours: Mapping[str, Any], user: Mapping[str, Any], where: str) -> dict
 
 
 class Engine:
-    """A model under DeepSpeed ZeRO with an optimizer whose masters and moments are fp32."""
+    """A model under DeepSpeed ZeRO with an optimizer whose masters and moments are fp32.
 
-    def __init__(self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: dict[str, Any]) -> None:
+    With `polyak` > 0 also an fp32 "average" of the masters: after each applied update it becomes
+    polyak · average + (1 − polyak) · master. It starts as the initial weights, which the paper does not say (B.1.1
+    gives the factor alone); after n updates they weigh polyakⁿ, of 20,000 with factor 0.9999 that is 14 %.
+    """
+
+    def __init__(
+        self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: dict[str, Any], polyak: float = 0.0
+    ) -> None:
         import deepspeed
 
         self.zero = settings["zero_optimization"]["stage"]
-        self.state_names = STATE[optim.name]
+        self.polyak = polyak
+        self.state_names = (*STATE[optim.name], *(("average",) if polyak else ()))
         self.clip = settings["gradient_clipping"]
         if self.zero == 0:
-            settings = {
-                **settings,
-                "gradient_clipping": 0.0,
-            }  # we clip: DeepSpeed cannot after a dropped gradient
-        masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.sizes = {name: p.numel() for name, p in masters.items()}
+            # We clip: DeepSpeed cannot after a dropped gradient.
+            settings = {**settings, "gradient_clipping": 0.0}
+        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
+        rounds = "bf16" in settings
+        masters = {name: p.detach().clone() for name, p in model.named_parameters() if rounds}
         optimizer = build_optimizer(model, decayed, optim)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         self.model: nn.Module = self.engine.module
-        self.dtype = torch.bfloat16 if "bf16" in settings else torch.float32
-        self._start_state()
-        if self.dtype != torch.float32:  # DeepSpeed made its masters from the rounded weights
+        self.dtype = torch.bfloat16 if rounds else torch.float32
+        if rounds:  # DeepSpeed made its masters from the rounded weights
             self.restore(lambda name, kind, start, count: masters[name].flatten()[start : start + count], ("master",))
+            masters.clear()
+        self._start_state()
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
         return self.engine.optimizer.optimizer if self.zero else self.engine.optimizer
 
-    def _start_state(self) -> None:
-        """Allocate the moments now, so that a checkpoint of step 0 and a resume find them."""
-        inner = self._optimizer
+    @property
+    def _flats(self) -> list[Tensor]:
+        """The fp32 tensors that the optimizer steps on this worker; its state hangs on them."""
         if self.zero in (1, 2):
-            flats = self.engine.optimizer.single_partition_of_fp32_groups
-        elif self.zero == 3:
-            flats = self.engine.optimizer.fp32_partitioned_groups_flat
-        else:
-            flats = [p for group in inner.param_groups for p in group["params"]]
-        for flat in flats:
+            return self.engine.optimizer.single_partition_of_fp32_groups
+        if self.zero == 3:
+            return self.engine.optimizer.fp32_partitioned_groups_flat
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _start_state(self) -> None:
+        """Allocate the state now, so that a checkpoint of step 0 and a resume find it."""
+        inner = self._optimizer
+        for flat in self._flats:
             state = inner.state[flat]
             state.update({name: torch.zeros_like(flat) for name in self.state_names})
+            if self.polyak:
+                state["average"].copy_(flat.detach())
             if "exp_avg" in self.state_names:
                 device = flat.device if inner.defaults.get("fused") else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -162,7 +176,33 @@ class Engine:
             group["lr"] = rate
         if self.zero == 0 and self.engine.is_gradient_accumulation_boundary():
             self._guard_stage_0()
+        stepping = self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
+        if self.polyak and stepping and math.isfinite(self.gradient_norm()):
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for flat in self._flats:
+            self._optimizer.state[flat]["average"].mul_(self.polyak).add_(flat, alpha=1 - self.polyak)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Collective: within the block the model's weights are the average; the masters come back unchanged."""
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        for flat in self._flats:
+            average = self._optimizer.state[flat]["average"]
+            master = flat.detach().clone()
+            flat.copy_(average)
+            average.copy_(master)
+        self._refresh()
 
     def _guard_stage_0(self) -> None:
         """ZeRO 1–3 skip a non-finite step themselves; at stage 0 dropping the gradients makes it a no-op."""
@@ -181,35 +221,36 @@ class Engine:
         norm = self.engine.get_global_grad_norm()
         return math.inf if self.engine.optimizer.overflow or norm is None else float(norm)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Views of the fp32 masters and moments that this worker owns, each element owned by exactly one worker."""
+    def fragments(self, kinds: tuple[str, ...] | None = None) -> Iterator[Fragment]:
+        """Views of the fp32 masters and state that this worker owns, each element owned by exactly one worker."""
+        kinds = kinds or ("master", *self.state_names)
         rank, world = dist.get_rank(), dist.get_world_size()
-        zero = self.engine.optimizer
         p: Any  # DeepSpeed hangs its own attributes on parameters
         for name, p in self.model.named_parameters():
-            if not p.requires_grad:
-                continue
             if self.zero == 0:
                 part = math.ceil(p.numel() / world)
                 start, stop = min(rank * part, p.numel()), min((rank + 1) * part, p.numel())
-                views = {"master": p.detach().flatten()[start:stop]}
-                views |= {k: self._optimizer.state[p][k].flatten()[start:stop] for k in self.state_names}
+                views = {kind: self._replica(p, kind)[start:stop] for kind in kinds}
             elif self.zero < 3:
                 if p._hp_mapping is None:
                     continue
                 start = p._hp_mapping.lp_fragment_address.start
-                views = {"master": p._hp_mapping.get_hp_fragment()}
-                views |= {k: p._hp_mapping.get_hp_fragment(k) for k in self.state_names}
+                views = {k: p._hp_mapping.get_hp_fragment(None if k == "master" else k) for k in kinds}
             else:
                 part = p.ds_tensor.numel()
                 start, stop = rank * part, min((rank + 1) * part, p.ds_numel)
-                kinds: dict[str, str | None] = {"master": None, **{k: k for k in self.state_names}}
-                views = {
-                    kind: zero._get_fp32_opt_state_partition(p, False, key)[0][: max(stop - start, 0)]
-                    for kind, key in kinds.items()
-                }
-            if views["master"].numel():
+                views = {kind: self._partition(p, kind)[: max(stop - start, 0)] for kind in kinds}
+            if views[kinds[0]].numel():
                 yield Fragment(name, start, views)
+
+    def _replica(self, p: Any, kind: str) -> Tensor:
+        """Stage 0: the whole flat master or state, which every worker has."""
+        return (p.data if kind == "master" else self._optimizer.state[p][kind]).view(-1)
+
+    def _partition(self, p: Any, kind: str) -> Tensor:
+        """Stage 3: this worker's part of a flat master or state, padded where the last part is short."""
+        key = None if kind == "master" else kind
+        return self.engine.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
 
     @torch.no_grad()
     def restore(self, read: Any, kinds: tuple[str, ...] | None = None) -> None:
@@ -217,19 +258,21 @@ class Engine:
 
         At stage 0 every worker holds everything, so everything is read, not the worker's own part alone.
         """
-        for fragment in self._whole() if self.zero == 0 else self.fragments():
-            for kind in kinds or fragment.tensors:
-                view = fragment.tensors[kind]
+        for fragment in self._whole(kinds) if self.zero == 0 else self.fragments(kinds):
+            for kind, view in fragment.tensors.items():
                 view.copy_(read(fragment.name, kind, fragment.start, view.numel()))
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring the weights that compute up to the masters."""
         if self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()
         elif self.zero == 3:
             self._refresh_stage_3()
 
-    def _whole(self) -> Iterator[Fragment]:
+    def _whole(self, kinds: tuple[str, ...] | None) -> Iterator[Fragment]:
         for name, p in self.model.named_parameters():
-            state = self._optimizer.state[p]
-            yield Fragment(name, 0, {"master": p.data.view(-1), **{k: state[k].view(-1) for k in self.state_names}})
+            yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds or ("master", *self.state_names)})
 
     def _refresh_stage_3(self) -> None:
         zero = self.engine.optimizer

@@ -37,3 +37,8 @@ class Preempted(PatchlineError):
 
 class ConfigError(PatchlineError):
     exit_code = 78
+
+
+def exit_code(error: BaseException) -> int:
+    """The exception's own code, else by its kind."""
+    return getattr(error, "exit_code", 74 if isinstance(error, OSError) else 70)

@@ -16,6 +16,7 @@ class OptimConfig:
     name: Literal["adam", "sgd"] = "adam"
     lr: float = 8e-4  # peak, at batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
     weight_decay: float = 0.1  # torch convention: multiplied by the rate; kernels only (paper, table 3)
+    head_weight_decay: float | None = None  # of the head's kernel; None: as the rest (ViT-G: 3.0 beside 0.03)
     clip: float = 1.0  # global gradient norm; 0 is off
     beta1: float = 0.9  # paper, section 4.1
     beta2: float = 0.999  # paper, section 4.1
@@ -23,7 +24,9 @@ class OptimConfig:
     momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
-    RESUME: ClassVar[Tags] = tags(forbid="name lr weight_decay clip beta1 beta2 eps momentum schedule")
+    RESUME: ClassVar[Tags] = tags(
+        forbid="name lr weight_decay head_weight_decay clip beta1 beta2 eps momentum schedule"
+    )
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr is {self.lr}, expected more than 0")
@@ -35,13 +38,13 @@ class OptimConfig:
 
 
 def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> torch.optim.Optimizer:
-    """One group that decays and one that does not; the rate is set by the loop before every step."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named if name in decayed], "weight_decay": cfg.weight_decay},
-        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """A group for each strength of decay; the rate is set by the loop before every step."""
+    by_decay: dict[float, list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        head = cfg.head_weight_decay if name.startswith("head.") else None
+        decay = (cfg.weight_decay if head is None else head) if name in decayed else 0.0
+        by_decay.setdefault(decay, []).append(p)
+    groups: list[dict[str, Any]] = [{"params": params, "weight_decay": decay} for decay, params in by_decay.items()]
     if cfg.name == "adam":
         fused = next(model.parameters()).is_cuda
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)

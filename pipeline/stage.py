@@ -17,6 +17,7 @@ class DataConfig:
     """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
     train: str = "???"  # the set's index, or its folder
+    samples: int | None = None  # what `plan` counts with while the index is not there
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -31,7 +32,7 @@ class DataConfig:
     RESUME: ClassVar[Tags] = tags(
         forbid="train preprocess augment lanes shuffle_block tail max_labels",
         warn="evaluate max_bad_fraction",
-        free="processes timeout_s",
+        free="samples processes timeout_s",
     )
 
     def __post_init__(self) -> None:
@@ -42,16 +43,22 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3)."""
+    """One trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3).
+
+    The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
+    `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
     new_head: bool = False  # replace the head by a zero-initialised one (paper, B.1.1) even where classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"
+    objective: Literal["classification", "masked"] = "classification"
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # of classification
     label_smoothing: float = 0.0
     mixup: float = 0.0  # Beta(p, p); 0 is off
+    polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or
     passes: float | None = None  # over the data, rounded to steps as big_vision does
     batch_size: int = 4096  # global
@@ -73,7 +80,8 @@ class TrainConfig:
     timeout_s: float = 1800.0  # collectives
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="data model init new_head optim loss label_smoothing mixup steps passes batch_size precision seed",
+        forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
+        "precision seed",
         warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
         free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
     )
@@ -85,9 +93,16 @@ class TrainConfig:
             "zero is 0 with precision bf16: DeepSpeed takes a phantom step there\n  use zero=1 or precision=fp32",
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
+        require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
         require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
+        masked = self.objective == "masked"
+        require(
+            not (masked and (self.mixup or self.label_smoothing or self.data.evaluate)),
+            "objective masked has no labels: leave out mixup, label_smoothing and data.evaluate; "
+            "probe.train and probe.test judge its features",
+        )
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
-        require((self.steps or 1) > 0 and (self.passes or 1) > 0, "steps and passes must be more than 0")
+        require((self.steps or self.passes or 0) > 0, "steps and passes must be more than 0")
         for name in (
             "batch_size",
             "micro_batch",
@@ -111,11 +126,30 @@ def model_config(values: Mapping[str, Any], source: Any = None) -> Any:
     try:
         if "name" not in plain and source is not None:
             return models.from_dict({**models.to_dict(source), **plain})
+        if str(plain.get("name")).startswith("Masked-"):
+            plain["classes"] = 0
         return models.config_of(plain.pop("name"), plain.pop("image_size"), plain.pop("classes"), **plain)
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
+
+
+def trained_model(cfg: TrainConfig, source: Any = None) -> Any:
+    """The architecture a stage trains; classification starts from the ViT inside a masked model.
+
+    Raises ConfigError where it cannot have the stage's objective.
+    """
+    masked = cfg.objective == "masked"
+    if source is not None and source.family == "masked" and not masked:
+        source = source.vit
+    found = model_config(cfg.model, source)
+    require(
+        (found.family == "masked") == masked,
+        f"objective {cfg.objective} cannot train a model of family {found.family}\n"
+        "  write objective: masked with model.name: Masked-B/16, or neither",
+    )
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def amount(value: float) -> str:
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{suffix}"
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 100 and value % 1 else f"{value:.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -113,15 +113,25 @@ class Telemetry:
                 self.tensorboard.close()
 
 
-def read_metrics(directory: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """Records of a kind in the order written; a torn last line (the writer was killed) is left out."""
+def read_metrics(directory: Path, kind: str = "train", tail: int | None = None) -> list[dict[str, Any]]:
+    """Records of a kind in the order written, of the last `tail` bytes or of all.
+
+    A torn last line (the writer was killed) is left out, and so is a first line that the tail cuts.
+    """
     path = directory / "metrics.jsonl"
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - tail) if tail else 0)
+        lines = file.read().splitlines()
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["kind"] == kind:
-            records.append(record)
-    return records
+    for line in lines:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and record["kind"] == kind]
+
+
+def last_metrics(directory: Path) -> dict[str, Any] | None:
+    """The newest training record, found without reading a month of them."""
+    records = read_metrics(directory, tail=1 << 20)
+    return records[-1] if records else None

@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,11 @@ class Trainer:
         self.start()
 
     def check_classes(self) -> None:
-        """Raise DataError where a set has labels that the head has no output for."""
+        """Raise DataError where a set has labels that the head has no output for; training images are square."""
+        height, width = self.model_config.image_size
+        config.require(height == width, f"image_size is {height}×{width}: training crops are square")
+        if self.cfg.objective == "masked":
+            return
         for path in filter(None, (self.job.train, self.job.evaluate)):
             found, classes = data.load_index(path).classes, self.model_config.classes
             if found > classes:
@@ -116,7 +121,7 @@ class Trainer:
             clip=cfg.optim.clip,
             user_file=cfg.deepspeed,
         )
-        return Engine(model, models.decayed(model), cfg.optim, settings)
+        return Engine(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
     # ------------------------------------------------------------------------------------------ how training starts
 
@@ -177,12 +182,24 @@ class Trainer:
         cfg = self.cfg
         torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
         images = normalise(batch.images, self.engine.dtype, self.device)
+        total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
+        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
+        return total.detach()
+
+    def labelled_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss against the labels, smoothed and mixed as the recipe says."""
+        cfg = self.cfg
         targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
         if cfg.mixup:
             images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
-        total = LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
-        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
-        return total.detach()
+        return LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
+
+    def masked_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
+        samples, so it is the same at every world that cuts the batch into the same micro-batches."""
+        key = config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist())
+        generator = torch.Generator(self.device).manual_seed(key)
+        return models.masked.objective(self.engine.engine, images, generator)[0]
 
     def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
         """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
@@ -288,7 +305,7 @@ class Trainer:
                 f"python -m jobs data check {self.job.train} lists them all"
             )
 
-    def evaluate(self) -> None:
+    def evaluate(self, remark: str = "") -> None:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
         values: dict[str, Any] = {}
@@ -306,7 +323,8 @@ class Trainer:
         if values and self.rank == 0:
             self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
-            self.telemetry.report("evaluate", {"step": self.step, **values}, f"evaluate step {self.step}  {shown}")
+            line = f"evaluate step {self.step}  {shown}{remark}"
+            self.telemetry.report("evaluate", {"step": self.step, **values}, line)
 
     def _samples(self, path: str) -> data.EvaluationSet:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
@@ -412,7 +430,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         t.begin_save()
     if t.saver.in_flight:
         t.finish_save()
-    t.evaluate()
+    with t.engine.averaged() if cfg.polyak else nullcontext():
+        t.evaluate(f"  of the weights averaged by {cfg.polyak}" if cfg.polyak else "")
     return finish(t)
 
 
@@ -442,7 +461,8 @@ def finish(t: Trainer) -> dict[str, Any]:
                 "world": t.world,
             }
         ]
-        t.telemetry.say(f"done at step {t.step}: weights in {t.directory / 'weights.safetensors'}")
+        kind = "averaged weights" if t.cfg.polyak else "weights"
+        t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
     dist.broadcast_object_list(outcome, src=0)
     t.telemetry.close()
     t.engine.close()
@@ -451,11 +471,12 @@ def finish(t: Trainer) -> dict[str, Any]:
 
 
 def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:
-    """World-size-free fp32 weights of a committed checkpoint."""
+    """World-size-free fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
     manifest = checkpoint.read_manifest(folder)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in models.from_config(model).named_parameters()}
-    return checkpoint.Reader(folder, manifest.files).weights(shapes)
+    kind = "average" if manifest.config.get("polyak") else "master"
+    return checkpoint.Reader(folder, manifest.files).weights(shapes, kind)
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:

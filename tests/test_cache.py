@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 from data import CacheConfig, DataError, Order, StorageError, TrainLoader, build_index, digits, pack, remote
 from data import cache as cache_module
 from data.cache import Cache
+from data.reader import Reader
 
 moto_server = pytest.importorskip("moto.server")
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
@@ -145,9 +147,7 @@ def test_expired_credentials_are_read_again_from_the_environment(faulty, tmp_pat
 def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code):
     faulty.fault = lambda path: code
     cache = Cache(CacheConfig(str(tmp_path), attempts=3, backoff_s=0.001, timeout_s=1.0))
-    with pytest.raises(
-        StorageError, match=r"s3://images/set/train-000000.tar: no answer after 3 attempts"
-    ) as error:
+    with pytest.raises(StorageError, match=r"s3://images/set/train-000000.tar: no answer after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value)
 
@@ -158,9 +158,7 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
         cache.path("s3://images/set/absent.tar", faulty.index.shards[0])
     with pytest.raises(DataError, match="sha256 is not the one"):
         cache.path(faulty.index.location(0), replace(faulty.index.shards[0], sha256="0" * 64))
-    assert not list(tmp_path.glob("*.tar")) and not any(
-        part.stat().st_size for part in tmp_path.glob("*.part")
-    )
+    assert not list(tmp_path.glob("*.tar")) and not any(part.stat().st_size for part in tmp_path.glob("*.part"))
 
 
 def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:
@@ -208,21 +206,31 @@ def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path,
         cache.path("s3://b/x.tar", replace(shard_of(contents[0]), bytes=3000))
 
 
+def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, local, monkeypatch):
+    reader = Reader(replace(local, directory="s3://b"), cache=CacheConfig(str(tmp_path)))
+    asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
+    path, calls = Cache.path, []
+
+    def evicting(self, url, shard):
+        found = path(self, url, shard)
+        calls.append(url)
+        if len(calls) == 1:
+            found.unlink()
+        return found
+
+    monkeypatch.setattr(Cache, "path", evicting)
+    assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
+
+
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
     with ThreadPoolExecutor(8) as pool:
-        list(
-            pool.map(
-                lambda _: Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(content)), range(8)
-            )
-        )
+        list(pool.map(lambda _: Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(content)), range(8)))
     assert len(asked) == 10
 
 
-@pytest.mark.parametrize(
-    "url", ["pipe:cat /etc/passwd", "http://x/y", "file:///etc/passwd", "ftp://x/y", "gopher://x"]
-)
+@pytest.mark.parametrize("url", ["pipe:cat /etc/passwd", "http://x/y", "file:///etc/passwd", "ftp://x/y", "gopher://x"])
 def test_other_schemes_are_refused(url):
     with pytest.raises(DataError, match="is refused"):
         remote.read_range(url, 0, 10, 1.0)

@@ -18,9 +18,7 @@ from data.decode import BadImage, decode, decode_crop, read_header
 from data.preprocess import bilinear
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
-needs_binding = pytest.mark.skipif(
-    jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel"
-)
+needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 
 def scene(height: int, width: int, grain: int = 16) -> np.ndarray:
@@ -105,6 +103,18 @@ def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int
     return inception_box(height, width, Draws(number), cfg)
 
 
+def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    jpeg.library.cache_clear()
+    try:
+        out = np.empty((32, 32, 3), np.uint8)
+        augment(encoded(scene(60, 60)), 32, Draws(0), AugmentConfig(), out)
+        assert jpeg.library() is None and "no-such-compiler" in caplog.text
+    finally:
+        jpeg.library.cache_clear()
+
+
 def test_flipping_mirrors_the_same_crop():
     data = encoded(scene(120, 90))
     flipped = 0
@@ -149,9 +159,7 @@ def test_every_kind_of_image_becomes_rgb():
 
 def test_cmyk_is_converted_and_orientation_ignored():
     buffer = io.BytesIO()
-    Image.fromarray(np.full((20, 30, 3), (200, 100, 50), np.uint8)).convert("CMYK").save(
-        buffer, "JPEG", quality=95
-    )
+    Image.fromarray(np.full((20, 30, 3), (200, 100, 50), np.uint8)).convert("CMYK").save(buffer, "JPEG", quality=95)
     assert np.abs(decode(buffer.getvalue()).reshape(-1, 3).mean(0) - (200, 100, 50)).max() < 6
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -161,15 +169,14 @@ def test_cmyk_is_converted_and_orientation_ignored():
 def png_claiming(width: int, height: int) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
-    return (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"IEND"
-    )
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"IEND"
 
 
 BROKEN = {
     "no image": b"",
     "not a JPEG, PNG or WebP": b"GIF89a" + bytes(100),
     "image too large": png_claiming(60_000, 60_000),
+    "image file too large": bytes(100_000_001),
     "image without pixels": png_claiming(0, 10),
     "truncated": encoded(scene(60, 60))[:1000],
     "not decodable": png_claiming(10, 10),
@@ -184,7 +191,9 @@ def test_broken_images_are_refused_by_reason(reason):
 
 def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
     rng = np.random.default_rng(0)
-    whole = [encoded(scene(40, 40)), encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
+    jpg = encoded(scene(90, 90))
+    jpg = jpeg.add_restarts(jpg) if jpeg.library() else jpg
+    whole = [jpg, encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
     out = np.empty((16, 16, 3), np.uint8)
     for number in range(300):
         data = bytearray(whole[number % 3])

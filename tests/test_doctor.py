@@ -75,9 +75,7 @@ def test_faults_of_every_kind_are_found_with_exact_counts(sick):
     assert report.shards[0].first_bad["truncated"] == "k1" and not report.ok
     assert report.shards[0].damaged == (1 if jpeg.library() else 0)
     text = "\n".join(report.lines())
-    assert (
-        "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
-    )
+    assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
 
 
 def test_a_repaired_set_is_well_and_trains(sick, tmp_path):

@@ -57,9 +57,7 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
         submission.submit("/runs/digits", command, root=checkout, say=said.append)
 
     printed: list[str] = []
-    follower = threading.Thread(
-        target=submission.logs, args=("/runs/digits",), kwargs={"write": printed.append}
-    )
+    follower = threading.Thread(target=submission.logs, args=("/runs/digits",), kwargs={"write": printed.append})
     follower.start()
     deadline = time.monotonic() + 60
     while "step 1 {braces}" not in "".join(printed):  # a command's braces and quotes arrive as they were
@@ -91,9 +89,7 @@ def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
 def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
     program = "from jobs import submission; submission.list_jobs()"
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
-    asked = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 1
     assert f"ClusterError: the cluster at {dashboard} refuses us: " in asked.stderr
     assert "RAY_AUTH_TOKEN_PATH to a copy of the head's" in asked.stderr
@@ -134,9 +130,7 @@ def test_the_equivalent_command_says_the_same() -> None:
     assert options["--submission-id"] == "x-001" and json.loads(options["--metadata-json"]) == {"run": "x"}
 
 
-@pytest.mark.parametrize(
-    "ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "gang"]
-)
+@pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "gang"])
 def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
     disconnect()
     with socket.socket() as server:

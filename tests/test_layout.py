@@ -54,13 +54,9 @@ def violations(room: str, name: str, source: str) -> list[str]:
     for line, module in imports(source):
         top = module.split(".")[0]
         if module.startswith("."):
-            found.append(
-                f"{name}:{line} imports {module}; write the room's name, there are no relative imports"
-            )
+            found.append(f"{name}:{line} imports {module}; write the room's name, there are no relative imports")
         elif top in ROOMS and top not in ROOMS[room]:
-            found.append(
-                f"{name}:{line} imports {module}; {room} may import {', '.join(sorted(ROOMS[room]))}"
-            )
+            found.append(f"{name}:{line} imports {module}; {room} may import {', '.join(sorted(ROOMS[room]))}")
         elif HEAVY.get(top, room) != room:
             found.append(f"{name}:{line} imports {module}; {top} lives in {HEAVY[top]} alone")
         elif top in {"tests", "benchmarks"}:
@@ -70,18 +66,14 @@ def violations(room: str, name: str, source: str) -> list[str]:
 
 def arrows(room: str) -> dict[str, set[str]]:
     """For every module of a room, the modules of the same room that it imports anywhere in its text."""
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / room).rglob("*.py")
-    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / room).rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     return {name: targets(path.read_text(), modules.keys() - {name, room}) for name, path in modules.items()}
 
 
 def targets(source: str, modules: set[str]) -> set[str]:
     """Those of `modules` that the source imports, whichever way the import is written."""
-    return {
-        module for module in modules for _, found in imports(source) if f"{found}.".startswith(f"{module}.")
-    }
+    return {module for module in modules for _, found in imports(source) if f"{found}.".startswith(f"{module}.")}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -139,3 +131,9 @@ def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
         "data.order",
     }
     assert targets("from data.index import Shard", {"data.index", "data.indexing"}) == {"data.index"}
+
+
+def test_the_readmes_file_map_names_every_module() -> None:
+    shown = (ROOT / "README.md").read_text().partition("## File map")[2]
+    files = [f for room in ROOMS for f in (ROOT / room).rglob("*.py") if f.name != "__init__.py"]
+    assert not [str(f.relative_to(ROOT)) for f in files if f"  {f.name} " not in shown]

@@ -2,18 +2,21 @@
 
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data import AugmentConfig, DataError, EvaluationSet, Order, Sample, TrainLoader, digits, pack
 
@@ -41,13 +44,9 @@ def equal(one, other) -> bool:
 
 
 def test_a_batch_is_uint8_images_labels_and_ids(index, order):
-    batch = next(
-        iter(TrainLoader(index, order, image_size=24, slots=range(8, 16), micro_batch=5, max_labels=3))
-    )
+    batch = next(iter(TrainLoader(index, order, image_size=24, slots=range(8, 16), micro_batch=5, max_labels=3)))
     assert batch.images.shape == (5, 3, 24, 24) and batch.images.dtype == torch.uint8
-    assert (
-        batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
-    )
+    assert batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
     assert batch.ids.tolist() == np.stack(order.batch(0), 1)[8:13].tolist() and batch.bad == ()
 
 
@@ -57,14 +56,27 @@ def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world
     whole = run(index, order, steps=3)
     share = 24 // world
     parts = [
-        run(
-            index, order, steps=3, slots=range(r * share, (r + 1) * share), micro_batch=5, processes=processes
-        )
+        run(index, order, steps=3, slots=range(r * share, (r + 1) * share), micro_batch=5, processes=processes)
         for r in range(world)
     ]
     for column, parts_of in zip(whole, zip(*parts, strict=True), strict=True):
         stacked = torch.cat([part.unflatten(0, (3, share)) for part in parts_of], 1).flatten(0, 1)
         assert torch.equal(stacked, column)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(world=st.integers(1, 64), micro_batch=st.integers(1, 40), steps=st.integers(1, 3))
+def test_workers_share_out_every_slot_once_in_order(index, world, micro_batch, steps):
+    order = Order(index.shard_samples, seed=0, batch_size=72)
+    slots = []
+    for rank in range(world):
+        mine = range(72 * rank // world, 72 * (rank + 1) // world)
+        loader = TrainLoader(index, order, image_size=8, slots=mine, micro_batch=micro_batch)
+        tasks = list(takewhile(lambda task: task[0] < steps, loader.tasks()))
+        assert [step for step, *_ in tasks] == sorted(step for step, *_ in tasks)
+        assert all(0 < stop - first <= micro_batch for _, first, stop in tasks)
+        slots += [(step, slot) for step, first, stop in tasks for slot in range(first, stop)]
+    assert sorted(slots) == [(step, slot) for step in range(steps) for slot in range(72)]
 
 
 def test_resuming_at_a_step_equals_never_having_stopped(index, order):
@@ -90,9 +102,7 @@ def test_without_crop_and_flip_the_pixels_are_the_image_s_own(index, order):
     images, _, ids = run(index, order, steps=1, augment=AugmentConfig(crop="none", flip=False))
     kept = list(islice(digits(True), 300))
     for image, (_, shard, sample) in zip(images, ids.tolist(), strict=True):
-        original = cv2.imdecode(
-            np.frombuffer(kept[shard * 70 + sample].image, np.uint8), cv2.IMREAD_COLOR_RGB
-        )
+        original = cv2.imdecode(np.frombuffer(kept[shard * 70 + sample].image, np.uint8), cv2.IMREAD_COLOR_RGB)
         assert np.array_equal(image.permute(1, 2, 0), original)
 
 
@@ -103,12 +113,7 @@ def test_bad_samples_are_replaced_by_the_next_of_their_lane_and_reported(tmp_pat
     index = pack(samples, tmp_path, shard_samples=16)
     order = Order(index.shard_samples, seed=0, batch_size=8, lanes=2)
     one, two = (
-        [
-            b
-            for b in islice(
-                iter(TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=m)), 5 * 8 // m
-            )
-        ]
+        [b for b in islice(iter(TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=m)), 5 * 8 // m)]
         for m in (8, 2)
     )
     bad = [problem for batch in one for problem in batch.bad]
@@ -141,18 +146,23 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
             assert batch.images.shape == (16, 3, 32, 32) and batch.images.dtype == torch.uint8
             assert (batch.labels[batch.mask] >= 0).all() and (batch.labels[~batch.mask] == -1).all()
             seen += batch.ids[batch.mask].tolist()
-    assert sorted(seen) == [
-        [shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)
-    ]
+    assert sorted(seen) == [[shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)]
+
+
+def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tmp_path):
+    good = list(islice(digits(True), 30))
+    index = pack([Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path)
+    one, four = (list(EvaluationSet(index, "resize(24)", batch_size=8, threads=n)) for n in (1, 4))
+    for a, b in zip(one, four, strict=True):
+        assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and torch.equal(a.mask, b.mask)
+    assert [p.key for batch in one for p in batch.bad] == [good[7].key]
+    assert torch.cat([b.mask for b in one]).tolist() == [n != 7 and n < 30 for n in range(32)]
+    assert not one[0].images[7].any() and (one[0].labels[7] == -1).all()
 
 
 def test_the_float_squash_stays_float(index):
     batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
-    assert (
-        batch.images.dtype == torch.float32
-        and batch.images.shape == (4, 3, 48, 48)
-        and batch.images.max() > 200
-    )
+    assert batch.images.dtype == torch.float32 and batch.images.shape == (4, 3, 48, 48) and batch.images.max() > 200
 
 
 def children() -> set[int]:
@@ -187,6 +197,24 @@ def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, orde
         assert torch.equal(torch.cat([getattr(batch, name) for batch in taken]), column)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4, 8])
+def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processes):
+    steps, chance = 60, random.Random(processes)
+    whole = run(index, order, steps=steps)
+    before = children()
+    loader = TrainLoader(index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=processes)
+    batches, taken = iter(loader), []
+    for _ in range(steps * 4):
+        taken.append(next(batches))
+        if chance.random() < 0.1:
+            os.kill(chance.choice(sorted(children() - before)), signal.SIGKILL)
+    batches.close()
+    assert children() == before
+    for name, column in zip(("images", "labels", "ids"), whole, strict=True):
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in taken]), column)
+
+
 def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     script = (
         "import pickle, sys, time\n"
@@ -209,6 +237,11 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     while any(map(runs, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(workers) == 2 and not any(map(runs, workers))
+
+
+def test_decoding_processes_import_neither_torch_nor_webdataset():
+    check = "import data.worker, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[1]).returncode == 0
 
 
 def test_a_data_error_in_a_process_reaches_the_loop(index, order):

@@ -61,9 +61,7 @@ def test_colours_are_three_bits_a_channel():
 def test_downsized_patches_are_cells_in_reading_order():
     config = models.config_of("Masked-mu/8", (16, 24), target="downsized")
     images = torch.full((1, 3, 16, 24), -1.0)
-    images[:, 2, 8 + 2, 16 + 4 : 16 + 6] = images[:, 2, 8 + 3, 16 + 4 : 16 + 6] = (
-        1.0  # last patch, row 1, column 2
-    )
+    images[:, 2, 8 + 2, 16 + 4 : 16 + 6] = images[:, 2, 8 + 3, 16 + 4 : 16 + 6] = 1.0  # last patch, row 1, column 2
     classes = masked.targets(images, config)
     assert classes.shape == (1, 6, 16)
     assert classes.nonzero().tolist() == [[0, 5, 1 * 4 + 2]] and classes.max() == 7
@@ -80,6 +78,16 @@ def test_the_same_generator_gives_the_same_loss():
     model, images = build(), torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
     losses = [masked.objective(model, images, seeded(seed))[0].item() for seed in (1, 1, 2)]
     assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("target", ["mean_color", "pixels"])
+def test_no_image_costs_nothing_and_the_loss_of_two_is_the_sum_of_theirs(target):
+    model = build(target, corrupted=1.0, masked=1.0, swapped=0.0)  # nothing left to chance
+    images = torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
+    parts = [masked.objective(model, images[at], seeded(1))[0] for at in (slice(0, 1), slice(1, 2), slice(0, 0))]
+    torch.testing.assert_close(masked.objective(model, images, seeded(1))[0], sum(parts))
+    parts[2].backward()
+    assert parts[2] == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_the_loss_falls_below_guessing():
@@ -113,9 +121,7 @@ def test_finetuning_takes_the_vit_out(tmp_path):
 
 def test_masked_training_can_move_to_larger_images():
     source = build()
-    state, report = models.transfer(
-        source.state_dict(), source.config, models.config_of("Masked-mu/8", 48, depth=2)
-    )
+    state, report = models.transfer(source.state_dict(), source.config, models.config_of("Masked-mu/8", 48, depth=2))
     assert [name for name, *_ in report.resized] == ["vit.positions.0.table"] and not report.dropped
     assert state["vit.positions.0.table"].shape == (1, 37, 32)
 

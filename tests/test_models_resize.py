@@ -111,9 +111,7 @@ def test_the_same_classes_keep_the_head_unless_a_new_one_is_asked_for():
 
 def test_pooling_changes_and_the_class_token_goes():
     source = models.build("mu/4", 16, 5)
-    state, report = models.transfer(
-        source.state_dict(), source.config, models.config_of("mu/4", 16, 5, pool="gap")
-    )
+    state, report = models.transfer(source.state_dict(), source.config, models.config_of("mu/4", 16, 5, pool="gap"))
     assert ("prefix.cls", (1, 1, 32), None) in report.dropped
     assert torch.equal(state["positions.0.table"], source.state_dict()["positions.0.table"][:, 1:])
     back, report = models.transfer(state, models.config_of("mu/4", 16, 5, pool="gap"), source.config)

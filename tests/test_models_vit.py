@@ -108,6 +108,20 @@ def test_logits_are_the_head_of_the_features():
     torch.testing.assert_close(model.head(features), model(IMAGES))
 
 
+@pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}])
+def test_tokens_that_are_not_read_need_no_computing(options):
+    model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
+    results = []
+    for skip in (True, False):
+        model.skip_unread = skip
+        model.zero_grad()
+        logits = model(IMAGES)
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+    for ours, whole in zip(*results, strict=True):
+        torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
+
+
 def test_a_new_model_answers_its_head_bias():
     assert models.build("mu/8", **SMALL, head_bias=-10.0)(IMAGES).eq(-10.0).all()
 
@@ -153,6 +167,17 @@ def test_dropout_and_stochastic_depth_act_in_training_only():
     assert [block.drop_path.rate for block in model.blocks] == [0.0, 0.25, 0.5]
 
 
+def test_dropout_acts_where_the_original_has_it():
+    model, seen = models.build("mu/8", **SMALL, dropout=0.1).train(), []
+    model.skip_unread = False
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[-1]))
+    model(IMAGES)
+    width, mlp = 32, 128  # after the positions; then in each block after attention, GELU and the second layer
+    assert seen == [width] + 3 * [width, mlp, width]
+
+
 def test_stochastic_depth_keeps_the_mean():
     torch.manual_seed(0)
     dropped = DropPath(0.25).train()(torch.ones(4000, 2, 3))
@@ -167,6 +192,39 @@ def test_bfloat16_stays_near_float32():
     assert model.bfloat16()(IMAGES).float().sub(expected).abs().max() < 0.02 * expected.abs().max()
 
 
+def test_evaluation_under_inference_mode_does_not_spoil_training():
+    model = with_live_head(models.build("mu/8", **SMALL, positions="sincos2d", width=64, heads=4))
+    with torch.inference_mode():
+        expected = model.eval()(IMAGES)
+    logits = model.train()(IMAGES)
+    logits.sum().backward()
+    assert torch.equal(logits, expected) and model.embedding.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8"])
+def test_compiled_blocks_compute_the_same(name):
+    model = with_live_head(models.build(name, 16, 5, depth=3)).train()
+    model.checkpoint_blocks = 1
+    images, names = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 16, 16), list(model.state_dict())
+    expected = model(images)
+    models.compile_blocks(model)
+    logits = model(images)
+    logits.sum().backward()
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "Masked-mu/8", "R+mu/16", "BiT-R50x1"])
+def test_autocast_runs_every_family(name):
+    config = {"units": (1,), "width": 32} if "BiT" in name else {}
+    model = models.build(name, 32, 5, **config).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(torch.ones(2, 3, 32, 32))
+    (output[0] if isinstance(output, tuple) else output).float().square().sum().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -179,7 +237,7 @@ def test_bfloat16_stays_near_float32():
         ("B/16", {"drop_out": 0.1}, "no field 'drop_out'; did you mean 'dropout'"),
         ("B/16", {"classes": -1}, "classes must be a whole number of at least 0"),
         ("X/16", {}, "no size 'X'"),
-        ("B16", {}, 'write as "B/16"'),
+        ("B16", {}, 'write it as "B/16"'),
         ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
         ("BiT-R51x1", {}, "known: BiT-R50"),
         ("Axial-B/32", {"pool": "token"}, "no prefix tokens"),
@@ -196,7 +254,7 @@ def test_images_of_another_size_are_refused():
 
 
 def test_a_config_survives_json():
-    for name in ("B/16", "R50+L/32", "BiT-R152x2", "Axial-B/32"):
+    for name in ("B/16", "R50+L/32", "BiT-R152x2", "Axial-B/32", "Masked-B/16"):
         config = models.config_of(name, (64, 96), 7)
         assert models.from_dict(json.loads(json.dumps(models.to_dict(config)))) == config
 
@@ -207,7 +265,7 @@ deepspeed.init_distributed("gloo", verbose=False)
 losses = []
 for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
     torch.manual_seed(0)
-    model = models.build("mu/8", 16, 5, depth=3, registers=1, pool="map", positions="relative",
+    model = models.build("mu/8", 16, 5, depth=3, registers=1, positions="relative",
                          positions_at="shared", head_bias=-1.0)
     model.checkpoint_blocks = checkpoint_blocks
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -220,8 +278,9 @@ for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
         engine.step()
     engine.eval()
     losses.append((loss.item(), engine.module.features(torch.ones(1, 3, 16, 16)).sum().item()))
-assert losses[1] == losses[2], losses
-assert losses[0][0] == losses[1][0] > 0 and abs(losses[0][1] - losses[1][1]) < 1e-5, losses
+assert losses[1] == losses[2], losses  # recomputing changes no bit
+assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-5), losses
+assert losses[0][0] > 0, losses
 """
 
 
@@ -236,7 +295,5 @@ def test_zero3_with_and_without_checkpointing_matches_zero0(tmp_path):
     }
     environment = {**os.environ, **ranks, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", ZERO3], env=environment, cwd=root, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", ZERO3], env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

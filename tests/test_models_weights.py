@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
-from models import weights
+from models import weights, weights_map, weights_npz
 
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
@@ -35,9 +35,7 @@ def channels_first(images: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def assert_logits(model, images, expected, atol, rtol=0):
-    torch.testing.assert_close(
-        model(images), torch.as_tensor(expected), atol=atol, rtol=0 if atol == 0 else 2e-6
-    )
+    torch.testing.assert_close(model(images), torch.as_tensor(expected), atol=atol, rtol=0 if atol == 0 else 2e-6)
 
 
 def equal_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -110,9 +108,7 @@ def test_hugging_face_directory_gives_its_logits():
 @golden
 def test_timm_state_dict_gives_its_logits(tmp_path):
     arrays = np.load(GOLDEN / "timm_vit.npz")
-    stored = {
-        k.removeprefix("state_dict/"): torch.from_numpy(arrays[k]) for k in arrays if "state_dict/" in k
-    }
+    stored = {k.removeprefix("state_dict/"): torch.from_numpy(arrays[k]) for k in arrays if "state_dict/" in k}
     save_file(stored, tmp_path / "timm.safetensors")
     with pytest.raises(ValueError, match="pass heads="):
         models.load(tmp_path / "timm.safetensors")
@@ -151,6 +147,25 @@ def test_a_finetuned_head_starts_at_zero_on_resized_positions():
     assert_logits(model, channels_first(arrays["eval_images"]), arrays["logits_at_start"], 0)
 
 
+@golden
+def test_gradients_are_those_of_the_original():
+    arrays = np.load(GOLDEN / "finetune_e2e.io.npz")
+    source = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
+    target = models.config_of("mu/4", 24, 5, width=32, depth=2, mlp=64, heads=4)
+    model = models.from_config(target)
+    model.load_state_dict(models.transfer(source.state_dict(), source.config, target)[0])
+    model.head.weight.data = torch.from_numpy(arrays["gradcheck_head_kernel"]).T.contiguous()
+    logits = model(channels_first(arrays["images"][0]))
+    torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["labels"][0])).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    written = weights_map.write(gradients, target, weights_npz.layout_of(target))
+    checked = [key for key in arrays if key.startswith("gradcheck/")]
+    assert {key.removeprefix("gradcheck/") for key in checked} == set(written)
+    for key in checked:
+        expected = torch.from_numpy(arrays[key])
+        torch.testing.assert_close(written[key.removeprefix("gradcheck/")], expected, atol=1e-6, rtol=1e-4)
+
+
 def test_every_generation_of_official_names_is_read(tmp_path):
     model = random_model(pool="token", representation=8)
     models.save(model, tmp_path / "linen.npz", format="npz")
@@ -171,8 +186,7 @@ def test_every_generation_of_official_names_is_read(tmp_path):
     versions = {
         "pre_linen": {pre_linen(key): array for key, array in plain.items()},
         "params": {f"params/{key}": array for key, array in plain.items()},
-        "target": {f"opt/target/{key}": array for key, array in plain.items()}
-        | {"opt/state/step": np.ones(1)},
+        "target": {f"opt/target/{key}": array for key, array in plain.items()} | {"opt/state/step": np.ones(1)},
         "scan": scan,
         "part": {f"params/img/{key}": array for key, array in plain.items()} | {"params/txt/a": np.ones(1)},
         "bf16": {key: tensor.view(torch.uint16).numpy().view("V2") for key, tensor in half.items()},
@@ -208,9 +222,7 @@ def test_npz_round_trip_is_bit_equal(name, options, tmp_path):
 def test_old_groupnorms_of_four_axes_are_read(tmp_path):
     model = random_model("R+mu/16", 32)
     models.save(model, tmp_path / "new.npz", format="npz")
-    arrays = {
-        k: a.reshape(1, 1, 1, -1) if "gn_" in k else a for k, a in np.load(tmp_path / "new.npz").items()
-    }
+    arrays = {k: a.reshape(1, 1, 1, -1) if "gn_" in k else a for k, a in np.load(tmp_path / "new.npz").items()}
     np.savez(tmp_path / "old.npz", **arrays)
     assert equal_weights(models.load(tmp_path / "old.npz"), model)
 
@@ -290,6 +302,24 @@ def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("format", "extra", "described", "message"),
+    [
+        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "normalises after pooling"),
+        ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "1 keys: unknown blocks.0.ls1.gamma 32"),
+        ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
+        ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
+    ],
+)
+def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, described, message, tmp_path):
+    models.save(random_model(), tmp_path, format=format)
+    save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **described}))
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path)
+
+
 def test_an_approximation_is_said(tmp_path):
     with pytest.warns(UserWarning, match="gelu_tanh"):
         models.save(random_model(activation="gelu"), tmp_path / "out.npz", format="npz")
@@ -330,16 +360,12 @@ def timm(vision_operators):
 )
 def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
     model = random_model(**options)
-    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(
-        2, 3, *model.config.image_size
-    )
+    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(2, 3, *model.config.image_size)
     models.save(model, tmp_path / "timm", format="timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     with torch.no_grad():
         assert_logits(model, images, theirs(images), 1e-5, rtol=2e-6)
-        assert_logits(
-            models.load(tmp_path / "timm", image_size=model.config.image_size), images, model(images), 1e-6
-        )
+        assert_logits(models.load(tmp_path / "timm"), images, model(images), 1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -359,9 +385,7 @@ def transformers(vision_operators):
 )
 def test_transformers_opens_our_directory_and_agrees(options, transformers, tmp_path):
     model = random_model(**options)
-    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(
-        2, 3, *model.config.image_size
-    )
+    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(2, 3, *model.config.image_size)
     models.save(model, tmp_path / "hf", format="hf")
     kind = transformers.ViTForImageClassification if model.config.classes else transformers.ViTModel
     theirs, info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)

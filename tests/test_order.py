@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order import Ledger, Order, key_of, permute
+from data.order import Ledger, Mixture, Order, key_of, permute
 
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
 per_lane = st.integers(1, 6)
@@ -74,10 +74,7 @@ def test_a_step_far_into_300_million_samples_needs_neither_replay_nor_memory():
     order = Order([10_000] * 30_000, seed=0, batch_size=4096)
     far = order.batch(700_000)
     assert len(np.unique(np.stack(far), axis=1).T) == 4096 and far[0][0] == 700_000 * 4096 // 300_000_000
-    held = (
-        sum(array.nbytes for arrays in order._starts.values() for array in arrays)
-        + order.shard_samples.nbytes
-    )
+    held = sum(array.nbytes for arrays in order._starts.values() for array in arrays) + order.shard_samples.nbytes
     assert held < 2_000_000
 
 
@@ -113,3 +110,24 @@ def test_equal_ledgers_mean_equal_data():
 
     assert ledger(range(5)) == ledger(range(5))
     assert len({ledger(range(5)), ledger(range(4)), ledger([0, 1, 2, 4, 3]), ledger(range(5), seed=1)}) == 4
+
+
+def test_a_mixture_takes_its_shares_of_every_batch_and_each_set_once_an_epoch():
+    sizes = [10, 7, 5, 0, 9]
+    mixture = Mixture(sizes, groups=[2, 3], weights=[3, 1], seed=0, batch_size=10)
+    assert mixture.shares == [8, 2]
+    batches = [np.stack(mixture.batch(step), 1) for step in range(40)]
+    assert all((batch[:8, 1] < 2).all() and (batch[8:, 1] >= 2).all() for batch in batches)
+    for part, shards in ((np.s_[:8], (0, 1)), (np.s_[8:], (2, 4))):
+        seen = np.concatenate([batch[part] for batch in batches])
+        total = sum(sizes[shard] for shard in shards)
+        every = {(shard, n) for shard in shards for n in range(sizes[shard])}
+        for epoch in range(len(seen) // total):
+            assert set(map(tuple, seen[seen[:, 0] == epoch][:, 1:].tolist())) == every
+            assert (seen[:, 0] == epoch).sum() == total
+    assert mixture.replacement(3, 9, 0) == tuple(batches[3][9]) and mixture.replacement(3, 9, 1)[1] >= 2
+
+
+def test_a_set_too_light_for_the_batch_is_refused():
+    with pytest.raises(ValueError, match="leave a set without a sample"):
+        Mixture([5, 5], groups=[1, 1], weights=[100, 1], seed=0, batch_size=8)

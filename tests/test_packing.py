@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import cv2
 import numpy as np
-import pandas
+import pyarrow
 import pytest
 import webdataset
+from pyarrow import parquet
 
 from data import jpeg
 from data.decode import decode
 from data.errors import DataError
 from data.index import build_index, load_index
 from data.packing import pack
-from data.reader import Reader, check_sizes
+from data.reader import Reader, check_sizes, without_unusable
 from data.sources import (
     Sample,
     cifar,
@@ -56,9 +57,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
     pack(samples(25), tmp_path / "whole", shard_samples=5)
     with pytest.raises(KeyboardInterrupt):
         pack(dying(), tmp_path / "killed", shard_samples=5)
-    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list(
-        (tmp_path / "killed").glob("*.json")
-    )
+    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list((tmp_path / "killed").glob("*.json"))
     kept = (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns
     pack(samples(25), tmp_path / "killed", shard_samples=5)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -116,9 +115,8 @@ def test_tables_of_paths_and_labels(tmp_path, kind):
     if kind == "csv":
         (tmp_path / "t.csv").write_text('path,label\na.jpg,3\nb.jpg,"1 2"\n')
     else:
-        pandas.DataFrame({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]}).to_parquet(
-            tmp_path / "t.parquet"
-        )
+        rows = pyarrow.table({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]})
+        parquet.write_table(rows, tmp_path / "t.parquet")
     made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
     assert made["a"].labels == (3,) and made["b"].labels == (1, 2) and made["b"].read() == picture(2)
 
@@ -132,9 +130,7 @@ def test_digits_split_is_stratified_and_fixed():
 
 def test_labels_beyond_the_classes_are_refused_by_name(tmp_path):
     pack(samples(6), tmp_path)
-    with pytest.raises(
-        DataError, match=r"train-000000.tar: sample s00004 has label 4, but there are 4 classes"
-    ):
+    with pytest.raises(DataError, match=r"train-000000.tar: sample s00004 has label 4, but there are 4 classes"):
         build_index(tmp_path, classes=4)
     with pytest.raises(DataError, match=r"s00004 has labels \[4\], expected one or more of 0 … 3"):
         pack(samples(6), tmp_path / "x", classes=4)
@@ -149,10 +145,11 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     data = bytearray((tmp_path / "train-000003.tar").read_bytes())
     data[700] ^= 1
     (tmp_path / "train-000003.tar").write_bytes(data)
-    with pytest.raises(
-        DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"
-    ):
+    with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
         check_sizes(made)
+    kept, wrong = without_unusable(made)
+    assert kept.shard_samples == (10, 10) and kept.digest != made.digest and len(wrong) == 2
+    assert Reader(kept).read(0, 0)[0] == "s00000"
     with pytest.raises(DataError, match=r"train-000003.tar: its sha256 is not the one"):
         Reader(made).read(3, 0)
     with pytest.raises(DataError, match="1000 bytes"):
@@ -165,9 +162,7 @@ def test_an_index_is_found_in_its_folder_and_refused_when_edited(tmp_path):
     made = pack(samples(4), tmp_path)
     assert load_index(tmp_path) == made
     path = tmp_path / "train.index.json"
-    path.write_text(
-        path.read_text().replace('"train-000000.tar", 4', '"train-000000.tar", 5').replace(" 4,", " 5,")
-    )
+    path.write_text(path.read_text().replace('"train-000000.tar", 4', '"train-000000.tar", 5').replace(" 4,", " 5,"))
     with pytest.raises(DataError, match="digest"):
         load_index(path)
     with pytest.raises(DataError, match="found none"):
@@ -216,12 +211,8 @@ def tar_of(entries: dict[str, bytes]) -> bytes:
 def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
     reports = []
     one = pack(samples(47), tmp_path / "one", shard_samples=5)
-    four = pack(
-        samples(47), tmp_path / "four", shard_samples=5, workers=4, report=lambda *n: reports.append(n)
-    )
-    assert one == replace(four, directory=one.directory) and contents(tmp_path / "one") == contents(
-        tmp_path / "four"
-    )
+    four = pack(samples(47), tmp_path / "four", shard_samples=5, workers=4, report=lambda *n: reports.append(n))
+    assert one == replace(four, directory=one.directory) and contents(tmp_path / "one") == contents(tmp_path / "four")
     assert reports[-1][1] == 47 and sorted(reports) == reports
 
 
@@ -254,7 +245,7 @@ def test_tars_are_packed_anew_with_labels_from_json(tmp_path):
 
 def test_hugging_face_parquet_is_read(tmp_path):
     rows = [{"image": {"bytes": picture(n), "path": None}, "label": n} for n in range(3)]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "train-0.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-0.parquet")
     assert [(s.image, s.labels) for s in image_parquet(tmp_path)] == [(picture(n), (n,)) for n in range(3)]
 
 

@@ -1,0 +1,77 @@
+"""How well does the order shuffle, and what does it cost? Numbers for `docs/order.md`.
+
+    python benchmarks/order.py
+
+Each as a multiple of what a full shuffle gives (1.00 is as good; see `docs/order.md` for the words):
+  labels    where every ten shards hold one class: how far a batch's classes are from the data's
+  mixing    how many batches away a sample of epoch 0 stands in epoch 1
+  together  how often two samples of one shard that shared a batch share one again an epoch later
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from data import Order
+
+BATCH, SHARDS, SAMPLES = 1024, 1000, 1000
+
+
+def epoch(order: Order, number: int) -> np.ndarray:
+    """Sample ids (0 … N−1) of an epoch's whole batches, (steps, batch)."""
+    steps = range(int(number * order.steps_per_epoch) + (number > 0), int((number + 1) * order.steps_per_epoch))
+    batches = (order.batch(step) for step in steps)
+    return np.stack([shard * SAMPLES + sample for _, shard, sample in batches])
+
+
+def measures(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
+    N, shard = SHARDS * SAMPLES, first // SAMPLES
+    classes = np.stack([np.bincount(row // 10, minlength=SHARDS // 10) for row in shard]) / first.shape[1]
+    when = np.full((2, N), -1)
+    for row, ids in enumerate((first, second)):
+        when[row, ids] = np.arange(len(ids))[:, None]
+    seen = (when >= 0).all(0)
+    pairs = together = 0
+    for ids in first[:: max(1, len(first) // 100)]:
+        order = np.argsort(ids // SAMPLES, kind="stable")
+        a, b = ids[order][:-1], ids[order][1:]
+        same = (a // SAMPLES == b // SAMPLES) & seen[a] & seen[b]
+        pairs += same.sum()
+        together += (when[1, a] == when[1, b])[same].sum()
+    return {
+        "labels": float(np.abs(classes - 1 / classes.shape[1]).sum(1).mean() / 2),
+        "mixing": float(np.abs(when[0] - when[1])[seen].mean()),
+        "together": float(together / max(pairs, 1)),
+        "shards": float(np.mean([len(np.unique(row)) for row in shard])),
+    }
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    steps = SHARDS * SAMPLES // BATCH
+    full = measures(*(rng.permutation(SHARDS * SAMPLES)[: steps * BATCH].reshape(steps, BATCH) for _ in range(2)))
+    print(" lanes   block  labels  mixing  together  shards a batch  open")
+    for lanes in (1, 16, 64, 256):
+        for block in (1_000, 4_000, 16_000):
+            order = Order([SAMPLES] * SHARDS, seed=0, batch_size=BATCH, lanes=lanes, shuffle_block=block)
+            found = measures(epoch(order, 0), epoch(order, 1))
+            ratio = {name: found[name] / full[name] for name in ("labels", "mixing", "together")}
+            length = min(block, SHARDS * SAMPLES // lanes)
+            shards = lanes * (-(-length // SAMPLES) + 1)
+            columns = "  ".join(f"{ratio[name]:>7.2f}" for name in ratio)
+            print(f"{lanes:>6} {block:>7} {columns} {found['shards']:>15.0f} {shards:>5}")
+    large = Order([10_000] * 30_000, seed=0, batch_size=4096)
+    large.batch(0)
+    start = time.process_time()
+    for step in range(600_000, 600_100):
+        large.batch(step)
+    print(f"300M samples, batch 4096: {(time.process_time() - start) * 1e9 / 100 / 4096:.0f} ns a sample")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What a trained ViT looks at: the analyses behind the paper's figures 6, 7 and 11 (SPEC 2.7).
+
+weights = attention_weights(model, images)
+rollout(weights)[:, 0], attention_distance(weights, model.config)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import positions
+from models.vit import Attention, Block, ViT, split_heads
+
+# B images, H heads, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, C channels
+
+
+def vit_of(model: nn.Module) -> Any:
+    """The ViT, also of a model for masked prediction; ValueError where there is none."""
+    vit = getattr(model, "vit", model)
+    if not isinstance(vit, ViT):
+        raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")
+    return vit
+
+
+@torch.no_grad()
+def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """One (B, H, T, T) of softmax weights a block, query before key, in float32; use a model in eval mode.
+
+    Recomputed from what enters each attention, because the fused kernels never form them.
+    """
+    vit = vit_of(model)
+    if vit.block is not Block:
+        raise ValueError(f"expected tokens that all attend to each other, found family {vit.config.family}")
+    found: list[Tensor] = []
+
+    def record(attention: Attention, inputs: tuple[Tensor, positions.Relative | None, int | None]) -> None:
+        x, relative, _ = inputs
+        q, k, _ = (split_heads(part, attention.heads) for part in attention.qkv(x).chunk(3, dim=-1))
+        logits = q.float() * q.shape[-1] ** -0.5 @ k.float().mT
+        found.append((logits if relative is None else logits + relative(q).float()).softmax(-1))
+
+    hooks = [block.attention.register_forward_pre_hook(record) for block in vit.blocks]
+    try:
+        vit.encode(vit.embed(images))  # of all tokens, also those that pooling leaves unread
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
+    """How much of each input token (key) is in each output token (query): (B, T, T), rows sum to 1.
+
+    Heads are averaged and layers multiplied, the last on the left. `identity` stands for the residual: it is
+    added before the rows are normalised again (paper D.8; authors, vision_transformer issues 18 and 27).
+    """
+    mixed = torch.eye(weights[0].shape[-1], dtype=torch.float64, device=weights[0].device)
+    for layer in weights:
+        mean = layer.double().mean(1)
+        if identity:
+            mean = mean + torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        mixed = mean / mean.sum(-1, keepdim=True) @ mixed
+    return mixed
+
+
+def attention_map(weights: Sequence[Tensor], config: Any) -> Tensor:
+    """Figure 6: what rollout sends from each patch to what is pooled, (B, rows, columns), the largest 1."""
+    mixed = rollout(weights)
+    read = mixed[:, 0] if config.pool == "token" else mixed[:, config.prefix_tokens :].mean(1)
+    patches = read[:, config.prefix_tokens :]
+    return (patches / patches.amax(1, keepdim=True)).unflatten(1, config.grid)
+
+
+def attention_distance(weights: Sequence[Tensor], config: Any, renormalise: bool = False) -> Tensor:
+    """Figures 7 and 11: mean distance in pixels between query and key patch, (layers, H).
+
+    Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no place and
+    are left out; with `renormalise` the other keys' weights are scaled to sum to 1, without it they count as 0.
+    """
+    stride = torch.tensor(config.stride, dtype=torch.float64)
+    places = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) for n in config.grid)) * stride
+    distance = torch.cdist(places, places).to(weights[0].device)  # (N, N)
+    result = []
+    for layer in weights:
+        patches = layer[:, :, config.prefix_tokens :, config.prefix_tokens :].double()
+        if renormalise:
+            patches = patches / patches.sum(-1, keepdim=True)
+        result.append((patches * distance).sum(-1).mean((0, 2)))
+    return torch.stack(result)
+
+
+def position_similarity(model: nn.Module) -> Tensor:
+    """Figure 7, centre: cosine similarity of each patch's position to all, (rows, columns, rows, columns).
+
+    Of the first table where every layer has one; ValueError where nothing is added to the patches.
+    """
+    vit = vit_of(model)
+    config = vit.config
+    if config.positions not in positions.ADDED:
+        raise ValueError(f"expected a table that is added to the patches, found positions {config.positions}")
+    table = positions.whole_table(vit.state_dict(), config)[0, config.position_slots :].double()
+    unit = F.normalize(table, dim=-1)
+    return (unit @ unit.T).reshape(*config.grid, *config.grid)
+
+
+def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
+    """Figure 7, left: principal components of the RGB patch filters, and the share of variance each explains.
+
+    Components (count, C, h, w) of unit length, the sign such that the largest entry is positive; at most as
+    many as there are. The paper shows 28, of L/32.
+    """
+    vit = vit_of(model)
+    if vit.stem is not None:
+        raise ValueError("expected a patch embedding that sees RGB pixels; this model has a ResNet before it")
+    filters = vit.embedding.weight.detach().double()  # (D, C, h, w)
+    rows = filters.flatten(1)
+    _, values, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
+    components = (components * largest.sign())[:count]
+    return components.unflatten(1, filters.shape[1:]), (values.square() / values.square().sum())[:count]

@@ -1,0 +1,165 @@
+"""What the workers of the engine tests run; a module of its own, because workers import it by name."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import models
+from pipeline import checkpoint
+from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.optimizer import OptimConfig
+from pipeline.telemetry import memory_gb
+
+LINEAR = F.linear
+BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7
+POLYAK = 0.9
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 33), nn.GELU(), nn.Linear(33, CLASSES))
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, FEATURES, generator=generator), torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def start(task: dict[str, Any]) -> Engine:
+    join_group(60.0)
+    settings = deepspeed_config(
+        zero=task["zero"],
+        precision=task.get("precision", "fp32"),
+        micro_batch=MICRO,
+        accumulation=BATCH // MICRO // dist.get_world_size(),
+        clip=1.0,
+        user_file=None,
+    )
+    if task["zero"] == 3:  # else parameters this small are never partitioned
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    optim = OptimConfig(name=task.get("name", "adam"), lr=1e-2)
+    return Engine(small_model(), {"0.weight", "2.weight"}, optim, settings, POLYAK)
+
+
+def steps(engine: Engine, first: int, last: int, poison: int | None = None) -> list[tuple[float, float, int]]:
+    """(this worker's loss, gradient norm, updates) of every step; `poison` feeds one step a NaN."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    accumulation, found = BATCH // MICRO // world, []
+    for step in range(first, last):
+        x, y = batch_of(step)
+        x = x * float("nan") if step == poison else x
+        total = 0.0
+        for micro in range(accumulation):
+            at = (rank * accumulation + micro) * MICRO
+            logits = engine.engine(x[at : at + MICRO].to(engine.dtype))
+            loss = F.cross_entropy(logits.float(), y[at : at + MICRO])
+            engine.backward(loss)
+            engine.end_micro_batch(1e-2)
+            total += loss.item() / accumulation
+        found.append((total, engine.gradient_norm(), engine.updates))
+    return found
+
+
+def whole_state(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """Every parameter's master and moments, put together from all workers' fragments; checks that none overlap."""
+    mine = [(f.name, f.start, {k: v.detach().clone() for k, v in f.tensors.items()}) for f in engine.fragments()]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for kind in ("master", *engine.state_names):
+        for name, size in engine.sizes.items():
+            whole, seen = torch.zeros(size), torch.zeros(size)
+            for found, at, tensors in (piece for part in parts for piece in part):
+                if found == name:
+                    whole[at : at + len(tensors[kind])] = tensors[kind]
+                    seen[at : at + len(tensors[kind])] += 1
+            assert (seen == 1).all(), f"{name} {kind}: some elements have {seen.min()} or {seen.max()} owners"
+            state.setdefault(name, {})[kind] = whole
+    return state
+
+
+def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
+    total = hashlib.sha256()
+    for name in sorted(state):
+        for kind in sorted(state[name]):
+            total.update(state[name][kind].numpy().tobytes())
+    return total.hexdigest()
+
+
+def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
+    """Train, keep the state, train on, restore, look at the average, train again; then one poisoned step."""
+    engine = start(task)
+    initial = digest(whole_state(engine))
+    before = steps(engine, 0, 3)
+    kept, updates = whole_state(engine), engine.updates
+    ahead = steps(engine, 3, 6)
+    engine.restore(lambda name, kind, at, count: kept[name][kind][at : at + count])
+    engine.updates = updates
+    back = digest(whole_state(engine)) == digest(kept)
+    with engine.averaged(), torch.no_grad():
+        logits = engine.engine(batch_of(0)[0].to(engine.dtype)).float()
+    again = steps(engine, 3, 6)
+    end = digest(whole_state(engine))
+    ((_, norm, _),) = steps(engine, 6, 7, poison=6)
+    unharmed = digest(whole_state(engine)) == end
+    losses = [loss for loss, _, _ in before + again]
+    engine.close()
+    dist.destroy_process_group()
+    return {
+        "repeats": ahead == again,
+        "back": back,
+        "initial": initial,
+        "end": end,
+        "averaged_logits": logits.tolist(),
+        "losses": losses,
+        "finite": norm < 1e30,
+        "unharmed": unharmed,
+        "updates": updates,
+        "linear_untouched": F.linear is LINEAR,
+    }
+
+
+def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
+    """One bf16 step of ViT-H/14 on one image a worker, activations recomputed; how far a kernel moved."""
+    join_group(1800.0)
+    settings = deepspeed_config(
+        zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=1.0, user_file=None
+    )
+    model = models.from_config(models.config_of("H/14"), torch.Generator().manual_seed(0))
+    model.checkpoint_blocks = model.config.depth  # type: ignore[assignment]
+    engine = Engine(model, models.decayed(model), OptimConfig(lr=3e-4), settings)
+    before = next(f.tensors["master"].detach().clone() for f in engine.fragments())
+    images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = F.cross_entropy(engine.engine(images.to(engine.dtype)).float(), torch.tensor([dist.get_rank()]))
+    engine.backward(loss)
+    engine.end_micro_batch(3e-4)
+    after = next(f.tensors["master"].detach() for f in engine.fragments())
+    outcome = {"loss": loss.item(), "norm": engine.gradient_norm(), "updates": engine.updates}
+    outcome |= {"moved": float((after - before).abs().max()), "memory_gb": memory_gb()}
+    engine.close()
+    dist.destroy_process_group()
+    return outcome
+
+
+def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
+    """Three steps and a checkpoint, or what such a checkpoint holds; then three steps more."""
+    engine = start(task)
+    folder, found = Path(task["folder"]), None
+    if task["save"]:
+        steps(engine, 0, 3)
+        saver = checkpoint.Saver(folder, folder.parent, attempt=1)
+        described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
+        saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
+        saver.finish()
+    else:
+        found = checkpoint.restore(engine, folder, 2, print)
+    steps(engine, 3, 6)
+    average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
+    engine.close()
+    dist.destroy_process_group()
+    return {"average": average, "restored": found is not None}

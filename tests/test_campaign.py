@@ -1,0 +1,149 @@
+"""One command runs the chain, and the same command again goes on; nothing wrong starts at all."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+from jobs import campaign
+from jobs.__main__ import main
+from pipeline import checkpoint
+from pipeline.telemetry import read_metrics
+
+ROOT = Path(__file__).parents[1]
+
+
+def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
+    loaded = campaign.load(recipe, list(overrides))
+    return loaded.directory(loaded.stage(name))
+
+
+def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, capsys):
+    assert main(["run", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "random weights from seed 0, step 0" in out and "weights from" in out and "1shot" in out
+    pretrained, finetuned = stage_folder(recipe, "pretrain"), stage_folder(recipe, "finetune")
+    weights, config = models.load_weights(pretrained)
+    assert config.image_size == (16, 16) and all(w.dtype == torch.float32 for w in weights.values())
+    provenance = json.loads((finetuned / "provenance.json").read_text())
+    assert len(provenance["code"]) == 64 and provenance["inputs"]["init"].endswith(stage_folder(recipe, "resize").name)
+    assert provenance["ledger"] == json.loads((finetuned / "done.json").read_text())["ledger"]
+    record = read_metrics(pretrained)[-1]
+    assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
+    assert read_metrics(pretrained, "evaluate")[-1]["judged"] == 355
+    assert any((pretrained / "tensorboard").iterdir())
+
+    assert main(["run", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("skipped, finished with the same config and inputs") == 4
+    assert main(["status", str(pretrained.parent)]) == 0
+    assert "done in" in capsys.readouterr().out
+
+    # one edited key: only what depends on it runs again
+    assert main(["run", str(recipe), "finetune.steps=3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("skipped, finished") == 3 and "finetune: key" in out
+    assert (finetuned / "done.json").exists(), "the old output is kept under its key"
+
+
+def test_plan_tells_what_would_run(recipe, capsys):
+    assert main(["plan", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "16 = 2 workers × micro_batch 4 × accumulation 2" in out
+    assert "would run" in out and "parameters" in out and "GMACs" in out
+    assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["pretrain.optim.lrr=1"], 78, "did you mean 'lr'"),
+        (["pretrian.steps=1"], 78, "did you mean 'pretrain'"),
+        (["pretrain.steps=x"], 78, "expected int"),
+        (["pretrain.batch_size=20"], 78, "nearest: 16 or 24"),
+        (["pretrain.model.image_size=20"], 78, "nearest image_size: 16 or 24"),
+        (["pretrain.model.classes=7"], 65, "labels up to 9, the model has 7 classes"),
+        (["finetune.init=@resizee"], 78, "did you mean 'resize'"),
+        (["resize.init=@fewshot"], 78, "circle"),
+        (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
+        (["pretrain.data.train=/nowhere"], 65, "there is no such index"),
+        (["finetune.data.train=@resize/train"], 78, "makes no data"),
+        (["cluster.workers=0"], 78, "workers is 0"),
+        (["nonsense"], 78, "expected key=value"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overrides, code, message):
+    assert main(["run", str(recipe), *overrides]) == code
+    assert message in capsys.readouterr().err
+    assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
+
+
+def test_usage_errors_exit_64(capsys):
+    assert main(["runn", "x"]) == 64
+    assert main(["status", "/nowhere"]) == 64
+    assert "no run at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["missing", "truncated"])
+def test_a_missing_or_short_shard_stops_before_the_first_step(recipe, shards, tmp_path, capsys, fault):
+    copy = tmp_path / "shards"
+    shutil.copytree(shards, copy)
+    shard = copy / "train" / "train-000003.tar"
+    if fault == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-512])
+    code = main(["run", str(recipe), f"pretrain.data.train={copy / 'train'}"])
+    assert code == 65 and "train-000003.tar" in capsys.readouterr().err
+
+
+def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
+    import data
+
+    broken = (
+        data.Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
+        for n, s in enumerate(data.digits(train=True, image_size=16))
+    )
+    data.pack(broken, tmp_path / "broken", name="train")
+    path = f"pretrain.data.train={tmp_path / 'broken'}"
+    assert main(["run", str(recipe), path]) == 65
+    captured = capsys.readouterr()
+    assert "bad sample 1 replaced: train-000000.tar digit" in captured.out
+    assert "more than max_bad_fraction" in captured.err
+
+
+def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, capsys):
+    folder = stage_folder(recipe, "pretrain")
+    assert main(["run", str(recipe), "finetune.data.max_bad_fraction=0.5"]) == 0
+    (folder / "done.json").unlink()
+    capsys.readouterr()
+    assert main(["run", str(recipe), "pretrain.optim.lr=0.003"]) == 78
+    assert "optim.lr: 0.002 → 0.003" in capsys.readouterr().err
+    assert main(["run", str(recipe), "pretrain.log_every=2", "pretrain.keep=5"]) == 0
+    assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
+
+
+def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, capsys):
+    assert main(["run", str(recipe)]) == 0
+    folder = stage_folder(recipe, "pretrain")
+    weights = (folder / "weights.safetensors").read_bytes()
+    (folder / "done.json").unlink()
+    file = checkpoint.committed(folder / "checkpoints")[0] / "rank-00001.safetensors"
+    blob = bytearray(file.read_bytes())
+    blob[-7] ^= 4
+    file.write_bytes(blob)
+    capsys.readouterr()
+    assert main(["run", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "rank-00001.safetensors: its sha256 is not the manifest's" in out and "resumed from step 16" in out
+    assert (folder / "weights.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("name", ["vit_h14_jft300m", "vit_l16_i21k", "vit_b16_i1k", "vit_b16_masked", "digits"])
+def test_a_recipes_every_default_is_on_record(name):
+    expected = ROOT / "tests" / "recipes" / f"{name}.yaml"
+    found = campaign.resolved(campaign.load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
+    assert found == expected.read_text(), f"python -m jobs plan jobs/recipes/{name}.yaml --resolved > {expected}"

@@ -1,0 +1,109 @@
+"""Typed configuration: merging, messages, resume tags."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from data import AugmentConfig
+from jobs import fewshot, pack, resize
+from jobs.gang import ClusterConfig
+from pipeline import config
+from pipeline.errors import ConfigError
+from pipeline.evaluate import ProbeConfig
+from pipeline.optimizer import OptimConfig
+from pipeline.schedule import ScheduleConfig
+from pipeline.stage import DataConfig, TrainConfig, batch_arithmetic, steps_of
+
+TAGGED = [
+    *(TrainConfig, DataConfig, OptimConfig, ScheduleConfig, ProbeConfig, ClusterConfig),
+    *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig),
+]
+
+
+@pytest.mark.parametrize("kind", TAGGED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_field_says_what_a_resume_may_change(kind):
+    nested = {f.name for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type) or "Config" in str(f.type)}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert fields - nested <= set(kind.RESUME), "a new field needs a tag: free, warn or forbid"
+    assert set(kind.RESUME) <= fields, "a tag names a field that is gone"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optim": {"lrr": 1}}, r"unknown key s\.optim\.lrr; did you mean 'lr'\?"),
+        ({"batch_sise": 1}, r"unknown key s\.batch_sise; did you mean 'batch_size'\?"),
+        ({"batch_size": "many"}, r"s\.batch_size: .*'many'.*expected int"),
+        ({"optim": {"name": "adma"}}, r"s\.optim\.name: .*'adma', expected one of \['adam', 'sgd'\]"),
+        ({"optim": 3}, r"s\.optim is 3, expected a section of OptimConfig fields"),
+        ({"data": {}, "steps": 1}, r"s\.data\.train is missing"),
+        ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
+        ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
+        ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
+        ({"steps": 0}, "must be more than 0"),
+        ({"steps": 1, "keep": 1}, "keep is 1, expected 2 or more"),
+        ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
+    ],
+)
+def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config.build(TrainConfig, {"data": {"train": "x"}, **given}, "s")
+
+
+def test_values_override_defaults_of_nested_configs():
+    defaults = TrainConfig(
+        steps=5, data=DataConfig(train="x"), optim=OptimConfig(lr=0.5, schedule=ScheduleConfig(decay="cosine"))
+    )
+    built = config.build(TrainConfig, {"optim": {"schedule": {"warmup_steps": 3}}, "zero": 3}, "s", defaults)
+    assert (built.optim.lr, built.optim.schedule.decay, built.optim.schedule.warmup_steps) == (0.5, "cosine", 3)
+    assert built.zero == 3 and isinstance(built.data.augment, AugmentConfig)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        built.zero = 1  # type: ignore[misc]
+
+
+def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp_path: Path):
+    file = tmp_path / "r.yaml"
+    file.write_text("a: {b: 1}\n")
+    values = config.plain_yaml(config.read_yaml(file, ["a.b=2", "a.c=@stage/part", "d=[1, 2]"]))
+    assert values == {"a": {"b": 2, "c": "@stage/part"}, "d": [1, 2]}
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
+def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        config.read_yaml(tmp_path / "r.yaml")
+
+
+def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no recipe at"):
+        config.read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="expected key=value"):
+        config.read_yaml(tmp_path / "none.yaml", ["steps"])
+
+
+def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATCHLINE_SECRET", "hunter2")
+    assert "hunter2" not in config.to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
+
+
+def test_a_batch_that_does_not_fit_names_the_nearest_that_do():
+    cfg = TrainConfig(steps=1, batch_size=4000, micro_batch=32)
+    with pytest.raises(ConfigError, match=r"micro_batch 32 × 12 workers = 384; nearest: 3840 or 4224"):
+        batch_arithmetic(cfg, 12)
+    with pytest.raises(ConfigError, match="less than 5000 workers"):
+        batch_arithmetic(cfg, 5000)
+
+
+def test_uneven_slots_cover_the_batch_once():
+    found = batch_arithmetic(TrainConfig(steps=1, batch_size=100, micro_batch=8, uneven=True), 7)
+    slots = [found.slots(rank) for rank in range(7)]
+    assert [slot for part in slots for slot in part] == list(range(100))
+    assert {len(part) for part in slots} == {14, 15} and found.accumulation == 2
+
+
+def test_passes_become_steps_as_in_the_original():
+    assert steps_of(TrainConfig(passes=14), 303_000_000) == 1_035_645  # H/14 on JFT
+    assert steps_of(TrainConfig(passes=90), 14_197_122) == 311_948  # ImageNet-21k
+    assert steps_of(TrainConfig(passes=300), 1_281_167) == 93_835  # ImageNet

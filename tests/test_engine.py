@@ -1,0 +1,112 @@
+"""DeepSpeed ZeRO 0–3 on gloo as Patchline uses it; also the guard at every DeepSpeed bump."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jobs.cluster import ClusterConfig, run_gang
+from pipeline.engine import deepspeed_config
+from pipeline.errors import ConfigError
+from pipeline.optimizer import OptimConfig, build_optimizer
+from tests import ranks
+
+CASES = [(0, "fp32", 2), (1, "fp32", 2), (2, "fp32", 2), (3, "fp32", 2), (2, "fp32", 1), (2, "bf16", 2), (3, "bf16", 2)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, int], Any]:
+    folder = tmp_path_factory.mktemp("engine")
+    found = {}
+    for zero, precision, world in CASES:
+        found[zero, precision, world] = run_gang(
+            ranks.go_back_and_repeat,
+            {"zero": zero, "precision": precision},
+            cluster=ClusterConfig(workers=world, backend="processes"),
+            name=f"{zero}-{precision}-{world}",
+            directory=folder,
+        )
+    return found
+
+
+def in_one_process(count: int = 6) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same steps in plain torch, with the average written out.
+
+    Losses are those of the first half of every batch, which is worker 0's of two.
+    """
+    model = ranks.small_model()
+    optimizer = build_optimizer(model, {"0.weight", "2.weight"}, OptimConfig(lr=1e-2))
+    losses, average = [], {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(count):
+        x, y = ranks.batch_of(step)
+        losses.append(F.cross_entropy(model(x[:4]), y[:4]).item())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        average = {name: 0.9 * average[name] + 0.1 * p.detach() for name, p in model.named_parameters()}
+    return losses, average
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_restored_state_is_the_saved_one_and_repeats_the_same_losses_bit_for_bit(results, case):
+    assert results[case]["back"] and results[case]["repeats"]
+    assert results[case]["updates"] == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_non_finite_gradient_never_reaches_weights_or_moments(results, case):
+    assert not results[case]["finite"]
+    assert results[case]["unharmed"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_two_ranks_of_every_stage_match_one_process(results, zero):
+    assert results[zero, "fp32", 2]["losses"] == pytest.approx(in_one_process()[0], abs=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_within_averaged_the_model_computes_with_the_average_written_out_by_hand(results, case):
+    model = ranks.small_model()
+    model.load_state_dict(in_one_process(3)[1])
+    expected = model(ranks.batch_of(0)[0]).detach()
+    found = torch.tensor(results[case]["averaged_logits"])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2 if case[1] == "bf16" else 2e-6)
+    other = ranks.small_model()(ranks.batch_of(0)[0]).detach()
+    assert (expected - other).abs().max() > 4e-2, "the average has moved too little to tell"
+
+
+def test_the_average_goes_on_from_a_checkpoint_at_another_world_and_stage(tmp_path: Path):
+    averages = []
+    for save, zero, world in ((True, 2, 2), (False, 3, 1)):
+        task = {"zero": zero, "save": save, "folder": str(tmp_path / "checkpoints")}
+        cluster = ClusterConfig(workers=world, backend="processes")
+        found = run_gang(ranks.save_or_go_on, task, cluster=cluster, name=f"{world}", directory=tmp_path)
+        assert found["restored"] is not save
+        averages.append(found["average"])
+    for name, expected in in_one_process()[1].items():
+        for average in averages:
+            torch.testing.assert_close(torch.tensor(average[name]), expected.flatten(), rtol=0, atol=2e-6)
+
+
+def test_bf16_starts_from_the_unrounded_weights(results):
+    masters = {results[zero, precision, 2]["initial"] for zero, precision, world in CASES if world == 2}
+    assert len(masters) == 1
+
+
+def test_a_users_deepspeed_file_is_merged_and_a_conflict_shows_both_values(tmp_path: Path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"overlap_comm": false}, "gradient_clipping": "auto"}')
+    given = {"zero": 2, "precision": "fp32", "micro_batch": 4, "accumulation": 1, "clip": 1.0, "user_file": str(file)}
+    merged = deepspeed_config(**given)
+    assert merged["zero_optimization"] == {"stage": 2, "overlap_comm": False} and merged["gradient_clipping"] == 1.0
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage: your file says 3, the recipe 2"):
+        deepspeed_config(**given)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torchs_linear_is_left_alone(results, case):
+    assert results[case]["linear_untouched"]

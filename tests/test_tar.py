@@ -1,0 +1,139 @@
+"""Tars are walked, never extracted: what tarfile reads is found, what is hostile is counted or refused."""
+
+import io
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.tar import members, parse_labels, walk
+
+
+def tar_of(members: list[tuple[str, bytes]], format=tarfile.PAX_FORMAT, **fields) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
+        for name, body in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            for field, value in fields.items():
+                setattr(info, field, value)
+            tar.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+NAMES = [
+    "a.jpg",
+    "b/c.jpg",
+    "x" * 150 + ".jpg",
+    "y" * 90 + "/" + "z" * 90 + ".cls",
+    "ü" * 80 + ".png",
+    "q.tar.gz",
+]
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_member_that_tarfile_reads_is_found_with_its_bytes(format):
+    bodies = [(name, name.encode() * (number * 37)) for number, name in enumerate(NAMES)]
+    data = tar_of(bodies, format)
+    found = [(name.decode(), data[at : at + size]) for name, at, size in members(data, "t", Counter())]
+    assert found == bodies
+
+
+def test_samples_are_grouped_as_webdataset_groups_them():
+    entries = [
+        ("a/1.jpg", b"A"),
+        ("a/1.cls", b"3"),
+        ("a/1.seg.png", b"no"),
+        ("a/2.cls", b"4"),
+        ("b.c/3.PNG", b"B"),
+    ]
+    found = walk(tar_of(entries), "t")
+    assert [(row[0], row[2], row[4]) for row in found.rows] == [
+        (b"a/1", 1, 1),
+        (b"a/2", 0, 1),
+        (b"b.c/3", 1, 0),
+    ]
+    assert found.refused == {"member type .seg.png": 1}
+
+
+def test_a_label_in_cls_wins_over_json_and_repeated_members_are_counted():
+    data = tar_of([("a.json", b"{}"), ("a.cls", b"7"), ("a.jpg", b"A"), ("a.jpg", b"BB")])
+    found = walk(data, "t")
+    _, image, size, label, _ = found.rows[0]
+    assert (data[image : image + size], data[label : label + 1]) == (b"A", b"7")
+    assert found.refused == {"repeated member": 1}
+
+
+def test_header_bombs_are_stepped_over():
+    bomb = tar_of([("a.jpg", b"A")], pax_headers={"comment": "x" * 200_000, "path": "p" * 100_000})
+    found = walk(bomb, "t")
+    assert found.refused["oversize extension header"] == 1 and len(found.rows) == 1
+    digits = tar_of([("b.jpg", b"B")], pax_headers={"size": "9" * 5000})
+    assert [row[0] for row in walk(digits, "t").rows] == [b"b"]
+
+
+def test_links_devices_and_sparse_files_are_counted():
+    data = b"".join(
+        tar_of([("a.jpg", b"")], format=tarfile.GNU_FORMAT, type=kind, linkname="/etc/passwd")[:512]
+        for kind in (
+            tarfile.SYMTYPE,
+            tarfile.LNKTYPE,
+            tarfile.CHRTYPE,
+            tarfile.FIFOTYPE,
+            tarfile.GNUTYPE_SPARSE,
+        )
+    )
+    found = walk(data + bytes(1024), "t")
+    assert not found.rows and found.refused == {"link, device or sparse member": 5}
+
+
+@pytest.mark.parametrize("cut", [100, 600, 1100, 2048])
+def test_a_tar_that_is_cut_anywhere_is_refused_or_kept_up_to_the_cut(cut):
+    data = tar_of([("a.jpg", b"A" * 700), ("b.jpg", b"B" * 700)])
+    with pytest.raises(DataError, match="t: "):
+        walk(data[:cut], "t")
+    kept = walk(data[:cut], "t", lenient=True)
+    assert kept.broken and [row[0] for row in kept.rows] == [b"a"] * (cut > 1500)
+
+
+def test_no_bytes_do_more_than_raise_a_data_error():
+    rng = np.random.default_rng(0)
+    whole = tar_of([("a.jpg", b"A" * 300), ("x" * 150 + ".cls", b"3"), ("b.png", b"B")])
+    for _ in range(500):
+        data = bytearray(whole)
+        for at in rng.integers(0, len(data), 3):
+            data[at] = rng.integers(0, 256)
+        for row in walk(bytes(data), "t", lenient=True).rows:
+            assert row[1] + row[2] <= len(data) and row[3] + row[4] <= len(data)
+
+
+@pytest.mark.parametrize(
+    "raw, labels",
+    [(b"7", (7,)), (b" 3 17\n", (3, 17)), (b"3,17", (3, 17)), (b"[3, 17]", (3, 17)), (b'{"label": 5}', (5,)),
+     (b'{"labels": [1, 2], "x": 0}', (1, 2)), (b'{"cls": "4"}', (4,))],
+)  # fmt: skip
+def test_labels_are_read_in_every_form(raw, labels):
+    assert parse_labels(raw) == labels
+
+
+NO_LABELS = [
+    b"",
+    b"cat",
+    b"-1",
+    b"3.5",
+    b"[]",
+    b"{}",
+    b"[null]",
+    b"[true]",
+    b"[1.5]",
+    b'{"label": {}}',
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("raw", [*NO_LABELS, b"[" * 9999])
+def test_what_is_no_class_id_is_refused(raw):
+    with pytest.raises(ValueError):
+        parse_labels(raw)

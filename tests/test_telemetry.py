@@ -1,0 +1,83 @@
+"""What a run says, and how it is read back."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.follow import Follower, waiting_for
+from jobs.session import table
+from jobs.status import status
+from pipeline.errors import UsageError
+from pipeline.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
+
+REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
+REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}
+
+
+def test_the_log_line_has_one_order_and_human_numbers():
+    assert log_line(REPORT) == (
+        "step 120000/700000  loss 2.8410  lr 7.1e-04  grad 0.42  img/s 41.2k (2.6k/worker)  mfu 0.47  wait 0.8%  "
+        "mem 61.0G  eta 3d04h"
+    )
+    assert "mfu" not in log_line(REPORT | {"mfu": None})
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (65, "1m05s"), (7500, "2h05m"), (273_600, "3d04h")])
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12.34, "12.3"), (384, "384"), (41_234, "41.2k"), (4.2e9, "4.2G")])
+def test_amounts_are_short(value, text):
+    assert amount(value) == text
+
+
+def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_tail(tmp_path: Path):
+    telemetry = Telemetry(tmp_path, rank=0, attempt=3)
+    for step in range(1, 5):
+        telemetry.report("train", REPORT | {"step": step})
+    telemetry.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    last = last_metrics(tmp_path)
+    assert last is not None and (last["step"], last["attempt"]) == (4, 3)
+    assert last_metrics(tmp_path / "nothing") is None
+
+
+def test_only_the_lead_reports_and_everybody_may_say(tmp_path: Path):
+    other = Telemetry(tmp_path, rank=2, attempt=1)
+    other.report("train", REPORT)
+    other.say("bad sample 1 replaced: a.tar 7: no JPEG")
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "log.txt").read_text() == "[worker 2] bad sample 1 replaced: a.tar 7: no JPEG\n"
+
+
+def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000001"
+    attempt.mkdir(parents=True)
+    log = tmp_path / "pretrain-1" / "log.txt"
+    follower = Follower()
+    log.write_text("one\ntwo\nthr")
+    follower.tick(attempt, 1)
+    log.write_text("one\ntwo\nthree\n")
+    follower.tick(attempt, 1)
+    assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
+    assert waiting_for(tmp_path / "pretrain-1", attempt) == "waiting for the workers to start"
+
+
+def test_the_closing_table_tells_images_results_and_time():
+    rows = [
+        {"stage": "shards", "skipped": True, "seconds": 2, "sets": {"a": {"shards": 3}}, "samples_seen": 300},
+        {"stage": "finetune", "skipped": False, "seconds": 65, "metrics": {"accuracy": 0.961}, "samples_seen": 38_400},
+    ]
+    lines = table(rows)
+    assert "300" in lines[1] and "1 sets, 3 shards" in lines[1] and "2s*" in lines[1]
+    assert "38,400" in lines[2] and "accuracy 96.1%" in lines[2] and "1m05s" in lines[2]
+
+
+def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
+    (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
+    (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
+    with pytest.raises(UsageError, match="runs beside it: digits"):
+        status(tmp_path / "digit")

@@ -1,0 +1,85 @@
+"""What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import models
+from jobs import campaign
+from jobs.session import run_campaign
+from pipeline import checkpoint
+from pipeline.errors import ConfigError
+from pipeline.evaluate import accuracy
+from pipeline.telemetry import read_metrics
+
+
+def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
+    """Run some stages of a recipe; the folders of their outputs."""
+    loaded = campaign.load(recipe, list(overrides))
+    for name in names:
+        run_campaign(loaded, only=name, quiet=True)
+    return [loaded.directory(loaded.stage(name)) for name in names]
+
+
+def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe, shards):
+    (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.polyak=0.9",))
+    last = checkpoint.committed(folder / "checkpoints")[0]
+    reader = checkpoint.Reader(last, checkpoint.read_manifest(last).files)
+    weights, _ = models.load_weights(folder)
+    shapes = {name: w.shape for name, w in weights.items()}
+    average, master = reader.weights(shapes, "average"), reader.weights(shapes)
+    assert all(torch.equal(weights[name], average[name]) for name in shapes)
+    assert not torch.equal(average["head.weight"], master["head.weight"])
+
+    test = data.EvaluationSet(data.load_index(shards / "test"), "resize(16)", batch_size=64)
+    right, _ = accuracy(models.load(folder), test, torch.float32, torch.device("cpu"))
+    assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(right)
+    log = (folder / "log.txt").read_text()
+    assert "of the weights averaged by 0.9" in log and "averaged weights in" in log
+
+
+MASKED = (
+    "pretrain.objective=masked",
+    "pretrain.data.evaluate=null",
+    "pretrain.model={name: Masked-mu/8, image_size: 16, depth: 2}",
+    "pretrain.steps=60",
+    "pretrain.optim.weight_decay=0.0",
+)
+
+
+def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
+    pretrained, resized, finetuned = run_stages(recipe, "pretrain", "resize", "finetune", overrides=MASKED)
+    losses = [loss for record in read_metrics(pretrained) for loss in record["losses"]]
+    assert len(losses) == 60 and losses[0] > 6.0, "512 colours: guessing costs ln 512 = 6.24"
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
+
+    (report,) = read_metrics(finetuned, "transfer")
+    dropped = {line.split()[1] for line in report["report"].splitlines() if line.startswith("dropped")}
+    assert dropped == {"corruption.token", "prediction.weight", "prediction.bias"}
+    assert models.load(finetuned).config.family == "vit"
+    source, config = models.load_weights(resized)
+    assert config.family == "masked" and config.image_size == (24, 24) and "vit.embedding.weight" in source
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("pretrain.objective=masked",), "objective masked has no labels"),
+        (("pretrain.objective=masked", "pretrain.data.evaluate=null"), "cannot train a model of family vit"),
+        (MASKED[2:3], "cannot train a model of family masked"),
+    ],
+)
+def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        campaign.load(recipe, list(overrides))
+
+
+def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
+    losses = []
+    for workers in (1, 2):
+        overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.model.dropout=0.0", f"cluster.workers={workers}")
+        (folder,) = run_stages(recipe, "pretrain", overrides=(*overrides, f"run={recipe.parent / str(workers)}"))
+        losses.append([loss for record in read_metrics(folder) for loss in record["losses"]])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -1,0 +1,102 @@
+"""`jobs import` and `jobs export`: whose weights, what became of them, and what cannot be."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from jobs.__main__ import main
+
+GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
+golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A small model of ours that computes as the paper's code does."""
+    torch.manual_seed(0)
+    model = models.build("mu/8", 16, 5, dropout=0.1)
+    torch.nn.init.normal_(model.head.weight)
+    models.save(model, tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+@golden
+def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_original_logits(tmp_path, capsys):
+    steps = [
+        ["import", str(GOLDEN / "vit_tok_linen.ckpt.npz"), str(tmp_path / "in")],
+        ["export", str(tmp_path / "in"), str(tmp_path / "hf"), "--format", "hf"],
+        ["import", str(tmp_path / "hf"), str(tmp_path / "again")],
+    ]
+    assert [main(step) for step in steps] == [0, 0, 0]
+    out = capsys.readouterr().out
+    assert "none missing, none unknown" in out and "gelu_tanh, norm_eps 1e-06 as the paper's code" in out
+    assert "differ by 0.0e+00 at most" in out
+    assert json.loads((tmp_path / "in/provenance.json").read_text())["imported"].endswith("vit_tok_linen.ckpt.npz")
+    arrays = np.load(GOLDEN / "vit_tok_linen.io.npz")
+    images = torch.from_numpy(arrays["images"]).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        found = models.load(tmp_path / "again")(images)
+    torch.testing.assert_close(found, torch.from_numpy(arrays["logits"]), atol=1e-5, rtol=0)
+
+
+@golden
+def test_transformers_own_numerics_are_kept_and_said_and_in_an_npz_they_are_inexact(tmp_path, capsys):
+    assert main(["import", str(GOLDEN / "hf_vit_cls"), str(tmp_path / "in")]) == 0
+    assert "computes gelu" in capsys.readouterr().out
+    assert models.load(tmp_path / "in").config.activation == "gelu"
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
+    out = capsys.readouterr().out
+    assert "INEXACT" in out and "becomes  activation: gelu → gelu_tanh" in out
+    assert "differ by 0.0e+00" not in out
+
+
+@pytest.mark.parametrize("format", ["safetensors", "npz", "timm", "hf"])
+def test_every_format_reads_back_to_the_same_outputs(ours, tmp_path, capsys, format):
+    path = tmp_path / ("out.npz" if format == "npz" else "out")
+    assert main(["export", str(ours), str(path), "--format", format]) == 0
+    out = capsys.readouterr().out
+    assert "differ by 0.0e+00 at most" in out
+    assert ("becomes  dropout: 0.1 → 0.0" in out) == (format != "safetensors"), "what is lost is said"
+
+
+@golden
+def test_what_a_file_cannot_tell_is_asked_for_by_name(tmp_path, capsys):
+    arguments = ["import", str(GOLDEN / "bv_gap_sincos_rep.ckpt.npz"), str(tmp_path / "in")]
+    assert main(arguments) == 65
+    assert "pass image_size=" in capsys.readouterr().err
+    assert main([*arguments, "image_size=[32, 48]"]) == 0
+    assert models.load(tmp_path / "in").config.image_size == (32, 48)
+
+
+def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
+    gap = models.build("mu/8", 16, 5, pool="gap")
+    models.save(gap, tmp_path / "gap")
+    torn = tmp_path / "torn.npz"
+    torn.write_bytes(b"PK\x03\x04 not whole")
+    cases = [
+        (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
+        (["export", str(ours), str(tmp_path / "x"), "--format", "onnx"], 64, "invalid choice"),
+        (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
+        (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
+        (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "no .safetensors and no .npz"),
+        (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
+        (["import", str(ours), str(tmp_path / "x"), "heads"], 78, "expected key=value"),
+        (["import", str(ours), str(tmp_path / "x"), "heds=2"], 65, "heds"),
+    ]
+    for arguments, code, message in cases:
+        assert main(arguments) == code, arguments
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
+
+
+def test_a_file_with_a_key_too_few_names_it(ours, tmp_path, capsys):
+    assert main(["export", str(ours), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
+    arrays = dict(np.load(tmp_path / "out.npz"))
+    del arrays["Transformer/encoder_norm/bias"]
+    np.savez(tmp_path / "less.npz", **arrays)
+    assert main(["import", str(tmp_path / "less.npz"), str(tmp_path / "x")]) == 65
+    assert "missing Transformer/encoder_norm/bias" in capsys.readouterr().err
