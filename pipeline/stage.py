@@ -79,12 +79,13 @@ class TrainConfig:
     max_skipped: int = 5  # non-finite steps in a row before exit 70
     max_failed_saves: int = 3  # in a row before exit 74
     timeout_s: float = 1800.0  # collectives
+    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
         "precision seed",
         warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
-        free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
+        free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.schedule import learning_rate
 from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, steps_of
 from pipeline.telemetry import Telemetry, log_line, memory_gb
+from pipeline.watchdog import Phases
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -53,6 +54,11 @@ class Job:
     probe_test: str | None = None
 
     @property
+    def attempt_folder(self) -> Path:
+        """What this attempt's workers leave behind: their places, ends and logs."""
+        return Path(self.directory) / "attempts" / f"attempt-{self.attempt:06d}"
+
+    @property
     def stop_file(self) -> Path:
         """Appears when the driver wants the gang to commit and end."""
         return Path(self.directory) / f"stop-{self.attempt:06d}"
@@ -67,6 +73,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.directory = Path(job.directory)
         self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
+        self.phases = Phases(job.attempt_folder, self.rank, cfg.stall_s)
         self.index = data.load_index(job.train)
         self.order = self._order()
         self.steps = steps_of(cfg, self.index.samples)
@@ -181,8 +188,10 @@ class Trainer:
         """
         cfg = self.cfg
         torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
+        self.phases.enter("forward", self.step)
         images = normalise(batch.images, self.engine.dtype, self.device)
         total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
+        self.phases.enter("backward", self.step)
         self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
         return total.detach()
 
@@ -211,6 +220,7 @@ class Trainer:
 
     def begin_save(self) -> None:
         """Snapshot now; a save still in flight is finished first."""
+        self.phases.enter("save", self.step)
         if self.saver.in_flight:
             self.finish_save()
         self.saver.begin(
@@ -233,6 +243,7 @@ class Trainer:
 
     def finish_save(self) -> None:
         """Collective: commit the save in flight and prune; too many failures in a row end the run."""
+        self.phases.enter("save", self.step)
         done = self.saver.finish()
         values = {
             "step": self.saver.manifest.step,
@@ -308,6 +319,7 @@ class Trainer:
     def evaluate(self, remark: str = "") -> None:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
+        self.phases.enter("evaluate", self.step)
         values: dict[str, Any] = {}
         if job.evaluate:
             values["accuracy"], values["judged"] = accuracy(
@@ -389,8 +401,11 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         # 1. forward and backward over the accumulation; the optimizer steps with the last micro-batch
         rate = learning_rate(t.step, t.steps, cfg.optim.lr, cfg.optim.schedule)
         loss, bad, ids = torch.zeros((), device=t.device), 0, []
+        planned = t.order.batch(t.step)
+        shard = t.index.shards[planned[1][t.arithmetic.slots(t.rank).start]].name
         for _ in range(accumulation):
             began = time.monotonic()
+            t.phases.enter("data", t.step, shard)
             batch = next(batches)
             waited += time.monotonic() - began
             assert batch.step == t.step, f"the loader is at step {batch.step}, the loop at {t.step}"
@@ -398,13 +413,14 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
             bad += len(batch.bad)
             ids += batch.ids.tolist()
             loss = loss + t.forward_backward(batch)
+            t.phases.enter("reduce", t.step)
             t.engine.end_micro_batch(rate)
 
         # 2. what all workers must agree on
         stop = bool(asked) or (t.rank == 0 and job.stop_file.exists())
         mean_loss, all_bad, stopping, written = t.agree(loss, bad, stop)
         norm = t.engine.gradient_norm()
-        t.ledger = t.ledger.update(t.step, *t.order.batch(t.step))
+        t.ledger = t.ledger.update(t.step, *planned)
         t.step, t.bad, bad_here = t.step + 1, t.bad + all_bad, bad_here + bad
         losses.append(mean_loss)
         t.judge(norm, ids)
@@ -446,6 +462,7 @@ def _catch_sigterm(asked: list[int]) -> None:
 def finish(t: Trainer) -> dict[str, Any]:
     """The lead writes the stage's weights and their provenance from the committed checkpoint; all wait for it."""
     outcome: list[Any] = [None]
+    t.phases.enter("finish", t.step)
     if t.rank == 0:
         last = checkpoint.committed(t.saver.folder)[0]
         manifest = checkpoint.read_manifest(last)
@@ -465,6 +482,7 @@ def finish(t: Trainer) -> dict[str, Any]:
         t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
     dist.broadcast_object_list(outcome, src=0)
     t.telemetry.close()
+    t.phases.close()
     t.engine.close()
     dist.destroy_process_group()
     return outcome[0]

@@ -159,6 +159,27 @@ def test_sigterm_at_any_moment_commits_and_exits_75(rounds, twin, run) -> None:
         assert_same(run, twin)
 
 
+@pytest.mark.parametrize(
+    ("patch", "cause"),
+    [
+        ("frozen", "worker 1 on {}: frozen: stopped by a signal in "),
+        ("stalled_reader", "worker 1 on {}: stalled reader: "),
+        pytest.param("stuck_collective", "stuck collective: all 2 workers are in reduce of step 12 for ", marks=SOAK),
+    ],
+)
+def test_a_run_that_hangs_is_ended_named_and_goes_on(patch, cause, twin, run) -> None:
+    assert finish(run, "pretrain.stall_s=3", patch=patch) == 0, said(run)
+    node = json.loads(next(stage(run).glob("attempts/attempt-000001/rank-00001.json")).read_text())["node"]
+    assert cause.format(node) in said(run) and "restarting from step 10" in said(run), said(run)
+    if patch == "stalled_reader":
+        assert "in data of step 13, shard train-0000" in said(run)
+    incident = (stage(run) / "incidents.txt").read_text()
+    assert cause.format(node) in incident
+    if patch != "frozen":  # who is stopped writes nothing
+        assert ("Timeout (0:00:02.4" in incident and "in agree" in incident) or "in micro_batches" in incident
+    assert_same(run, twin)
+
+
 def test_a_rank_killed_or_slow_inside_a_save_leaves_all_ranks_of_one_mind(twin, run) -> None:
     assert finish(run, patch="killed_while_saving") == 0, said(run)
     assert "worker 1 on" in said(run) and "killed by SIGKILL; restarting from step 10" in said(run)
