@@ -118,7 +118,9 @@ class Trainer:
             state, source = models.load_weights(self.job.init)
             state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
             model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
-            self.telemetry.report("transfer", {"step": 0, "report": str(report)})
+            counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
+            line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
         model.checkpoint_blocks = cfg.checkpoint_blocks  # type: ignore[assignment]
         model.to(self.device)
         settings = deepspeed_config(
