@@ -120,6 +120,18 @@ def checkpoints_command(options: argparse.Namespace) -> None:
     command(options)
 
 
+def replay_command(options: argparse.Namespace) -> None:
+    from jobs.replay import replay
+
+    print("\n".join(replay(Path(options.run).resolve(), options.step, options.to)))
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("step", help="step=N, as the log counts them")
+    parser.add_argument("--to", metavar="FILE.npz", help="write images, labels and ids there")
+
+
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "verify", "inspect", "diff", "export", "prune"))
     parser.add_argument("run", help="run directory, a stage's folder in it, or one step-* folder")
@@ -242,6 +254,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
         "list, verify, inspect, diff, export or prune what a run has saved",
         add_checkpoints,
     ),
+    "replay": (replay_command, "rebuild the global batch of one step, as every worker saw it", add_replay),
     "demo": (
         demo_command,
         "the whole campaign on handwritten digits, with a worker killed on the way",

@@ -1,6 +1,7 @@
 """What pretrain and finetune share: attempts of a gang, restarts from the last commit, and when to give up."""
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from jobs import cluster
 from jobs.gang import GangError, frozen, records
 from jobs.ownership import claim_attempt
 from jobs.stage import Context, code_version
-from pipeline import checkpoint, config
+from pipeline import checkpoint, config, durable
 from pipeline.errors import PatchlineError, Preempted
 from pipeline.stage import TrainConfig, batch_arithmetic
 from pipeline.train import Job, worker
@@ -65,11 +66,13 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         init=context.resolve(cfg.init),
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
+        claimed=time.time(),
     )
     name = f"attempt-{number:06d}"
     folder = context.directory / "attempts"
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
 
+    durable.write_atomic(context.directory / "task.json", json.dumps(task, indent=1))  # `jobs replay` starts from it
     watch = Watch(folder / name, context.cluster.workers, cfg.stall_s)
 
     def tick() -> None:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ import data
 import models
 from data import Ledger, Order
 from pipeline import checkpoint, config
+from pipeline.accounting import account
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.errors import CheckpointError, Diverged, Preempted
 from pipeline.evaluate import accuracy, features, normalise, probe
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.schedule import learning_rate
 from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, steps_of
-from pipeline.telemetry import Telemetry, log_line, memory_gb
+from pipeline.telemetry import Telemetry, log_line, memory_gb, read_metrics
 from pipeline.watchdog import Phases
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
@@ -53,6 +54,7 @@ class Job:
     init: str | None = None
     probe_train: str | None = None
     probe_test: str | None = None
+    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
 
     @property
     def attempt_folder(self) -> Path:
@@ -86,6 +88,7 @@ class Trainer:
         self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
         self.ledger = Ledger.start(self.index.digest, cfg.seed)
         self.last_metrics: dict[str, float] = {}
+        self.stalled_s = self.evaluated_s = 0.0  # by checkpoints and evaluations, since the last report
         self.start()
 
     def check_classes(self) -> None:
@@ -160,7 +163,8 @@ class Trainer:
                 f"attempt {job.attempt}: {text}; {self.world} workers × micro_batch {a.micro_batch} × accumulation "
                 f"{a.accumulation} = batch {a.batch_size}, {self.steps} steps, ZeRO {cfg.zero} {cfg.precision}"
             )
-            self.telemetry.report("start", {"step": self.step, "text": text, "world": self.world})
+            start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
+            self.telemetry.report("start", start)
 
     # ------------------------------------------------------------------------------------------ pieces of a step
 
@@ -243,11 +247,14 @@ class Trainer:
                 metrics=self.last_metrics,
             ),
         )
+        self.stalled_s += self.saver.stalled_s
 
     def finish_save(self) -> None:
         """Collective: commit the save in flight and prune; too many failures in a row end the run."""
         self.phases.enter("save", self.step)
+        began = time.monotonic()
         done = self.saver.finish()
+        self.stalled_s += time.monotonic() - began
         values = {
             "step": self.saver.manifest.step,
             "stalled_s": self.saver.stalled_s,
@@ -322,6 +329,7 @@ class Trainer:
     def evaluate(self, remark: str = "") -> None:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
+        began = time.monotonic()
         self.phases.enter("evaluate", self.step)
         values: dict[str, Any] = {}
         if job.evaluate:
@@ -340,6 +348,7 @@ class Trainer:
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
             line = f"evaluate step {self.step}  {shown}{remark}"
             self.telemetry.report("evaluate", {"step": self.step, **values}, line)
+        self.evaluated_s += time.monotonic() - began
 
     def _samples(self, path: str) -> data.EvaluationSet:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
@@ -375,6 +384,9 @@ class Trainer:
             "mfu": flops / peak if peak else None,
             "wait": sum(parts.values()),
             **parts,
+            "seconds": elapsed,
+            "stalled_s": self.stalled_s,
+            "evaluated_s": self.evaluated_s,
             "memory_gb": memory_gb(),
             "eta_s": (self.steps - self.step) * elapsed / steps,
             "world": self.world,
@@ -383,6 +395,7 @@ class Trainer:
             "ledger": self.ledger.hex,
         }
         self.telemetry.report("train", values, log_line(values))
+        self.stalled_s = self.evaluated_s = 0.0
 
 
 def config_seed(*parts: int) -> int:
@@ -484,6 +497,8 @@ def finish(t: Trainer) -> dict[str, Any]:
                 "world": t.world,
             }
         ]
+        spent = account(read_metrics(t.directory, None))
+        t.telemetry.report("effective", {"step": t.step, "ratio": spent.ratio, **asdict(spent)}, spent.line())
         kind = "averaged weights" if t.cfg.polyak else "weights"
         t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
     dist.broadcast_object_list(outcome, src=0)

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+import data
+from jobs.__main__ import main
 from jobs.demo import step_losses
 from pipeline.checkpoint import committed, read_manifest
 from pipeline.telemetry import read_metrics
@@ -234,6 +237,32 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
         assert ours.ledger == theirs.ledger and ours.step == theirs.step
         losses, reference = step_losses(stage(run)), step_losses(stage(alone))
         assert max(abs(losses[step][-1] - reference[step][0]) for step in reference if step in losses) < 1e-4
+
+
+def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsys) -> None:
+    assert main(["replay", str(twin), "step=13", "--to", str(tmp_path / "batch.npz")]) == 0
+    out = capsys.readouterr().out
+    assert "step 13, 16 samples of 16×16" in out and f"loss {step_losses(stage(twin))[13][0]:.6f}" in out
+    batch = np.load(tmp_path / "batch.npz")
+    index = data.load_index(next(twin.glob("shards-*")) / "train")
+    order = data.Order(index.shard_samples, seed=0, batch_size=16)
+    ledger = data.Ledger.start(index.digest, 0)
+    for step in range(15):
+        ids = tuple(batch["ids"].T) if step == 12 else order.batch(step)
+        ledger = ledger.update(step, *ids)
+    saved = {read_manifest(c).step: read_manifest(c).ledger for c in committed(stage(twin) / "checkpoints")}
+    assert saved.get(15, ledger.hex) == ledger.hex and batch["images"].shape == (16, 16, 16, 3)
+    ends = [record["ledger"] for record in read_metrics(stage(twin)) if record["step"] == 16]
+    assert ends == [ledger.update(15, *order.batch(15)).hex]
+    assert main(["replay", str(twin), "13th"]) == 64
+
+
+def test_the_time_of_a_run_adds_up(twin) -> None:
+    (record,) = read_metrics(stage(twin), "effective")
+    spent = sum(record[name] for name in ("start", "data", "compute", "checkpoint", "lost", "recovery", "other"))
+    starts = read_metrics(stage(twin), "start")
+    assert spent == pytest.approx(record["time"] - starts[0]["claimed"], abs=0.5)
+    assert 0 < record["ratio"] < 1 and record["lost"] == record["recovery"] == 0
 
 
 @pytest.mark.parametrize("starts", [2, pytest.param(20, marks=SOAK)])
