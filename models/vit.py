@@ -77,7 +77,7 @@ class ViTConfig:
         if self.positions_at is None:
             object.__setattr__(self, "positions_at", "every" if self.positions == "relative" else "stem")
         checks.choices(self, CHOICES)
-        checks.at_least(self, 1, ("width", "depth", "mlp", "heads"))
+        checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
         checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
         checks.rates(self, ("dropout", "drop_path"))
@@ -132,7 +132,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         (batch, channels, height, width), (ph, pw) = images.shape, self.patch
         patches = images.to(self.weight.dtype).view(batch, channels, height // ph, ph, width // pw, pw)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * ph * pw)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
