@@ -10,7 +10,7 @@ from typing import Any
 _HOMES = {
     "augment": ("AugmentConfig",),
     "cache": ("CacheConfig",),
-    "doctor": ("Report", "check", "repair"),
+    "doctor": ("Report", "advice", "check", "repair"),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
     "index": ("Index", "Shard", "build_index", "load_index"),

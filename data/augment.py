@@ -10,9 +10,8 @@ import cv2
 import numpy as np
 
 from data.decode import Box, decode_crop, decode_whole, read_header
+from data.draws import Draws
 from data.preprocess import resize_small
-
-MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class AugmentConfig:
     min_area: float = 0.05  # of the image; Szegedy et al. 2015 and big_vision
     min_aspect: float = 0.75  # width / height, TensorFlow's defaults
     max_aspect: float = 1.33
+    randaug_layers: int = 0  # operations of RandAugment an image; 0 is off (AugReg and the better baselines: 2)
+    randaug_magnitude: float = 10.0  # of every one of them; 0 is not a no-op
 
     def __post_init__(self) -> None:
         if not (0 < self.min_area <= 1 and 0 < self.min_aspect <= self.max_aspect):
@@ -32,24 +33,11 @@ class AugmentConfig:
                 f"augment: min_area {self.min_area} must be in (0, 1] and "
                 f"0 < min_aspect {self.min_aspect} ≤ max_aspect {self.max_aspect}"
             )
-
-
-class Draws:
-    """Random numbers by counter from a key (SplitMix64), the same on every machine and version."""
-
-    def __init__(self, key: int):
-        self.state = key
-
-    def uniform(self) -> float:
-        """A number in [0, 1)."""
-        self.state = x = (self.state + 0x9E3779B97F4A7C15) & MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-        return ((x ^ (x >> 31)) >> 11) * 2.0**-53
-
-    def below(self, n: int) -> int:
-        """A whole number in 0 … n−1 (0 where n is 0)."""
-        return int(self.uniform() * n)
+        if self.randaug_layers < 0 or not 0 <= self.randaug_magnitude <= 30:
+            raise ValueError(
+                f"augment: randaug_layers {self.randaug_layers} must be 0 (off) or more and "
+                f"randaug_magnitude {self.randaug_magnitude} in 0 … 30"
+            )
 
 
 def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
@@ -72,7 +60,7 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
 
 
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
-    """Decode, crop, resize and flip into `out` (image_size, image_size, 3) uint8; raises BadImage."""
+    """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
     header = read_header(data)
     if cfg.crop == "random":
         image = resize_small(decode_whole(data), image_size * 8 // 7)
@@ -90,3 +78,7 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         cv2.flip(cv2.resize(image, out.shape[1::-1], interpolation=cv2.INTER_LINEAR), 1, dst=out)
     else:
         cv2.resize(image, out.shape[1::-1], dst=out, interpolation=cv2.INTER_LINEAR)
+    if cfg.randaug_layers:
+        from data.randaug import randaug  # Pillow, which nothing else here needs
+
+        out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)

@@ -7,7 +7,7 @@ HTML file. A sample counts as bad exactly where training would replace it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -107,11 +107,13 @@ def advice(index: Index, world: int = 1) -> list[str]:
     return [f"advice: {line}" for line in found]
 
 
-def check(index: Index, *, decode: bool = True, workers: int = 1) -> Report:
-    """Look at every sample; without `decode` only at headers and labels."""
+def check(
+    index: Index, *, decode: bool = True, workers: int = 1, report: Callable[[int, int], None] | None = None
+) -> Report:
+    """Look at every sample; without `decode` only at headers and labels. `report` is told shards done, of how many."""
     grid = -(-GRID // max(len(index.shards), 1))
     jobs = [(replace(index, shards=(shard,), class_counts=()), grid, decode) for shard in index.shards]
-    return Report(index, list(run_jobs(check_shard, jobs, workers)))
+    return Report(index, list(run_jobs(check_shard, jobs, workers, report)))
 
 
 def check_shard(job: tuple[Index, int, bool]) -> ShardReport:

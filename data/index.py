@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -130,12 +130,14 @@ def build_index(
     classes: int | None = None,
     workers: int = 1,
     at: str | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> Index:
     """Index existing tars: a folder of them, or a list of paths; safe to kill and run again.
 
     The JSON and the tables go to `output` (default: beside the shards) as `<name>.index.json` (default: the
-    folder's name); `at` is the URL that the shards will be read from, where that is not here. Raises
-    DataError naming every tar that cannot be used and every label ≥ `classes`.
+    folder's name); `at` is the URL that the shards will be read from, where that is not here. `report` is told
+    how many shards are done, of how many. Raises DataError naming every tar that cannot be used and every
+    label ≥ `classes`.
     """
     paths = sorted(Path(source).glob("*.tar")) if isinstance(source, str | os.PathLike) else [Path(p) for p in source]
     if not paths:
@@ -151,7 +153,7 @@ def build_index(
         todo = [shard for shard in todo if not journal.has(shard, (directory / shard).stat().st_size)]
         jobs = [(str(directory), shard, str(output), classes) for shard in todo]
         errors = []
-        for record in run_jobs(index_shard, jobs, workers):
+        for record in run_jobs(index_shard, jobs, workers, report):
             if isinstance(record, str):
                 errors.append(record)
             else:
@@ -162,13 +164,15 @@ def build_index(
         return journal.finish(at or directory)
 
 
-def run_jobs(function: Callable, jobs: list, workers: int) -> Iterator:
+def run_jobs(
+    function: Callable, jobs: list, workers: int, report: Callable[[int, int], None] | None = None
+) -> Iterator:
     """Apply a function to each job, in order, here or in some processes."""
-    if workers < 2:
-        yield from map(function, jobs)
-        return
-    with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(function, jobs)
+    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+        for done, result in enumerate(pool.map(function, jobs) if pool else map(function, jobs), start=1):
+            yield result
+            if report:
+                report(done, len(jobs))
 
 
 def index_shard(job: tuple[str, str, str, int | None]) -> tuple[Shard, Counter[int], Counter[str]] | str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from mmap import mmap
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -87,10 +87,8 @@ class TrainLoader:
             raise ValueError("the order was made for other shards than the index has")
         self.slots, self.start_step = slots, start_step
         self.processes, self.prefetch, self.timeout_s = processes, prefetch, timeout_s
-        self.parts = accumulation or -(-len(slots) // micro_batch)
-        if self.parts * micro_batch < len(slots):
-            raise ValueError(f"{self.parts} micro-batches of {micro_batch} do not hold {len(slots)} slots")
-        self.layout = Layout(-(-len(slots) // self.parts), image_size, max_labels)
+        self.parts = cut(slots, micro_batch, accumulation)
+        self.layout = Layout(max(map(len, self.parts)), image_size, max_labels)
         self.cache = cache or CacheConfig()
         reader = Reader(index, verify=verify, cache=self.cache)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader)
@@ -118,9 +116,8 @@ class TrainLoader:
     def tasks(self) -> Iterator[Task]:
         """(step, first slot, slot after the last) of every micro-batch to come."""
         for step in count(self.start_step):
-            for part in range(self.parts):
-                first, stop = (self.slots.start + edge * len(self.slots) // self.parts for edge in (part, part + 1))
-                yield step, first, stop
+            for part in self.parts:
+                yield step, part.start, part.stop
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""
@@ -157,6 +154,16 @@ class TrainLoader:
         part = waited_s / max(done.storage_s + done.decode_s, 1e-9)
         wait = Wait(done.storage_s * part, done.decode_s * part, perf_counter() - start)
         return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, done.bad, wait)
+
+
+def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
+    """The micro-batches of a step; a given number of them is equal to within one sample."""
+    if accumulation is None:
+        return [slots[first : first + micro_batch] for first in range(0, len(slots), micro_batch)]
+    if accumulation * micro_batch < len(slots):
+        raise ValueError(f"{accumulation} micro-batches of {micro_batch} do not hold {len(slots)} slots")
+    edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
+    return [slots[first:stop] for first, stop in pairwise(edges)]
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,9 @@ from typing import Any
 import cv2
 import numpy as np
 
-from data.augment import AugmentConfig, Draws, augment
+from data.augment import AugmentConfig, augment
 from data.decode import BadImage
+from data.draws import Draws
 from data.errors import DataError
 from data.index import Index
 from data.order import Mixture, Order, key_of

@@ -1,6 +1,4 @@
-"""Patchline's command line: python -m jobs COMMAND (-h for each).
-
-run|plan|status|demo · index · import|export|analyze · submit|logs|stop|list
+"""Patchline's command line: python -m jobs run|plan|status|demo|… (python -m jobs -h lists them all).
 
 Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal ·
 73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration.
@@ -11,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
             if known
             else f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
         )
-        print(f"error: {text}", file=sys.stderr)
+        print(text if code == 75 else f"error: {text}", file=sys.stderr)
         return code
 
 
@@ -115,6 +114,35 @@ def status_command(options: argparse.Namespace) -> None:
     print("\n".join(status(Path(options.run).resolve())))
 
 
+def checkpoints_command(options: argparse.Namespace) -> None:
+    from jobs.checkpoints import command
+
+    command(options)
+
+
+def replay_command(options: argparse.Namespace) -> None:
+    from jobs.replay import replay
+
+    print("\n".join(replay(Path(options.run).resolve(), options.step, options.to)))
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("step", help="step=N, as the log counts them")
+    parser.add_argument("--to", metavar="FILE.npz", help="write images, labels and ids there")
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "verify", "inspect", "diff", "export", "prune"))
+    parser.add_argument("run", help="run directory, a stage's folder in it, or one step-* folder")
+    parser.add_argument("--step", type=int, help="of this step; otherwise the newest, or all")
+    parser.add_argument("--with", dest="other", metavar="RUN", help="diff: the run or checkpoint to compare with")
+    parser.add_argument("--with-step", dest="other_step", type=int, help="diff: its step")
+    parser.add_argument("--to", metavar="FOLDER", help="export: where to write weights.safetensors and model.json")
+    parser.add_argument("--keep", type=int, default=2, help="prune: the newest that stay, 2 at least (default 2)")
+    parser.add_argument("--keep-every", type=int, default=0, help="prune: steps whose multiples stay")
+
+
 def demo_command(options: argparse.Namespace) -> int:
     from jobs.demo import demo
 
@@ -127,7 +155,8 @@ def submit_command(options: argparse.Namespace) -> None:
     run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
     fresh = ["--fresh"] if options.fresh else []
     recipe = os.path.relpath(Path(options.recipe).resolve(), ROOT)
-    command = ["python", "-m", "jobs", "run", recipe, *options.overrides, f"run={run}", *fresh]
+    named = [o for o in options.overrides if not o.startswith("run=")]
+    command = ["python", "-m", "jobs", "run", recipe, *named, f"run={run}", *fresh]
     submission.submit(str(run), command)
 
 
@@ -157,15 +186,6 @@ def list_command(options: argparse.Namespace) -> None:
 def job_name(run: str) -> str:
     """A run is named by its directory; "runs/digits" and its absolute path are the same run, a job id stays one."""
     return str(Path(run).resolve()) if "/" in run or Path(run).exists() else run
-
-
-def index_command(options: argparse.Namespace) -> None:
-    import data
-
-    index = data.build_index(options.directory)
-    print(
-        f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, digest {index.digest[:12]}"
-    )
 
 
 def import_command(options: argparse.Namespace) -> None:
@@ -220,10 +240,21 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("safetensors", "npz", "timm", "hf"), required=True)
 
 
+def later(name: str) -> Callable[[Any], Any]:
+    """A function of jobs.data_commands, imported when it is called."""
+    return lambda argument: getattr(import_module("jobs.data_commands"), name)(argument)
+
+
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {
     "run": (run_command, "run a campaign, or go on with it: the same command resumes", add_recipe),
     "plan": (plan_command, "print the campaign, batch arithmetic, parameters and FLOPs", add_plan),
     "status": (status_command, "stage, step, loss, speed, ETA and last checkpoint of a run", add_run),
+    "checkpoints": (
+        checkpoints_command,
+        "list, verify, inspect, diff, export or prune what a run has saved",
+        add_checkpoints,
+    ),
+    "replay": (replay_command, "rebuild the global batch of one step, as every worker saw it", add_replay),
     "demo": (
         demo_command,
         "the whole campaign on handwritten digits, with a worker killed on the way",
@@ -236,7 +267,9 @@ COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.A
     "import": (import_command, "official, timm or transformers weights into a folder of ours", add_import),
     "export": (export_command, "weights of a stage into an official, timm or transformers format", add_export),
     "analyze": (analyze_command, "pictures of what a ViT looks at: the paper's figures 6, 7 and 11", add_analyze),
-    "index": (index_command, "index existing WebDataset tars", lambda p: p.add_argument("directory")),
+    "pack": (later("pack_command"), "images of many kinds into shards with their index", later("add_pack")),
+    "index": (later("index_command"), "index existing WebDataset tars", later("add_index")),
+    "data": (later("data_command"), "check, stats or repair of a set of shards", later("add_data")),
 }
 
 if __name__ == "__main__":

@@ -221,6 +221,14 @@ def _process(record: Mapping[str, Any]) -> psutil.Process | None:
         return None
 
 
+def frozen(record: Mapping[str, Any]) -> bool:
+    """Whether the worker that wrote the record is stopped by a signal; False where this host cannot know."""
+    process = _process(record) if record.get("node") == socket.gethostname() else None
+    with suppress(psutil.Error):
+        return process is not None and process.status() == psutil.STATUS_STOPPED
+    return False
+
+
 def died(exitcode: int) -> str:
     """An exit code of a process in words."""
     if exitcode >= 0:

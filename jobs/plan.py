@@ -5,7 +5,7 @@ import models
 from jobs.campaign import Campaign, Stage
 from jobs.stage import reference
 from pipeline.errors import PatchlineError
-from pipeline.stage import TrainConfig, batch_arithmetic, steps_of
+from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, steps_of
 from pipeline.telemetry import amount
 
 
@@ -74,6 +74,11 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     lines.append(
         f"  optim   {optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
         f"decay {optim.weight_decay:g}, clip {optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
+    )
+    states, activations = memory_estimate(cfg, stage.model, a.world)
+    lines.append(
+        f"  memory  about {states / 2**30:.1f} GiB of states + {activations / 2**30:.1f} GiB of activations a worker "
+        f"(checkpoint_blocks={cfg.checkpoint_blocks})"
     )
     return lines
 

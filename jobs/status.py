@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import checkpoint, durable
+from pipeline.accounting import account
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.telemetry import amount, duration, last_metrics
+from pipeline.telemetry import amount, duration, last_metrics, read_metrics
 
 
 def status(run: Path) -> list[str]:
@@ -45,7 +46,8 @@ def stage_line(folder: Path) -> str:
         return "started, no step yet"
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
-        f"eta {duration(last['eta_s'])}  {age(last['time'])} ago  {checkpoint_line(folder)}"
+        f"eta {duration(last['eta_s'])}  {age(last['time'])} ago  {checkpoint_line(folder)}  "
+        f"{account(read_metrics(folder, None)).line()}"
     )
 
 

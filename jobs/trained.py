@@ -1,6 +1,7 @@
 """What pretrain and finetune share: attempts of a gang, restarts from the last commit, and when to give up."""
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import data
 import models
 from jobs import cluster
-from jobs.gang import GangError
+from jobs.gang import GangError, frozen, records
 from jobs.ownership import claim_attempt
 from jobs.stage import Context, code_version
-from pipeline import checkpoint, config
+from pipeline import checkpoint, config, durable
 from pipeline.errors import PatchlineError, Preempted
 from pipeline.stage import TrainConfig, batch_arithmetic
 from pipeline.train import Job, worker
+from pipeline.watchdog import Watch
 
 INPUTS = ("data.train", "data.evaluate", "init", "probe.train", "probe.test")
 
@@ -64,12 +66,17 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         init=context.resolve(cfg.init),
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
+        claimed=time.time(),
     )
     name = f"attempt-{number:06d}"
     folder = context.directory / "attempts"
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
 
+    durable.write_atomic(context.directory / "task.json", json.dumps(task, indent=1))  # `jobs replay` starts from it
+    watch = Watch(folder / name, context.cluster.workers, cfg.stall_s)
+
     def tick() -> None:
+        judge(watch, context)
         if context.stopping() and not job.stop_file.exists():
             job.stop_file.touch()
         context.tick(folder / name, number)
@@ -78,6 +85,20 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         return cluster.run_gang(worker, task, cluster=context.cluster, name=name, directory=folder, on_tick=tick)
     finally:
         context.tick(folder / name, number)
+
+
+def judge(watch: Watch, context: Context) -> None:
+    """Raise GangError where one worker has held up all others too long; name a slow one."""
+    known = records(watch.folder, watch.world)
+    found = watch.look(lambda rank: frozen(known.get(rank, {})))
+    if found is not None:
+        log = watch.folder / f"rank-{found.rank:05d}.log"
+        stack = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+        raise GangError(found.rank, known.get(found.rank, {}).get("node", "an unknown node"), found.cause, stack)
+    slow = watch.slow()
+    if slow is not None:
+        node = known.get(slow[0], {}).get("node", "an unknown node")
+        context.say(f"worker {slow[0]} on {node} is slow: the others waited for it alone in {slow[1]:.0%} of the looks")
 
 
 def last_step(directory: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import safetensors
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import data
 import models
@@ -76,7 +76,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def load(path: str, overrides: dict[str, Any]) -> nn.Module:
+def load(path: str, overrides: dict[str, Any]) -> Any:
     """models.load, whose every refusal is a DataError that names the file."""
     try:
         return models.load(path, **overrides)
@@ -84,7 +84,7 @@ def load(path: str, overrides: dict[str, Any]) -> nn.Module:
         raise data.DataError(f"cannot load {path}: {error}") from None
 
 
-def described(model: nn.Module, path: str) -> list[str]:
+def described(model: Any, path: str) -> list[str]:
     """What was found, and that every tensor of it has its place."""
     config, state = model.config, model.state_dict()
     height, width = config.image_size
@@ -98,7 +98,7 @@ def described(model: nn.Module, path: str) -> list[str]:
     return [*lines, f"mapped   {len(state)} tensors, none missing, none unknown"]
 
 
-def numerics(model: nn.Module) -> list[str]:
+def numerics(model: Any) -> list[str]:
     """How the model computes what the paper's code computes in one way and others in another."""
     found = tuple(getattr(model.config, name, None) for name in ("activation", "norm_eps"))
     if None in found:
@@ -108,7 +108,7 @@ def numerics(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def read_back(model: nn.Module, again: nn.Module) -> list[str]:
+def read_back(model: Any, again: Any) -> list[str]:
     """What a reader of the export gets instead, in its config and in the outputs for one random image."""
     changed = differences(models.to_dict(model.config), models.to_dict(again.config))
     image = torch.rand(1, 3, *model.config.image_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -118,6 +118,6 @@ def read_back(model: nn.Module, again: nn.Module) -> list[str]:
     return [*lines, f"checked  read back; outputs of one random image differ by {largest:.1e} at most"]
 
 
-def outputs(model: nn.Module, image: Tensor) -> Tensor:
+def outputs(model: Any, image: Tensor) -> Tensor:
     """Logits, or features where a masked model has no logits."""
-    return model.features(image) if model.config.family == "masked" else model(image)  # type: ignore[operator]
+    return model.features(image) if model.config.family == "masked" else model(image)

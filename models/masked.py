@@ -138,7 +138,7 @@ def objective(model: nn.Module, images: Tensor, generator: Generator | None = No
     """
     predictions, wanted = model(images, generator)
     if wanted.is_floating_point():
-        loss = F.mse_loss(predictions.float(), wanted.float())
+        total = F.mse_loss(predictions.float(), wanted.float(), reduction="sum")
     else:
-        loss = F.cross_entropy(predictions.float().flatten(0, 2), wanted.flatten())
-    return loss * len(images), len(images)
+        total = F.cross_entropy(predictions.float().flatten(0, 2), wanted.flatten(), reduction="sum")
+    return total / math.prod(wanted.shape[1:]), len(images)  # no mean: a micro-batch may hold no image

@@ -132,7 +132,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         (batch, channels, height, width), (ph, pw) = images.shape, self.patch
         patches = images.to(self.weight.dtype).view(batch, channels, height // ph, ph, width // pw, pw)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, C P P), also of no images
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 

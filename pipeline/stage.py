@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 
 import models
 from data import AugmentConfig
+from models.cost import block_activation_bytes
 from pipeline.config import Tags, require, tags
 from pipeline.errors import ConfigError
 from pipeline.evaluate import ProbeConfig
-from pipeline.optimizer import OptimConfig
+from pipeline.optimizer import STATE, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,13 @@ class TrainConfig:
     max_skipped: int = 5  # non-finite steps in a row before exit 70
     max_failed_saves: int = 3  # in a row before exit 74
     timeout_s: float = 1800.0  # collectives
+    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
         "precision seed",
         warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
-        free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s",
+        free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
 
     def __post_init__(self) -> None:
@@ -195,3 +197,24 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
         return cfg.steps
     assert cfg.passes is not None
     return max(1, round(cfg.passes * samples / cfg.batch_size))
+
+
+def memory_estimate(cfg: TrainConfig, model: Any, world: int) -> tuple[int, int]:
+    """Bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
+
+    ZeRO 1 splits masters and moments over the workers, 2 also gradients, 3 also weights (Rajbhandari et al. 2020,
+    figure 1). Activations are `models.cost`'s count; buffers of libraries and allocators come on top.
+    """
+    numbers = 2 if cfg.precision == "bf16" else 4
+    masters = 4 if cfg.zero else 0  # at stage 0 the weights are the masters
+    state = masters + 4 * (len(STATE[cfg.optim.name]) + bool(cfg.polyak))
+    shares = (numbers, 4, state)  # weights, gradients, masters and moments: bytes a parameter
+    split = (cfg.zero >= 3, cfg.zero >= 2, cfg.zero >= 1)
+    bytes_each = sum(size / (world if parted else 1) for size, parted in zip(shares, split, strict=True))
+    states = round(models.parameters_of(model) * bytes_each)
+    if not hasattr(model, "depth"):
+        return states, 0
+    whole, recomputed = block_activation_bytes(model, numbers)
+    blocks = min(cfg.checkpoint_blocks, model.depth)
+    kept = (model.depth - blocks) * whole + blocks * recomputed + (whole if blocks else 0)
+    return states, cfg.micro_batch * kept

@@ -113,8 +113,8 @@ class Telemetry:
                 self.tensorboard.close()
 
 
-def read_metrics(directory: Path, kind: str = "train", tail: int | None = None) -> list[dict[str, Any]]:
-    """Records of a kind in the order written, of the last `tail` bytes or of all.
+def read_metrics(directory: Path, kind: str | None = "train", tail: int | None = None) -> list[dict[str, Any]]:
+    """Records of a kind (None: of all) in the order written, of the last `tail` bytes or of all.
 
     A torn last line (the writer was killed) is left out, and so is a first line that the tail cuts.
     """
@@ -128,7 +128,7 @@ def read_metrics(directory: Path, kind: str = "train", tail: int | None = None) 
     for line in lines:
         with suppress(ValueError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and record["kind"] == kind]
+    return [record for record in records if isinstance(record, dict) and kind in (None, record["kind"])]
 
 
 def last_metrics(directory: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,19 @@ import data
 import models
 from data import Ledger, Order
 from pipeline import checkpoint, config
+from pipeline.accounting import account
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.errors import CheckpointError, Diverged, Preempted
 from pipeline.evaluate import accuracy, features, normalise, probe
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.schedule import learning_rate
 from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, steps_of
-from pipeline.telemetry import Telemetry, log_line, memory_gb
+from pipeline.telemetry import Telemetry, log_line, memory_gb, read_metrics
+from pipeline.watchdog import Phases
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
@@ -51,6 +54,12 @@ class Job:
     init: str | None = None
     probe_train: str | None = None
     probe_test: str | None = None
+    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
+
+    @property
+    def attempt_folder(self) -> Path:
+        """What this attempt's workers leave behind: their places, ends and logs."""
+        return Path(self.directory) / "attempts" / f"attempt-{self.attempt:06d}"
 
     @property
     def stop_file(self) -> Path:
@@ -67,6 +76,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.directory = Path(job.directory)
         self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
+        self.phases = Phases(job.attempt_folder, self.rank, cfg.stall_s)
         self.index = data.load_index(job.train)
         self.order = self._order()
         self.steps = steps_of(cfg, self.index.samples)
@@ -78,6 +88,7 @@ class Trainer:
         self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
         self.ledger = Ledger.start(self.index.digest, cfg.seed)
         self.last_metrics: dict[str, float] = {}
+        self.stalled_s = self.evaluated_s = 0.0  # by checkpoints and evaluations, since the last report
         self.start()
 
     def check_classes(self) -> None:
@@ -110,7 +121,9 @@ class Trainer:
             state, source = models.load_weights(self.job.init)
             state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
             model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
-            self.telemetry.report("transfer", {"step": 0, "report": str(report)})
+            counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
+            line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
         model.checkpoint_blocks = cfg.checkpoint_blocks  # type: ignore[assignment]
         model.to(self.device)
         settings = deepspeed_config(
@@ -150,7 +163,8 @@ class Trainer:
                 f"attempt {job.attempt}: {text}; {self.world} workers × micro_batch {a.micro_batch} × accumulation "
                 f"{a.accumulation} = batch {a.batch_size}, {self.steps} steps, ZeRO {cfg.zero} {cfg.precision}"
             )
-            self.telemetry.report("start", {"step": self.step, "text": text, "world": self.world})
+            start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
+            self.telemetry.report("start", start)
 
     # ------------------------------------------------------------------------------------------ pieces of a step
 
@@ -181,8 +195,10 @@ class Trainer:
         """
         cfg = self.cfg
         torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
+        self.phases.enter("forward", self.step)
         images = normalise(batch.images, self.engine.dtype, self.device)
         total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
+        self.phases.enter("backward", self.step)
         self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
         return total.detach()
 
@@ -211,6 +227,7 @@ class Trainer:
 
     def begin_save(self) -> None:
         """Snapshot now; a save still in flight is finished first."""
+        self.phases.enter("save", self.step)
         if self.saver.in_flight:
             self.finish_save()
         self.saver.begin(
@@ -230,10 +247,14 @@ class Trainer:
                 metrics=self.last_metrics,
             ),
         )
+        self.stalled_s += self.saver.stalled_s
 
     def finish_save(self) -> None:
         """Collective: commit the save in flight and prune; too many failures in a row end the run."""
+        self.phases.enter("save", self.step)
+        began = time.monotonic()
         done = self.saver.finish()
+        self.stalled_s += time.monotonic() - began
         values = {
             "step": self.saver.manifest.step,
             "stalled_s": self.saver.stalled_s,
@@ -308,6 +329,8 @@ class Trainer:
     def evaluate(self, remark: str = "") -> None:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
+        began = time.monotonic()
+        self.phases.enter("evaluate", self.step)
         values: dict[str, Any] = {}
         if job.evaluate:
             values["accuracy"], values["judged"] = accuracy(
@@ -325,6 +348,7 @@ class Trainer:
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
             line = f"evaluate step {self.step}  {shown}{remark}"
             self.telemetry.report("evaluate", {"step": self.step, **values}, line)
+        self.evaluated_s += time.monotonic() - began
 
     def _samples(self, path: str) -> data.EvaluationSet:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
@@ -337,9 +361,11 @@ class Trainer:
             max_labels=self.cfg.data.max_labels,
         )
 
-    def report(self, losses: list[float], norm: float, rate: float, since: float, waited: float) -> None:
+    def report(self, losses: list[float], norm: float, rate: float, since: float, waits: list[data.Wait]) -> None:
         """The log line and its record, which holds the loss of every step since the one before."""
         elapsed, steps = time.monotonic() - since, len(losses)
+        seconds = {part: sum(getattr(wait, f"{part}_s") for wait in waits) for part in WAITS}
+        parts = {f"wait_{part}": waited / elapsed for part, waited in seconds.items()}
         speed = steps * self.cfg.batch_size / elapsed
         flops = models.training_flops(self.model_config, 1) * speed / self.world
         peak = next(
@@ -356,7 +382,11 @@ class Trainer:
             "images_per_s": speed,
             "tflops_per_worker": flops / 1e12,
             "mfu": flops / peak if peak else None,
-            "wait": waited / elapsed,
+            "wait": sum(parts.values()),
+            **parts,
+            "seconds": elapsed,
+            "stalled_s": self.stalled_s,
+            "evaluated_s": self.evaluated_s,
             "memory_gb": memory_gb(),
             "eta_s": (self.steps - self.step) * elapsed / steps,
             "world": self.world,
@@ -365,6 +395,7 @@ class Trainer:
             "ledger": self.ledger.hex,
         }
         self.telemetry.report("train", values, log_line(values))
+        self.stalled_s = self.evaluated_s = 0.0
 
 
 def config_seed(*parts: int) -> int:
@@ -381,30 +412,34 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     asked: list[int] = []
     _catch_sigterm(asked)
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
-    since, waited, bad_here = time.monotonic(), 0.0, 0
+    since, bad_here = time.monotonic(), 0
     losses: list[float] = []
+    waits: list[data.Wait] = []
     first, saved = t.step + 1, t.step or -1
 
     while t.step < t.steps:
         # 1. forward and backward over the accumulation; the optimizer steps with the last micro-batch
         rate = learning_rate(t.step, t.steps, cfg.optim.lr, cfg.optim.schedule)
         loss, bad, ids = torch.zeros((), device=t.device), 0, []
+        planned = t.order.batch(t.step)
+        shard = t.index.shards[planned[1][t.arithmetic.slots(t.rank).start]].name
         for _ in range(accumulation):
-            began = time.monotonic()
+            t.phases.enter("data", t.step, shard)
             batch = next(batches)
-            waited += time.monotonic() - began
+            waits.append(batch.wait)
             assert batch.step == t.step, f"the loader is at step {batch.step}, the loop at {t.step}"
             t.count_bad(batch, bad_here + bad)
             bad += len(batch.bad)
             ids += batch.ids.tolist()
             loss = loss + t.forward_backward(batch)
+            t.phases.enter("reduce", t.step)
             t.engine.end_micro_batch(rate)
 
         # 2. what all workers must agree on
         stop = bool(asked) or (t.rank == 0 and job.stop_file.exists())
         mean_loss, all_bad, stopping, written = t.agree(loss, bad, stop)
         norm = t.engine.gradient_norm()
-        t.ledger = t.ledger.update(t.step, *t.order.batch(t.step))
+        t.ledger = t.ledger.update(t.step, *planned)
         t.step, t.bad, bad_here = t.step + 1, t.bad + all_bad, bad_here + bad
         losses.append(mean_loss)
         t.judge(norm, ids)
@@ -413,8 +448,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         # 3. what the step asks for
         last = t.step == t.steps
         if t.step % cfg.log_every == 0 or last or t.step == first:
-            t.report(losses, norm, rate, since, waited)
-            since, losses, waited = time.monotonic(), [], 0.0
+            t.report(losses, norm, rate, since, waits)
+            since, losses, waits = time.monotonic(), [], []
         if t.saver.in_flight and written:
             t.finish_save()
         if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:
@@ -446,6 +481,7 @@ def _catch_sigterm(asked: list[int]) -> None:
 def finish(t: Trainer) -> dict[str, Any]:
     """The lead writes the stage's weights and their provenance from the committed checkpoint; all wait for it."""
     outcome: list[Any] = [None]
+    t.phases.enter("finish", t.step)
     if t.rank == 0:
         last = checkpoint.committed(t.saver.folder)[0]
         manifest = checkpoint.read_manifest(last)
@@ -461,10 +497,13 @@ def finish(t: Trainer) -> dict[str, Any]:
                 "world": t.world,
             }
         ]
+        spent = account(read_metrics(t.directory, None))
+        t.telemetry.report("effective", {"step": t.step, "ratio": spent.ratio, **asdict(spent)}, spent.line())
         kind = "averaged weights" if t.cfg.polyak else "weights"
         t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
     dist.broadcast_object_list(outcome, src=0)
     t.telemetry.close()
+    t.phases.close()
     t.engine.close()
     dist.destroy_process_group()
     return outcome[0]

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 import models
 from jobs.ownership import owned
-from pipeline import checkpoint
+from pipeline import checkpoint, train
 from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
 from pipeline.errors import RunOwned
 from pipeline.optimizer import OptimConfig
@@ -113,6 +113,51 @@ def killed_while_saving() -> None:
         original(path, blob)
 
     checkpoint.write_file = suffer  # type: ignore[attr-defined]
+
+
+def slowly() -> None:
+    """A step takes 60 ms more: the driver looks every 500 ms whether to stop, the run shall not be over by then."""
+    original = train.Trainer.agree
+
+    def agree(self: train.Trainer, *args: Any) -> Any:
+        time.sleep(0.06)
+        return original(self, *args)
+
+    train.Trainer.agree = agree  # type: ignore[method-assign]
+
+
+def once_at_step_12(misbehave: Callable[[], None], rank: str | None) -> None:
+    """A worker (all, where None) misbehaves before step 12's data, in the first attempt."""
+    original = train.Trainer.agree
+
+    def agree(self: train.Trainer, *args: Any) -> Any:
+        values = original(self, *args)
+        if self.step == 11 and self.job.attempt == 1 and rank in (None, os.environ["RANK"]):
+            misbehave()
+        return values
+
+    train.Trainer.agree = agree  # type: ignore[method-assign]
+
+
+def frozen() -> None:
+    once_at_step_12(lambda: os.kill(os.getpid(), signal.SIGSTOP), "1")
+
+
+def stuck_collective() -> None:
+    once_at_step_12(lambda: time.sleep(600), None)
+
+
+def stalled_reader() -> None:
+    """Worker 1's loader says nothing from step 12 on, in the first attempt."""
+    original = train.Trainer.micro_batches
+
+    def micro_batches(self: train.Trainer) -> Any:
+        for batch in original(self):
+            if batch.step == 12 and self.job.attempt == 1 and self.rank == 1:
+                time.sleep(600)
+            yield batch
+
+    train.Trainer.micro_batches = micro_batches  # type: ignore[method-assign]
 
 
 def full_log() -> None:

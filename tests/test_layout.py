@@ -131,3 +131,9 @@ def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
         "data.order",
     }
     assert targets("from data.index import Shard", {"data.index", "data.indexing"}) == {"data.index"}
+
+
+def test_the_readmes_file_map_names_every_module() -> None:
+    shown = (ROOT / "README.md").read_text().partition("## File map")[2]
+    files = [f for room in ROOMS for f in (ROOT / room).rglob("*.py") if f.name != "__init__.py"]
+    assert not [str(f.relative_to(ROOT)) for f in files if f"  {f.name} " not in shown]

@@ -80,6 +80,16 @@ def test_the_same_generator_gives_the_same_loss():
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.parametrize("target", ["mean_color", "pixels"])
+def test_no_image_costs_nothing_and_the_loss_of_two_is_the_sum_of_theirs(target):
+    model = build(target, corrupted=1.0, masked=1.0, swapped=0.0)  # nothing left to chance
+    images = torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
+    parts = [masked.objective(model, images[at], seeded(1))[0] for at in (slice(0, 1), slice(1, 2), slice(0, 0))]
+    torch.testing.assert_close(masked.objective(model, images, seeded(1))[0], sum(parts))
+    parts[2].backward()
+    assert parts[2] == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 def test_the_loss_falls_below_guessing():
     torch.manual_seed(0)
     model = build("mean_color").train()

@@ -1,0 +1,23 @@
+"""Random numbers by counter from a key: the same on every machine, whoever draws them."""
+
+from __future__ import annotations
+
+MASK = (1 << 64) - 1
+
+
+class Draws:
+    """SplitMix64 from a key."""
+
+    def __init__(self, key: int):
+        self.state = key
+
+    def uniform(self) -> float:
+        """A number in [0, 1)."""
+        self.state = x = (self.state + 0x9E3779B97F4A7C15) & MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+        return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+
+    def below(self, n: int) -> int:
+        """A whole number in 0 … n−1 (0 where n is 0)."""
+        return int(self.uniform() * n)

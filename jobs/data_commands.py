@@ -1,0 +1,170 @@
+"""`python -m jobs pack|index|data`: make shards, index existing ones, look at them and mend them.
+
+python -m jobs pack folder photos/train shards/photos/train --workers 4    resumes after a kill
+python -m jobs index shards/theirs --workers 8
+python -m jobs data check shards/theirs --page report.html
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import data
+from jobs.progress import Progress
+
+COUNT = ("--workers", {"type": int, "default": 1, "help": "threads or processes"})
+CLASSES = ("--classes", {"type": int, "default": None, "help": "labels must be below; else as many as are found"})
+NAME = ("--name", {"default": None, "help": "of the set; else its folder's name"})
+
+
+def add_pack(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `pack`."""
+    parser.add_argument(
+        "source", help="folder, table, tars, parquet, imagenet-train, imagenet-validation, cifar, digits"
+    )
+    parser.add_argument("path", help="where the images are; - for digits")
+    parser.add_argument("directory", help="where the shards and their index go")
+    parser.add_argument("--split", default="train", help="cifar, digits: train or test")
+    parser.add_argument("--root", default=None, help="table: what its paths are relative to; else the table's folder")
+    parser.add_argument("--wnids", default=None, help="imagenet-validation: text file of one wnid a line")
+    parser.add_argument("--shard-samples", type=int, default=10_000)
+    parser.add_argument("--shard-bytes", type=int, default=1 << 30)
+    parser.add_argument(
+        "--restarts", action="store_true", help="add restart markers to JPEGs: same pixels, cropped faster"
+    )
+    _add(parser, NAME, CLASSES, COUNT)
+
+
+def pack_command(options: argparse.Namespace) -> None:
+    """Pack a source into shards; the same command again goes on after a kill."""
+    from jobs.pack import SetConfig, expected, samples_of
+    from pipeline import config
+
+    given = {"source": options.source, "path": None if options.path == "-" else options.path, "split": options.split}
+    cfg = config.build(SetConfig, {**given, "root": options.root, "wnids": options.wnids}, "pack")
+    directory, progress = Path(options.directory), Progress("samples", expected(cfg))
+    index = data.pack(
+        samples_of(cfg),
+        directory,
+        name=options.name or directory.name,
+        shard_samples=options.shard_samples,
+        shard_bytes=options.shard_bytes,
+        classes=options.classes,
+        restarts=options.restarts,
+        workers=options.workers,
+        report=lambda shards, samples: progress(samples, f"{shards} shards"),
+    )
+    print(summary(index))
+
+
+def add_index(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `index`."""
+    parser.add_argument("tars", nargs="+", help="a folder of WebDataset tars, or the tars themselves")
+    parser.add_argument("--output", default=None, help="where the index goes; else beside the shards")
+    parser.add_argument("--at", default=None, help="the URL that the shards will be read from, where that is not here")
+    _add(parser, NAME, CLASSES, COUNT)
+
+
+def index_command(options: argparse.Namespace) -> None:
+    """Index existing tars, unchanged; the same command again goes on after a kill."""
+    tars = options.tars if len(options.tars) > 1 or options.tars[0].endswith(".tar") else options.tars[0]
+    progress = Progress("shards")
+    index = data.build_index(
+        tars,
+        output=options.output,
+        name=options.name,
+        classes=options.classes,
+        workers=options.workers,
+        at=options.at,
+        report=progress.of,
+    )
+    print(summary(index))
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `data check|stats|repair`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="check|stats|repair")
+    check = actions.add_parser("check", help="read and decode every sample; exit 65 where a run would miss one")
+    stats = actions.add_parser("stats", help="the same from headers and labels alone, with how sizes are spread")
+    repair = actions.add_parser("repair", help="pack every good sample into a new set")
+    for action in (check, stats, repair):
+        action.add_argument("set", help="an index, or its folder")
+        action.add_argument("--debug", action="store_true", default=argparse.SUPPRESS)
+        _add(action, COUNT)
+    for action in (check, stats):
+        action.add_argument("--page", default=None, metavar="FILE.html", help="write a page that needs nothing else")
+        action.add_argument("--world", type=int, default=1, help="workers to give advice for")
+    repair.add_argument("directory", help="where the new set goes; not the old one's folder")
+    repair.add_argument("--unique", action="store_true", help="keep each image once")
+    _add(repair, NAME)
+
+
+def data_command(options: argparse.Namespace) -> int:
+    """What `jobs data` was asked for; 65 where `check` found what a run would trip over."""
+    index = data.load_index(options.set)
+    if options.action == "repair":
+        repair(index, options)
+        return 0
+    progress = Progress("shards", len(index.shards))
+    report = data.check(index, decode=options.action == "check", workers=options.workers, report=progress.of)
+    lines = report.lines()
+    if options.action == "stats":
+        lines += spreads(report)
+    if options.world > 1:
+        lines += [line for line in data.advice(index, options.world) if line not in lines]
+    if options.page:
+        lines.append(f"page: {data.write_page(report, options.page)}")
+    print("\n".join(lines))
+    if options.action == "check" and not report.ok:
+        print(f"not all of it can be read; a set that can: python -m jobs data repair {options.set} NEW-FOLDER")
+        return data.DataError.exit_code
+    return 0
+
+
+def repair(index: data.Index, options: argparse.Namespace) -> None:
+    """Raises DataError where the new set would overwrite the old one."""
+    directory = Path(options.directory)
+    if directory.resolve() in (Path(index.directory), index.tables):
+        raise data.DataError(f"{directory} holds the set that is to be repaired\n  give another folder")
+    progress = Progress("samples", index.samples)
+    made = data.repair(
+        index,
+        directory,
+        unique=options.unique,
+        name=options.name or directory.name,
+        workers=options.workers,
+        report=lambda shards, samples: progress(samples, f"{shards} shards"),
+    )
+    print(f"{summary(made)}; {index.samples - made.samples:,} samples left out")
+
+
+def spreads(report: Any) -> list[str]:
+    """How image sides, bytes and classes are spread."""
+    import numpy as np
+
+    sides = np.concatenate([shard.sides for shard in report.shards])
+    sizes = np.concatenate([shard.sizes for shard in report.shards])
+    if not len(sizes):
+        return []
+    columns = {"height": sides[:, 0], "width": sides[:, 1], "bytes an image": sizes}
+    found = [
+        f"{name}: 1 % {low:.0f}, median {middle:.0f}, 99 % {high:.0f}"
+        for name, values in columns.items()
+        for low, middle, high in [np.percentile(values, [1, 50, 99])]
+    ]
+    ranked = report.classes.most_common()
+    shown = [("most", ranked[:5]), ("least", ranked[:-6:-1])]
+    return [*found, *(f"{which}: " + ", ".join(f"class {c} {n:,}" for c, n in rows) for which, rows in shown)]
+
+
+def summary(index: data.Index) -> str:
+    """What a set holds and where, in one line."""
+    return (
+        f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
+        f"digest {index.digest[:12]}, in {index.tables}"
+    )
+
+
+def _add(parser: argparse.ArgumentParser, *arguments: tuple[str, dict[str, Any]]) -> None:
+    for flag, settings in arguments:
+        parser.add_argument(flag, **settings)

@@ -1,0 +1,102 @@
+"""`python -m jobs replay RUN step=N`: rebuild a step's global batch, whatever the world was, to look for what broke it.
+
+RUN is a run directory with one trained stage, or a stage's folder.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import data
+import models
+from pipeline import config
+from pipeline.errors import UsageError
+from pipeline.stage import TrainConfig
+from pipeline.telemetry import read_metrics
+
+
+def replay(run: Path, step: str, target: str | None) -> list[str]:
+    """What was in the batch, sample by sample where a number stands out; optionally written as .npz."""
+    folder = stage_of(run)
+    task = json.loads((folder / "task.json").read_text())
+    cfg, job = config.build(TrainConfig, task["config"], "config"), task["job"]
+    number = parse(step)
+    images, labels, ids, bad = rebuild(cfg, job, number - 1)
+    index = data.load_index(job["train"])
+    shards = [index.shards[shard].name for shard in ids[:, 1]]
+    if target:
+        np.savez(target, images=images, labels=labels, ids=ids)
+    return [
+        f"{folder.name}: step {number}, {len(ids)} samples of {images.shape[1]}×{images.shape[2]}",
+        *logged(folder, number),
+        f"epochs {sorted(set(ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}",
+        f"labels {dict(sorted(Counter(labels[labels >= 0].tolist()).items()))}",
+        *(f"replaced: {b.shard} {b.key}: {b.reason}" for b in bad),
+        *outliers(images, ids, shards),
+        *([f"written: {target}"] if target else []),
+    ]
+
+
+def stage_of(run: Path) -> Path:
+    """The folder of the one trained stage. Raises UsageError with the choices."""
+    found = [run] if (run / "task.json").exists() else sorted(p.parent for p in run.glob("*/task.json"))
+    if len(found) != 1:
+        names = ", ".join(str(path) for path in found) or "none"
+        raise UsageError(f"{run} has {len(found)} trained stages: {names}\n  name the folder of one")
+    return found[0]
+
+
+def parse(step: str) -> int:
+    text = step.removeprefix("step=")
+    if not text.isdigit() or text == "0":
+        raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
+    return int(text)
+
+
+def rebuild(cfg: TrainConfig, job: dict[str, Any], step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Any]]:
+    """(images (B, S, S, 3) uint8, labels (B, L), ids (B, 3), bad samples) of the step, counted from 0."""
+    index = data.load_index(job["train"])
+    given = {"lanes": cfg.data.lanes, "shuffle_block": cfg.data.shuffle_block}
+    order = data.Order(
+        index.shard_samples,
+        seed=cfg.seed,
+        batch_size=cfg.batch_size,
+        tail=cfg.data.tail,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    loader = data.TrainLoader(
+        index,
+        order,
+        image_size=models.from_dict(job["model"]).image_size[0],
+        slots=range(cfg.batch_size),
+        micro_batch=cfg.batch_size,
+        start_step=step,
+        seed=cfg.seed,
+        augment=cfg.data.augment,
+        max_labels=cfg.data.max_labels,
+    )
+    batch = next(iter(loader))
+    return batch.images.permute(0, 2, 3, 1).numpy(), batch.labels.numpy(), batch.ids.numpy(), list(batch.bad)
+
+
+def logged(folder: Path, step: int) -> list[str]:
+    """The loss that each attempt reported for the step."""
+    lines = []
+    for record in read_metrics(folder):
+        first = record["step"] - len(record["losses"]) + 1
+        if first <= step <= record["step"]:
+            lines.append(f"attempt {record['attempt']}: loss {record['losses'][step - first]:.6f}")
+    return lines
+
+
+def outliers(images: np.ndarray, ids: np.ndarray, shards: list[str]) -> list[str]:
+    """The darkest, brightest and flattest image: blank and broken pictures are found at the ends."""
+    means, spreads = images.mean((1, 2, 3)), images.std((1, 2, 3))
+    chosen = {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}
+    return [
+        f"{name}: slot {slot}, sample {ids[slot, 2]} of {shards[slot]}, mean {means[slot]:.1f}, std {spreads[slot]:.1f}"
+        for name, slot in chosen.items()
+    ]

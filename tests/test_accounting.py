@@ -1,0 +1,40 @@
+"""Where the wall time went: a kill costs recovery and lost work, and the parts add up to the whole."""
+
+import pytest
+
+from pipeline.accounting import account
+
+
+def start(attempt: int, step: int, claimed: float, time: float) -> dict:
+    return {"kind": "start", "attempt": attempt, "step": step, "claimed": claimed, "time": time}
+
+
+def window(attempt: int, step: int, time: float, **changes: float) -> dict:
+    values = {"seconds": 10.0, "wait": 0.1, "stalled_s": 0.5, "evaluated_s": 0.0, **changes}
+    return {"kind": "train", "attempt": attempt, "step": step, "time": time, "losses": [1.0] * 10, **values}
+
+
+def test_an_uninterrupted_stage_is_start_data_checkpoint_and_compute() -> None:
+    records = [start(1, 0, 100.0, 105.0), window(1, 10, 120.0), window(1, 20, 130.0, evaluated_s=2.0)]
+    found = account(records)
+    assert (found.start, found.data, found.checkpoint, found.compute, found.other) == (10.0, 2.0, 1.0, 15.0, 2.0)
+    assert found.wall == 30.0 and found.ratio == pytest.approx(0.5) and found.lost == found.recovery == 0
+    assert found.line() == "effective 50.0% of 30s (start 33.3%, other 6.7%, data 6.7%, checkpoint 3.3%)"
+
+
+def test_what_a_later_attempt_did_again_is_lost_and_the_way_back_is_recovery() -> None:
+    """Killed at step 20 with a checkpoint of step 15: half a window is lost, 15 s pass until the next first step."""
+    records = [
+        start(1, 0, 100.0, 105.0),
+        window(1, 10, 120.0),
+        window(1, 20, 130.0),
+        start(2, 15, 140.0, 143.0),
+        window(2, 25, 155.0),
+    ]
+    found = account(records)
+    assert found.lost == 5.0 and found.recovery == 15.0 and found.compute == pytest.approx(2.5 * 8.5)
+    assert found.wall == pytest.approx(55.0)
+
+
+def test_a_stage_that_has_not_begun_has_no_account() -> None:
+    assert account([]).ratio == 0.0 and account([start(1, 0, 100.0, 105.0)]).wall == 5.0

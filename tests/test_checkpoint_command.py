@@ -1,0 +1,90 @@
+"""`python -m jobs checkpoints …` on a small run, as a person types it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+from jobs.__main__ import main
+from pipeline.checkpoint import committed
+from tests.test_checkpoint_runs import finish, said, stage
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("made") / "run"
+    assert finish(run, "pretrain.steps=12", "pretrain.save_every=4") == 0, said(run)
+    return run
+
+
+@pytest.fixture
+def run(made, tmp_path) -> Path:
+    """A run with checkpoints of steps 4, 8 and 12; the one of step 8 has a flipped bit."""
+    shutil.copytree(made, tmp_path / "run")
+    victim = stage(tmp_path / "run") / "checkpoints" / "step-0000000008" / "rank-00001.safetensors"
+    blob = bytearray(victim.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    victim.write_bytes(blob)
+    return tmp_path / "run"
+
+
+def test_list_shows_every_folder_newest_first(run, capsys) -> None:
+    (stage(run) / "checkpoints" / "bad-0000000003-000001").mkdir()
+    (stage(run) / "checkpoints" / ".tmp-0000000016-000001").mkdir()
+    assert main(["checkpoints", "list", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ("step-0000000012", "step-0000000008", "step-0000000004", "bad-0000000003-000001", ".tmp-0000000016-000001")
+    assert lines[0] == f"{stage(run).name}:" and [line.split()[0] for line in lines[1:]] == list(names)
+    assert "0.1 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
+
+
+def test_verify_names_the_bad_one_and_exits_74(run, capsys) -> None:
+    assert main(["checkpoints", "verify", str(run)]) == 74
+    out, err = capsys.readouterr()
+    assert "step-0000000012  whole" in out and "step-0000000008  BAD: " in out
+    assert "rank-00001.safetensors: its sha256 is not the manifest's" in out
+    assert "1 checkpoints are bad" in err and len(committed(stage(run) / "checkpoints")) == 3
+
+
+def test_inspect_prints_the_manifest_and_every_parameter(run, capsys) -> None:
+    assert main(["checkpoints", "inspect", str(run), "--step", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "step          4" in out and "samples_seen  64" in out and "ledger " in out
+    (row,) = [line for line in out.splitlines() if line.startswith("head.bias")]
+    assert row.split()[1] == "10" and all(f"|{kind}|" in row for kind in ("master", "exp_avg", "exp_avg_sq"))
+
+
+def test_diff_says_what_changed_between_two_steps(run, capsys) -> None:
+    assert main(["checkpoints", "diff", str(run), "--step", "12", "--with-step", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "step: 4 → 12" in out and "head.bias master: largest difference" in out and "\n  0 of " in out
+    assert main(["checkpoints", "diff", str(run), "--step", "4", "--with-step", "8"]) == 74  # a bad one is not compared
+    assert main(["checkpoints", "diff", str(run)]) == 64
+
+
+def test_export_writes_the_weights_that_the_stage_handed_on(run, tmp_path, capsys) -> None:
+    assert main(["checkpoints", "export", str(run), "--to", str(tmp_path / "out")]) == 0
+    ours, theirs = (models.load_weights(str(folder)) for folder in (tmp_path / "out", stage(run)))
+    assert ours[1] == theirs[1] and ours[0].keys() == theirs[0].keys()
+    assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
+    assert main(["checkpoints", "export", str(run)]) == 64
+
+
+def test_prune_deletes_nothing_in_favour_of_a_bad_one(run, capsys) -> None:
+    assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
+    assert len(committed(stage(run) / "checkpoints")) == 3
+    shutil.rmtree(stage(run) / "checkpoints" / "step-0000000008")
+    shutil.copytree(
+        stage(run) / "checkpoints" / "step-0000000012", stage(run) / "checkpoints" / "step-0000000012-000002"
+    )
+    assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
+    assert "step-0000000004 deleted" in capsys.readouterr().out
+    assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 64
+
+
+def test_a_wrong_name_says_what_there_is(run, capsys) -> None:
+    assert main(["checkpoints", "inspect", str(run), "--step", "5"]) == 64
+    assert "no checkpoint of step 5" in (err := capsys.readouterr().err) and "12, 8, 4" in err
+    assert main(["checkpoints", "list", str(run / "attempts")]) == 64

@@ -1,0 +1,141 @@
+"""`jobs pack`, `jobs index` and `jobs data`: shards made, found, looked at and mended from the command line."""
+
+import csv
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import data
+from jobs.__main__ import main
+from jobs.progress import Progress
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Twelve pictures in two class folders, and a table of six of them."""
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        folder = tmp_path / "photos" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(folder / f"{number:02}.jpg"), rng.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+    with open(tmp_path / "table.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["path", "label"])
+        rows.writerows([[f"cat/{number:02}.jpg", 3] for number in range(0, 12, 2)])
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A set of 20 digits of which two are no images and one has been there already."""
+    samples = list(data.digits(train=True, image_size=16))[:20]
+    samples[3] = data.Sample(samples[3].key, b"\xff\xd8 no jpeg", samples[3].labels)
+    samples[9] = data.Sample(samples[9].key, b"\xff\xd8 no jpeg", samples[9].labels)
+    samples[15] = data.Sample(samples[15].key, samples[0].image, samples[0].labels)
+    data.pack(samples, tmp_path / "broken", name="broken", shard_samples=8)
+    return tmp_path / "broken"
+
+
+def test_class_folders_become_a_set_and_the_same_command_again_gives_the_same(photos, tmp_path, capsys):
+    command = ["pack", "folder", str(photos), str(tmp_path / "set"), "--shard-samples", "5", "--workers", "2"]
+    assert main(command) == 0
+    assert "12 samples in 3 shards, 2 classes, digest " in capsys.readouterr().out
+    first = data.load_index(tmp_path / "set")
+    assert main(command) == 0
+    assert data.load_index(tmp_path / "set").digest == first.digest and first.class_counts == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("source", "samples", "classes"),
+    [("table", 6, 4), ("tars", 12, 2), ("cifar", 7, 5), ("parquet", 3, 8), ("digits", 1442, 10)],
+)
+def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, classes):
+    from pyarrow import Table, parquet
+
+    main(["pack", "folder", str(photos), str(tmp_path / "tars")])
+    (tmp_path / "cifar").mkdir()
+    record = np.zeros(3073, np.uint8)
+    record[0] = 4
+    (tmp_path / "cifar" / "data_batch_1.bin").write_bytes(record.tobytes() * 7)
+    image = (photos / "cat" / "00.jpg").read_bytes()
+    rows = [{"image": {"bytes": image, "path": None}, "label": 7}] * 3
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "images.parquet")
+    paths = {"table": "table.csv", "parquet": "images.parquet", "tars": "tars", "cifar": "cifar", "digits": "-"}
+    path = "-" if source == "digits" else str(tmp_path / paths[source])
+    root = ["--root", str(photos)] if source == "table" else []
+    assert main(["pack", source, path, str(tmp_path / "set"), *root]) == 0
+    index = data.load_index(tmp_path / "set")
+    assert (index.samples, index.classes) == (samples, classes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["pack", "folder", "/nowhere", "OUT"], 65, "there is nothing at /nowhere"),
+        (["pack", "cifar", "PHOTOS", "OUT"], 65, "binary version"),
+        (["pack", "foldr", "PHOTOS", "OUT"], 78, "foldr"),
+        (["pack", "imagenet-validation", "PHOTOS", "OUT"], 78, "needs wnids"),
+        (["pack", "folder", "PHOTOS", "OUT", "--classes", "1"], 65, "expected one or more of 0 … 0"),
+        (["index", "OUT"], 65, "no *.tar here"),
+        (["data", "check", "OUT"], 65, "expected one *.index.json|there is no such index"),
+        (["data", "mend", "OUT"], 64, "invalid choice"),
+    ],
+)
+def test_what_cannot_be_packed_or_read_is_refused(photos, tmp_path, capsys, arguments, code, message):
+    places = {"PHOTOS": str(photos), "OUT": str(tmp_path / "out")}
+    assert main([places.get(word, word) for word in arguments]) == code
+    error = capsys.readouterr().err
+    assert any(part in error for part in message.split("|"))
+
+
+def test_existing_tars_are_indexed_beside_or_apart_from_them(photos, tmp_path, capsys):
+    main(["pack", "folder", str(photos), str(tmp_path / "set"), "--shard-samples", "5"])
+    made = data.load_index(tmp_path / "set").digest
+    (tmp_path / "set" / "set.index.json").unlink()
+    capsys.readouterr()
+    assert main(["index", str(tmp_path / "set")]) == 0
+    assert "12 samples in 3 shards" in capsys.readouterr().out
+    assert data.load_index(tmp_path / "set").digest == made
+    tars = sorted(str(path) for path in (tmp_path / "set").glob("*.tar"))[:2]
+    apart = ["--output", str(tmp_path / "apart"), "--name", "two", "--at", "s3://bucket/set", "--workers", "2"]
+    assert main(["index", *tars, *apart]) == 0
+    assert data.load_index(tmp_path / "apart" / "two.index.json").location(0) == "s3://bucket/set/set-000000.tar"
+
+
+def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["data", "check", str(broken), "--page", str(page), "--world", "8"]) == 65
+    out = capsys.readouterr().out
+    assert "bad: 2 × " in out and "duplicates: 1" in out and "jobs data repair" in out
+    assert "3 shards for 8 workers" in out and page.read_text().startswith("<!doctype html>")
+    assert main(["data", "repair", str(broken), str(tmp_path / "mended"), "--unique"]) == 0
+    assert "17 samples in 1 shards" in (out := capsys.readouterr().out) and "3 samples left out" in out
+    assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
+
+
+def test_stats_show_how_sizes_and_classes_are_spread(shards, capsys):
+    assert main(["data", "stats", str(shards / "train")]) == 0
+    out = capsys.readouterr().out
+    assert "height: 1 % 16, median 16, 99 % 16" in out and "most: class" in out and "least: class" in out
+
+
+def test_repair_does_not_overwrite_the_set(broken, tmp_path, capsys):
+    before = json.loads((broken / "broken.index.json").read_text())
+    assert main(["data", "repair", str(broken), str(broken)]) == 65
+    assert "give another folder" in capsys.readouterr().err
+    assert json.loads((broken / "broken.index.json").read_text()) == before
+
+
+def test_progress_speaks_now_and_then_with_speed_and_what_is_left():
+    said: list[str] = []
+    now = iter([0.0, 1.0, 10.0, 11.0, 20.0])
+    progress = Progress("samples", 4000, say=said.append, clock=lambda: next(now))
+    for done in (100, 1000, 1100, 2000):
+        progress(done, "3 shards")
+    assert said == [
+        "1.0k of 4.0k samples  3 shards  100/s  eta 30s",
+        "2.0k of 4.0k samples  3 shards  100/s  eta 20s",
+    ]

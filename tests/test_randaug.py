@@ -1,0 +1,194 @@
+"""RandAugment: every operation is the original's, restated here in NumPy, on a real photograph."""
+
+import tarfile
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+import data
+from data.draws import Draws
+from data.randaug import OPERATIONS, randaug
+
+IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
+SIDE = 96
+
+
+class Certain(Draws):
+    """Every amount positive, every place the same."""
+
+    def uniform(self) -> float:
+        return 0.3
+
+
+@pytest.fixture(scope="module")
+def photo() -> np.ndarray:
+    if not IMAGES.is_dir():
+        pytest.skip("the real photographs are not beside this checkout")
+    with tarfile.open(IMAGES / "imagenet1k-000000.tar") as tar:
+        encoded = next(tar.extractfile(m).read() for m in tar if m.name.endswith(".jpg"))  # type: ignore[union-attr]
+    image = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
+    return cv2.resize(image, (SIDE, SIDE), interpolation=cv2.INTER_AREA)
+
+
+def apply(name: str, image: np.ndarray, magnitude: float) -> np.ndarray:
+    return np.asarray(OPERATIONS[name](Image.fromarray(image), magnitude / 10, Certain(0)))
+
+
+def blend(one: np.ndarray, other: np.ndarray, factor: float) -> np.ndarray:
+    mixed = one.astype(np.float32) + np.float32(factor) * (other.astype(np.float32) - one)
+    return np.clip(mixed, 0, 255).astype(np.uint8)
+
+
+def grey(image: np.ndarray) -> np.ndarray:
+    return (image @ np.array([0.2989, 0.587, 0.114])).astype(np.uint8)[..., None].repeat(3, 2)
+
+
+def smooth(image: np.ndarray) -> np.ndarray:
+    padded = image.astype(np.float32)
+    total = sum(padded[y : y + SIDE - 2, x : x + SIDE - 2] for y in range(3) for x in range(3))
+    result = image.copy()
+    result[1:-1, 1:-1] = (total + 4 * padded[1:-1, 1:-1]) / 13
+    return result
+
+
+def stretched(image: np.ndarray) -> np.ndarray:
+    low, high = image.min((0, 1)).astype(float), image.max((0, 1)).astype(float)
+    return np.clip(image * (255 / (high - low)) - low * (255 / (high - low)), 0, 255).astype(np.uint8)
+
+
+def equalized(image: np.ndarray) -> np.ndarray:
+    result = np.empty_like(image)
+    for channel in range(3):
+        counts = np.bincount(image[..., channel].ravel(), minlength=256)
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        table = np.concatenate([[0], ((counts.cumsum() + step // 2) // step)[:-1]]).clip(0, 255)
+        result[..., channel] = table[image[..., channel]]
+    return result
+
+
+def moved(image: np.ndarray, x_of, y_of) -> np.ndarray:
+    """Nearest pixel of where each one comes from; 128 from outside."""
+    y, x = np.mgrid[:SIDE, :SIDE].astype(float)
+    from_x, from_y = np.round(x_of(x, y)).astype(int), np.round(y_of(x, y)).astype(int)
+    inside = (from_x >= 0) & (from_x < SIDE) & (from_y >= 0) & (from_y < SIDE)
+    found = image[from_y.clip(0, SIDE - 1), from_x.clip(0, SIDE - 1)]
+    return np.where(inside[..., None], found, 128).astype(np.uint8)
+
+
+def turned(image: np.ndarray, degrees: float) -> np.ndarray:
+    cos, sin, middle = np.cos(np.radians(degrees)), np.sin(np.radians(degrees)), (SIDE - 1) / 2
+    return moved(
+        image,
+        lambda x, y: cos * (x - middle) - sin * (y - middle) + middle,
+        lambda x, y: sin * (x - middle) + cos * (y - middle) + middle,
+    )
+
+
+def holed(image: np.ndarray, pad: int) -> np.ndarray:
+    at, result = int(0.3 * SIDE), image.copy()
+    result[max(at - pad, 0) : at + pad, max(at - pad, 0) : at + pad] = 128
+    return result
+
+
+def added(image: np.ndarray, amount: int) -> np.ndarray:
+    return np.where(image < 128, np.minimum(image.astype(int) + amount, 255), image).astype(np.uint8)
+
+
+def shift(level: float) -> int:
+    """TensorFlow's shifts are of 0 to 7 bits, whatever it is asked for."""
+    return min(max(8 - int(4 * level), 0), 7)
+
+
+EXACT = {  # name: the original, from image and level = magnitude / 10
+    "AutoContrast": lambda im, level: stretched(im),
+    "Equalize": lambda im, level: equalized(im),
+    "Invert": lambda im, level: 255 - im,
+    "Posterize": lambda im, level: im >> shift(level) << shift(level),
+    "Solarize": lambda im, level: np.where(im < int(256 * level), im, 255 - im),
+    "SolarizeAdd": lambda im, level: added(im, int(110 * level)),
+    "Brightness": lambda im, level: blend(0 * im, im, 1.8 * level + 0.1),
+    "Cutout": lambda im, level: holed(im, int(40 * level)),
+}
+WITHIN = {  # Pillow rounds grey and smoothed values where TensorFlow truncates: a level off, before blending
+    "Color": lambda im, level: blend(grey(im), im, 1.8 * level + 0.1),
+    "Contrast": lambda im, level: blend(0 * im + int(grey(im).mean()), im, 1.8 * level + 0.1),
+    "Sharpness": lambda im, level: blend(smooth(im), im, 1.8 * level + 0.1),
+}
+MOVED = {
+    "Rotate": lambda im, level: turned(im, 30 * level),
+    "ShearX": lambda im, level: moved(im, lambda x, y: x + 0.3 * level * y, lambda x, y: y),
+    "ShearY": lambda im, level: moved(im, lambda x, y: x, lambda x, y: y + 0.3 * level * x),
+    "TranslateX": lambda im, level: moved(im, lambda x, y: x + 100 * level, lambda x, y: y),
+    "TranslateY": lambda im, level: moved(im, lambda x, y: x, lambda x, y: y + 100 * level),
+}
+
+
+@pytest.mark.parametrize("magnitude", [0, 5, 13, 20])
+@pytest.mark.parametrize("name", EXACT)
+def test_an_operation_on_levels_is_the_originals_exactly(photo, name, magnitude):
+    np.testing.assert_array_equal(apply(name, photo, magnitude), EXACT[name](photo, magnitude / 10))
+
+
+@pytest.mark.parametrize("magnitude", [0, 5, 13])
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_blend_is_the_originals_within_the_rounding(photo, name, magnitude):
+    factor = 1.8 * magnitude / 10 + 0.1
+    off = np.abs(apply(name, photo, magnitude).astype(int) - WITHIN[name](photo, magnitude / 10))
+    assert off.max() <= 1 + abs(1 - factor) and (factor > 1 or off.mean() < 1)
+
+
+@pytest.mark.parametrize("magnitude", [3, 8.7])
+@pytest.mark.parametrize("name", MOVED)
+def test_a_move_takes_the_originals_pixels_and_fills_with_128(photo, name, magnitude):
+    found, expected = apply(name, photo, magnitude), MOVED[name](photo, magnitude / 10)
+    assert (found != expected).any(2).mean() < 0.005, "but for ties of the nearest pixel"
+    assert (expected == 128).all(2).any() and not np.array_equal(expected, photo)
+
+
+def test_there_are_the_sixteen_and_all_of_them_are_drawn_evenly(photo):
+    assert len(OPERATIONS) == 16 and OPERATIONS.keys() == EXACT.keys() | WITHIN.keys() | MOVED.keys()
+    seen = np.bincount([Draws(key).below(16) for key in range(3200)], minlength=16)
+    assert seen.min() > 140
+
+
+def test_magnitude_0_is_no_no_op(photo):
+    outcomes = {randaug(photo, 1, 0, Draws(key)).tobytes() for key in range(200)}
+    assert len(outcomes) > 5
+    assert set(np.unique(apply("Posterize", photo, 0))) == {0, 128}
+    np.testing.assert_array_equal(apply("Solarize", photo, 0), 255 - photo)
+
+
+def test_the_same_draws_give_the_same_pixels_and_leave_the_image_alone(photo):
+    before = photo.copy()
+    first, second = (randaug(photo, 2, 15, Draws(7)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(photo, before)
+    assert len({randaug(photo, 2, 15, Draws(key)).tobytes() for key in range(50)}) > 30
+
+
+def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
+    index = data.load_index(shards / "train")
+    order = data.Order(index.shard_samples, seed=1, batch_size=32)
+
+    def batch(processes: int, micro_batch: int, **augment):
+        loader = data.TrainLoader(
+            index, order, image_size=16, slots=range(32), micro_batch=micro_batch, seed=1, processes=processes,
+            augment=data.AugmentConfig(**augment),
+        )  # fmt: skip
+        batches = iter(loader)
+        found = np.concatenate([next(batches).images.numpy().copy() for _ in range(32 // micro_batch)])
+        batches.close()
+        return found
+
+    distorted = batch(0, 32, randaug_layers=2)
+    np.testing.assert_array_equal(distorted, batch(2, 8, randaug_layers=2))
+    assert (distorted != batch(0, 32)).any((1, 2, 3)).mean() > 0.9
+
+
+@pytest.mark.parametrize("given", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
+def test_what_is_out_of_range_is_refused(given):
+    with pytest.raises(ValueError, match="randaug_layers"):
+        data.AugmentConfig(**given)

@@ -1,0 +1,102 @@
+"""The watchdog: a hang becomes a verdict that names rank, phase and shard."""
+
+import pytest
+
+from pipeline.watchdog import SLOW_LOOKS, Phases, Watch
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def gang(tmp_path) -> list[Phases]:
+    return [Phases(tmp_path, rank, 3600) for rank in range(3)]
+
+
+@pytest.fixture
+def watch(tmp_path, clock, gang) -> Watch:
+    return Watch(tmp_path, 3, stall_s=10, clock=clock)
+
+
+def awake(rank: int) -> bool:
+    return False
+
+
+def put(gang: list[Phases], *phases: str) -> None:
+    """All workers go through a whole step, then as far as the given phases."""
+    order = ["data", "forward", "backward", "reduce"]
+    for worker, phase in zip(gang, phases, strict=True):
+        for passed in [*order, *order[: order.index(phase)]]:
+            worker.enter(passed, 6)
+        worker.enter(phase, 7, "train-000003.tar" if phase == "data" else "")
+
+
+@pytest.mark.parametrize(
+    ("phases", "stopped", "rank", "cause"),
+    [
+        (
+            ("reduce", "data", "reduce"),
+            None,
+            1,
+            "stalled reader: 11s without a batch in data of step 8, shard train-000003",
+        ),
+        (("reduce", "reduce", "forward"), None, 2, "stuck in forward of step 8 for 11s, the others wait for it"),
+        (("reduce", "reduce", "reduce"), None, 0, "stuck collective: all 3 workers are in reduce of step 8 for 11s"),
+        (("reduce", "backward", "reduce"), 1, 1, "frozen: stopped by a signal in backward of step 8, 11s without"),
+        (("reduce", "reduce", "reduce"), 2, 2, "frozen: stopped by a signal in reduce of step 8"),
+        (("data", "data", "reduce"), None, 0, "stalled reader"),
+    ],
+)
+def test_the_verdict_names_who_is_behind(phases, stopped, rank, cause, gang, watch, clock) -> None:
+    put(gang, *phases)
+    assert watch.look(awake) is None
+    clock.now = 9
+    assert watch.look(awake) is None, "judged before the time-out"
+    clock.now = 11
+    found = watch.look(lambda r: r == stopped)
+    assert found is not None and found.rank == rank and found.cause.startswith(cause)
+
+
+def test_nobody_is_judged_while_anybody_moves_starts_or_evaluates(gang, watch, clock) -> None:
+    assert watch.look(awake) is None  # nobody has entered anything
+    put(gang, "reduce", "data", "reduce")
+    for clock.now in range(0, 60, 6):
+        gang[1].enter("data", 7)
+        assert watch.look(awake) is None
+    gang[2].enter("evaluate", 7)
+    clock.now = 1000
+    assert watch.look(awake) is None
+
+
+def test_a_slow_worker_is_named_and_an_even_gang_is_not(gang, watch, clock) -> None:
+    for _ in range(SLOW_LOOKS):
+        put(gang, "reduce", "reduce", "reduce")
+        watch.look(awake)
+    assert watch.slow() is None
+    for _ in range(SLOW_LOOKS):
+        put(gang, "reduce", "reduce", "forward")
+        watch.look(awake)
+        gang[2].enter("backward", 7), gang[2].enter("reduce", 7)
+    found = watch.slow()
+    assert found is not None and found[0] == 2 and found[1] > 0.9
+    assert watch.slow() is None, "said again without new looks"
+
+
+def test_a_worker_on_a_full_disk_goes_on(tmp_path, monkeypatch) -> None:
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    worker = Phases(tmp_path, 0, 3600)
+    monkeypatch.setattr("os.pwrite", refuse)
+    worker.enter("data", 1)
+    worker.close()
+    assert (tmp_path / "rank-00000.phase").read_text() == ""
