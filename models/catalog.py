@@ -65,8 +65,10 @@ def bit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
 def suggestion(wrong: str, known: Iterable[str]) -> str:
     """'did you mean X? known: ...' for an error message."""
     known = list(known)
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(known)}"
+    lowered = [name.lower() for name in known]
+    close = difflib.get_close_matches(wrong.lower(), lowered, n=1)
+    meant = f"did you mean {known[lowered.index(close[0])]!r}? " if close else ""
+    return f"{meant}known: {', '.join(known)}"
 
 
 def checked(kind: type, values: dict[str, Any]) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 
 def pair(name: str, value: Any) -> tuple[int, int]:
-    """One number or two, as two positive integers."""
-    values = (value, value) if isinstance(value, int) else tuple(value)
-    if len(values) != 2 or not all(isinstance(v, int) and v > 0 for v in values):
-        raise ValueError(f"{name} must be a positive number or (height, width), found {value!r}")
-    return values
+    """One number or two, NumPy's too, as two positive integers."""
+    values = tuple(value) if isinstance(value, list | tuple) else (value, value)
+    if len(values) != 2 or not all(isinstance(v, Integral) and int(v) > 0 for v in values):
+        raise ValueError(f"{name} must be one positive whole number or two, found {value!r}")
+    return int(values[0]), int(values[1])
 
 
 def choices(config: Any, table: dict[str, tuple[str, ...]]) -> None:

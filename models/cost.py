@@ -31,7 +31,7 @@ def macs_of(config: Any) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    model: Any = catalog.empty(config).eval()
+    model: Any = catalog.empty(config).eval().requires_grad_(False)  # else the counter hooks onto a MAP probe
     model.skip_unread = False
     images = torch.empty(1, 3, *config.image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():

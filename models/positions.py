@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import checks
+
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -116,6 +118,7 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
 
     Bilinear with aligned corners in float64, as `scipy.ndimage.zoom(order=1)` in the original (SPEC 3).
     """
+    old_grid, new_grid = checks.pair("old_grid", old_grid), checks.pair("new_grid", new_grid)
     if table.ndim not in (2, 3) or (table.ndim == 3 and table.shape[0] != 1):
         raise ValueError(f"a position table is (N, D) or (1, N, D), found {tuple(table.shape)}")
     expected = prefix_tokens + math.prod(old_grid)

@@ -49,6 +49,7 @@ class BiTConfig:
         object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
         checks.choices(self, {"pool_padding": ("zero", "-inf")})
         checks.at_least(self, 0, ("classes",))
+        checks.at_least(self, 1, ("width",))
         checks.multiple("width", self.width, GROUPS, "groups")
         if not self.units or min(self.units) < 1:
             raise ValueError(f"units must name at least one unit for each stage, found {self.units}")

@@ -77,7 +77,7 @@ class ViTConfig:
         if self.positions_at is None:
             object.__setattr__(self, "positions_at", "every" if self.positions == "relative" else "stem")
         checks.choices(self, CHOICES)
-        checks.at_least(self, 1, ("width", "depth", "mlp", "heads"))
+        checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
         checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
         checks.rates(self, ("dropout", "drop_path"))

@@ -42,10 +42,16 @@ def linear_probe(
     """Test accuracy of the linear map fitted to `shots` rows a class.
 
     Features (N, D) are standardised with the picked rows' mean and population std + 1e-5. Solved in float64, which
-    is at least as close to the original's float32 answer as its own platforms are to each other.
+    is at least as close to the original's float32 answer as its own platforms are to each other. ValueError where
+    rows and labels do not match.
     """
     x, test = (torch.as_tensor(f).double() for f in (train_features, test_features))
     labels, expected = (torch.as_tensor(t).long() for t in (train_labels, test_labels))
+    if len(x) != len(labels) or len(test) != len(expected) or not len(x) or not len(test) or shots < 1:
+        raise ValueError(
+            f"expected a label for each row, a row in each set and shots of 1 or more; found {len(x)} rows and "
+            f"{len(labels)} labels to train, {len(test)} and {len(expected)} to test, {shots} shots"
+        )
     rows = torch.from_numpy(few_shot_rows(labels.numpy(), shots, seed))
     x, labels, classes = x[rows], labels[rows], int(labels.max()) + 1
     mean, std = x.mean(0), x.std(0, correction=0) + 1e-5

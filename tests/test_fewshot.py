@@ -40,3 +40,9 @@ def test_a_class_smaller_than_the_shots_gives_all_it_has():
     labels = np.array([0, 0, 0, 1, 2, 2])
     assert sorted(few_shot_rows(labels, shots=2, seed=0))[-3:] == [3, 4, 5]
     assert len(few_shot_rows(labels, shots=2, seed=0)) == 5
+
+
+@pytest.mark.parametrize(("rows", "labels", "shots"), [(6, 5, 1), (0, 0, 1), (6, 6, 0)])
+def test_what_cannot_be_fitted_is_refused(rows, labels, shots):
+    with pytest.raises(ValueError, match=f"found {rows} rows and {labels} labels to train, .* {shots} shots"):
+        linear_probe(np.ones((rows, 3)), np.zeros(labels), np.ones((2, 3)), np.zeros(2), shots=shots, seed=0)

@@ -33,6 +33,13 @@ def test_macs_equal_the_formula_for_a_model_with_everything():
     assert models.forward_macs("mu/8", (16, 24), 5, depth=3, registers=2, representation=10) == expected
 
 
+def test_macs_of_a_map_head_are_its_products():
+    tokens, width, mlp = 6, 32, 128
+    probe = width**2 + 2 * tokens * width**2 + 2 * tokens * width + width**2 + 2 * width * mlp
+    extra = models.forward_macs("mu/8", (16, 24), 5, pool="map") - models.forward_macs("mu/8", (16, 24), 5, pool="gap")
+    assert extra == probe
+
+
 @pytest.mark.parametrize(
     ("name", "epochs", "exaflops", "bar"),  # the paper's table 6; bars of the accounting rule
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -236,6 +237,10 @@ def test_autocast_runs_every_family(name):
         ("B/16", {"dropout": 1.0}, r"dropout must be in \[0, 1\), found 1.0"),
         ("B/16", {"drop_out": 0.1}, "no field 'drop_out'; did you mean 'dropout'"),
         ("B/16", {"classes": -1}, "classes must be a whole number of at least 0"),
+        ("B/16", {"image_size": "224"}, "image_size must be one positive whole number or two, found '224'"),
+        ("B/0", {}, "patch must be one positive whole number or two, found 0"),
+        ("BiT-R50x0", {}, "width must be a whole number of at least 1, found 0"),
+        ("b/16", {}, r"no size 'b'; did you mean 'B'\?"),
         ("X/16", {}, "no size 'X'"),
         ("B16", {}, 'write it as "B/16"'),
         ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
@@ -251,6 +256,17 @@ def test_a_bad_value_is_refused_with_the_way_out(name, options, message):
 def test_images_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"takes \(batch, 3, 16, 24\)"):
         models.build("mu/8", **SMALL)(torch.zeros(1, 3, 24, 16))
+
+
+@pytest.mark.parametrize("options", [{}, {"pool": "gap"}, {"pool": "map"}, {"positions": "relative"}])
+def test_a_batch_may_be_empty(options):
+    assert models.build("mu/8", **SMALL, **options)(torch.zeros(0, 3, 16, 24)).shape == (0, SMALL["classes"])
+
+
+def test_sizes_may_be_numpys():
+    config = models.config_of("mu/8", np.int64(16), 7)
+    assert config == models.config_of("mu/8", [16, 16], 7)
+    assert json.loads(json.dumps(models.to_dict(config)))["image_size"] == [16, 16]
 
 
 def test_a_config_survives_json():
