@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -71,6 +70,7 @@ class Saver:
 
     def __init__(self, folder: Path, run: Path, attempt: int) -> None:
         self.folder, self.run, self.attempt = folder, run, attempt
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.thread: threading.Thread | None = None
         self.stalled_s = self.began = 0.0
         make_folder(folder, run)
@@ -90,19 +90,37 @@ class Saver:
         self.began = time.monotonic()
         self.manifest = manifest
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{self.attempt:06d}"
-        tensors = {
-            f"{f.name}|{kind}|{f.start}": view.detach().contiguous().cpu()
-            for f in engine.fragments()
-            for kind, view in f.tensors.items()
-        }
-        blob = safetensors.torch.save(tensors)
+        blob = self._snapshot({f"{f.name}|{k}|{f.start}": v for f in engine.fragments() for k, v in f.tensors.items()})
         self.name = f"rank-{dist.get_rank():05d}.safetensors"
         self.result: dict[str, Any] = {"error": "never ran"}
         self.thread = threading.Thread(target=self._write, args=(blob,), name="checkpoint", daemon=True)
         self.thread.start()
         self.stalled_s = time.monotonic() - self.began
 
-    def _write(self, blob: bytes) -> None:
+    def _snapshot(self, views: dict[str, Tensor]) -> memoryview:
+        """The views as a safetensors file in host memory: one copy, into memory that is kept for the next save."""
+        offsets: dict[str, tuple[int, int]] = {}
+        end = 0
+        for key, view in views.items():
+            assert view.dtype == torch.float32 and view.dim() == 1, (key, view.dtype, view.shape)
+            offsets[key] = end, end + view.nbytes
+            end += view.nbytes
+        described = {
+            k: {"dtype": "F32", "shape": [(b - a) // 4], "data_offsets": [a, b]} for k, (a, b) in offsets.items()
+        }
+        head = json.dumps(described).encode()
+        head += b" " * (-len(head) % 8)  # so that the data begins aligned
+        start = 8 + len(head)
+        if self.buffer.numel() != start + end:
+            self.buffer = torch.empty(start + end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.buffer[:start] = torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)
+        data = self.buffer[start:].view(torch.float32)
+        for key, view in views.items():
+            first, stop = offsets[key]
+            data[first // 4 : stop // 4].copy_(view.detach())
+        return self.buffer.numpy().data
+
+    def _write(self, blob: memoryview) -> None:
         try:
             self.temporary.mkdir(exist_ok=True)
             write_file(self.temporary / self.name, blob)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_file(path: Path, blob: bytes) -> None:
+def write_file(path: Path, blob: bytes | memoryview) -> None:
     """Write and fsync; the name is not final, the caller renames the folder."""
     with open(path, "wb") as file:
         file.write(blob)

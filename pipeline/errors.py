@@ -17,6 +17,12 @@ class Diverged(PatchlineError):
     exit_code = 70
 
 
+class WentBack(PatchlineError):
+    """Non-finite steps in a row: the next attempt starts from the last checkpoint and leaves them out."""
+
+    exit_code = None  # type: ignore[assignment]  # a restart cures it
+
+
 class CheckpointError(PatchlineError):
     """A checkpoint cannot be written (or no longer belongs to this attempt)."""
 

@@ -24,8 +24,9 @@ import models
 from data import Ledger, Order
 from pipeline import checkpoint, config
 from pipeline.accounting import account
+from pipeline.durable import write_atomic
 from pipeline.engine import Engine, deepspeed_config, join_group
-from pipeline.errors import CheckpointError, Diverged, Preempted
+from pipeline.errors import CheckpointError, Diverged, Preempted, WentBack
 from pipeline.evaluate import accuracy, features, normalise, probe
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.schedule import learning_rate
@@ -36,6 +37,7 @@ from pipeline.watchdog import Phases
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
+LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
@@ -86,6 +88,7 @@ class Trainer:
         self.engine = self._engine(self.arithmetic)
         self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
         self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
+        self.left_out = self._left_out()
         self.ledger = Ledger.start(self.index.digest, cfg.seed)
         self.last_metrics: dict[str, float] = {}
         self.stalled_s = self.evaluated_s = 0.0  # by checkpoints and evaluations, since the last report
@@ -135,6 +138,14 @@ class Trainer:
             user_file=cfg.deepspeed,
         )
         return Engine(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
+
+    def _left_out(self) -> range:
+        """The steps that an earlier attempt found to be non-finite; empty where none has. Collective."""
+        path, found = self.directory / LEFT_OUT, [[0, 0]]
+        if self.rank == 0 and path.exists():
+            found = [json.loads(path.read_text())]
+        dist.broadcast_object_list(found, src=0)
+        return range(*found[0])
 
     # ------------------------------------------------------------------------------------------ how training starts
 
@@ -304,11 +315,24 @@ class Trainer:
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
         if self.skipped_in_a_row >= self.cfg.max_skipped:
+            self.go_back_or_end()
+
+    def go_back_or_end(self) -> None:
+        """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
+        found = checkpoint.committed(self.saver.folder)
+        last = checkpoint.step_of(found[0]) if found else 0
+        what = f"{self.skipped_in_a_row} steps in a row up to {self.step} had a non-finite gradient"
+        if self.left_out and last <= self.left_out.stop:  # nothing was committed since we went back
             raise Diverged(
-                f"{self.skipped_in_a_row} steps in a row up to {self.step} had a non-finite gradient\n"
+                f"{what}, and leaving out steps {self.left_out.start + 1} … {self.left_out.stop} had not helped\n"
                 f"  the last good weights are in {self.saver.folder}\n"
                 "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
             )
+        dist.barrier()  # everybody has looked before anything changes
+        if self.rank == 0:
+            write_atomic(self.directory / LEFT_OUT, json.dumps([last, self.step]))
+        dist.barrier()
+        raise WentBack(f"{what}: back to step {last}, steps {last + 1} … {self.step} are left out")
 
     def count_bad(self, batch: data.Batch, before: int) -> None:
         """Name this worker's first and every thousandth bad sample."""
@@ -418,6 +442,11 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     first, saved = t.step + 1, t.step or -1
 
     while t.step < t.steps:
+        if t.step in t.left_out:
+            t.step = t.left_out.stop
+            batches = t.micro_batches()
+            continue
+
         # 1. forward and backward over the accumulation; the optimizer steps with the last micro-batch
         rate = learning_rate(t.step, t.steps, cfg.optim.lr, cfg.optim.schedule)
         loss, bad, ids = torch.zeros((), device=t.device), 0, []

@@ -160,6 +160,24 @@ def stalled_reader() -> None:
     train.Trainer.micro_batches = micro_batches  # type: ignore[method-assign]
 
 
+def poison(steps: range) -> None:
+    """The loss of these steps is not a number."""
+    original = train.Trainer.labelled_loss
+
+    def labelled_loss(self: train.Trainer, *args: Any) -> torch.Tensor:
+        return original(self, *args) * (torch.nan if self.step in steps else 1.0)
+
+    train.Trainer.labelled_loss = labelled_loss  # type: ignore[method-assign]
+
+
+def poisoned_stretch() -> None:
+    poison(range(12, 16))
+
+
+def poisoned_for_ever() -> None:
+    poison(range(12, 1000))
+
+
 def full_log() -> None:
     """log.txt and metrics.jsonl cannot be written between steps 8 and 16."""
     original = os.write

@@ -1,6 +1,7 @@
 """Whole runs under fire: whatever is killed, and whenever, the run ends with the uninterrupted run's bits."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import data
 from jobs.__main__ import main
 from jobs.demo import step_losses
+from pipeline import checkpoint
 from pipeline.checkpoint import committed, read_manifest
 from pipeline.telemetry import read_metrics
 from tests import drives
@@ -237,6 +239,23 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
         assert ours.ledger == theirs.ledger and ours.step == theirs.step
         losses, reference = step_losses(stage(run)), step_losses(stage(alone))
         assert max(abs(losses[step][-1] - reference[step][0]) for step in reference if step in losses) < 1e-4
+
+
+def test_a_stretch_of_non_finite_steps_is_left_out_once(run) -> None:
+    assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, said(run)
+    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are left out" in said(run)
+    again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
+    assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
+    last = read_manifest(committed(stage(run) / "checkpoints")[0])
+    assert last.step == 40 and last.updates == 40 - 5 - 1  # five left out, one skipped
+    assert [len(record["losses"]) for record in again] == [1] + [4] * 6
+
+
+def test_when_going_back_does_not_help_the_run_ends_with_70(run) -> None:
+    assert finish(run, "pretrain.max_skipped=3", patch="poisoned_for_ever") == 70
+    assert "leaving out steps 11 … 15 had not helped" in said(run) and "lower optim.lr" in said(run)
+    last = committed(stage(run) / "checkpoints")[0]
+    assert checkpoint.verify(last).step == 10
 
 
 def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsys) -> None:
