@@ -76,7 +76,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     model = models.from_config(model_config).eval()
     model.load_state_dict(state, strict=False)
     model.to(device, dtype)
-    ops = cfg.preprocess or f"resize({model_config.image_size[0]})"
+    ops = cfg.preprocess or f"resize({model_config.image_size})"
     sets = []
     for path in (task["train"], task["test"]):
         samples = data.EvaluationSet(

@@ -375,7 +375,7 @@ class Trainer:
         self.evaluated_s += time.monotonic() - began
 
     def _samples(self, path: str) -> data.EvaluationSet:
-        ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size[0]})"
+        ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
         return data.EvaluationSet(
             data.load_index(path),
             ops,
