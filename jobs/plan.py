@@ -5,7 +5,7 @@ import models
 from jobs.campaign import Campaign, Stage
 from jobs.stage import reference
 from pipeline.errors import PatchlineError
-from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, steps_of
+from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.telemetry import amount
 
 
@@ -78,7 +78,7 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     states, activations = memory_estimate(cfg, stage.model, a.world)
     lines.append(
         f"  memory  about {states / 2**30:.1f} GiB of states + {activations / 2**30:.1f} GiB of activations a worker "
-        f"(checkpoint_blocks={cfg.checkpoint_blocks})"
+        f"(checkpoint_blocks={recomputed_blocks(cfg, stage.model)})"
     )
     return lines
 

@@ -67,7 +67,9 @@ class TrainConfig:
     uneven: bool = False  # let workers own numbers of slots that differ by one
     precision: Literal["bf16", "fp32"] = "bf16"
     zero: int = 2  # DeepSpeed ZeRO stage
-    checkpoint_blocks: int = 0  # blocks that recompute their activations
+    checkpoint_blocks: int = 0  # blocks that recompute their activations; or
+    activation_gb: float | None = None  # as many as make a micro-batch's activations fit in this (GiB)
+    compile: bool = False  # torch.compile, block by block
     deepspeed: str | None = None  # your own ds_config.json, merged in
     seed: int = 0
     evaluate_every: int = 0  # steps; 0: only at the end
@@ -84,7 +86,7 @@ class TrainConfig:
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
         "precision seed",
-        warn="micro_batch uneven zero checkpoint_blocks deepspeed evaluate_every probe",
+        warn="micro_batch uneven zero checkpoint_blocks activation_gb compile deepspeed evaluate_every probe",
         free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
 
@@ -199,6 +201,17 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
     return max(1, round(cfg.passes * samples / cfg.batch_size))
 
 
+def recomputed_blocks(cfg: TrainConfig, model: Any) -> int:
+    """`checkpoint_blocks`, or the fewest that fit `activation_gb`. Raises ConfigError where none does."""
+    if cfg.activation_gb is None:
+        return cfg.checkpoint_blocks
+    numbers = 2 if cfg.precision == "bf16" else 4
+    try:
+        return models.checkpoint_blocks_for(model, cfg.micro_batch, int(cfg.activation_gb * 2**30), numbers)
+    except ValueError as error:
+        raise ConfigError(f"activation_gb: {error}") from None
+
+
 def memory_estimate(cfg: TrainConfig, model: Any, world: int) -> tuple[int, int]:
     """Bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
 
@@ -215,6 +228,6 @@ def memory_estimate(cfg: TrainConfig, model: Any, world: int) -> tuple[int, int]
     if not hasattr(model, "depth"):
         return states, 0
     whole, recomputed = block_activation_bytes(model, numbers)
-    blocks = min(cfg.checkpoint_blocks, model.depth)
+    blocks = min(recomputed_blocks(cfg, model), model.depth)
     kept = (model.depth - blocks) * whole + blocks * recomputed + (whole if blocks else 0)
     return states, cfg.micro_batch * kept

@@ -30,7 +30,7 @@ from pipeline.errors import CheckpointError, Diverged, Preempted, WentBack
 from pipeline.evaluate import accuracy, features, normalise, probe
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.schedule import learning_rate
-from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, steps_of
+from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.telemetry import Telemetry, log_line, memory_gb, read_metrics
 from pipeline.watchdog import Phases
 
@@ -127,7 +127,9 @@ class Trainer:
             counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
             line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
             self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
-        model.checkpoint_blocks = cfg.checkpoint_blocks  # type: ignore[assignment]
+        model.checkpoint_blocks = recomputed_blocks(cfg, self.model_config)  # type: ignore[assignment]
+        if cfg.compile:
+            models.compile_blocks(model)
         model.to(self.device)
         settings = deepspeed_config(
             zero=cfg.zero,

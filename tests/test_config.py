@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import models
 from data import AugmentConfig
 from jobs import fewshot, pack, resize
 from jobs.gang import ClusterConfig
@@ -13,7 +14,14 @@ from pipeline.errors import ConfigError
 from pipeline.evaluate import ProbeConfig
 from pipeline.optimizer import OptimConfig
 from pipeline.schedule import ScheduleConfig
-from pipeline.stage import DataConfig, TrainConfig, batch_arithmetic, steps_of
+from pipeline.stage import (
+    DataConfig,
+    TrainConfig,
+    batch_arithmetic,
+    memory_estimate,
+    recomputed_blocks,
+    steps_of,
+)
 
 TAGGED = [
     *(TrainConfig, DataConfig, OptimConfig, ScheduleConfig, ProbeConfig, ClusterConfig),
@@ -107,3 +115,22 @@ def test_passes_become_steps_as_in_the_original():
     assert steps_of(TrainConfig(passes=14), 303_000_000) == 1_035_645  # H/14 on JFT
     assert steps_of(TrainConfig(passes=90), 14_197_122) == 311_948  # ImageNet-21k
     assert steps_of(TrainConfig(passes=300), 1_281_167) == 93_835  # ImageNet
+
+
+def test_a_memory_budget_recomputes_as_few_blocks_as_fit():
+    model = models.config_of("H/14")
+    cfg = TrainConfig(steps=1, micro_batch=64, activation_gb=8.0)
+    blocks = recomputed_blocks(cfg, model)
+    assert 0 < blocks < model.depth
+    assert memory_estimate(cfg, model, 8)[1] <= 8 * 2**30
+    fewer = dataclasses.replace(cfg, activation_gb=None, checkpoint_blocks=blocks - 1)
+    assert memory_estimate(fewer, model, 8)[1] > 8 * 2**30
+    with pytest.raises(ConfigError, match="largest that fits"):
+        recomputed_blocks(dataclasses.replace(cfg, activation_gb=0.1), model)
+
+
+def test_zero_splits_what_its_stage_says():
+    model = models.config_of("B/16")
+    states = [memory_estimate(TrainConfig(steps=1, zero=zero, precision="fp32"), model, 8)[0] for zero in range(4)]
+    count = models.parameters_of(model)
+    assert states == [round(count * each) for each in (4 + 4 + 8, 4 + 4 + 12 / 8, 4 + 4 / 8 + 12 / 8, 20 / 8)]
