@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models import checks, resnet
+from models import catalog, checks, resnet
 from models.vit import SIZES, ViTConfig
 from models.weights_map import Layout
 
@@ -30,7 +30,7 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: dict[str, Any])
         raise ValueError(f"no {wanted} and blocks among {len(stored)} keys: this is no ViT known here")
     registers = shape("prefix.registers")
     found = {
-        "width": size("embedding.bias"),
+        "width": embedding[-1 if layout.kernels_last else 0],
         "depth": next(i for i in itertools.count() if size(f"blocks.{i}.norm1.bias") is None),
         "mlp": size("blocks.0.mlp.up.bias"),
         "patch": embedding[:2] if layout.kernels_last else embedding[2:],
@@ -42,7 +42,7 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: dict[str, Any])
     }
     found |= {name: checks.pair(name, found[name]) for name in ("patch", "image_size") if name in found}
     found["heads"] = found.get("heads") or usual_heads(found["width"])
-    return ViTConfig(**with_positions(found, shape("positions.0.table")))
+    return catalog.checked(ViTConfig, with_positions(found, shape("positions.0.table")))
 
 
 def usual_heads(width: int) -> int:
@@ -69,8 +69,13 @@ def with_positions(found: dict[str, Any], table: tuple[int, ...] | None) -> dict
         if not fitting:
             raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
         found["image_size"] = fitting[0] * stride[0], fitting[0] * stride[1]
-    rows, columns = found["image_size"][0] // stride[0], found["image_size"][1] // stride[1]
-    return {"class_slot": length == rows * columns + prefix, **found}
+    patches = math.prod(pixels // step for pixels, step in zip(found["image_size"], stride, strict=True))
+    if length not in (patches, patches + prefix):
+        raise ValueError(
+            f"image_size {found['image_size']} has {patches} patches and {prefix} prefix tokens, the file has {length} "
+            "position entries; load it at its own size and resize it with models.transfer"
+        )
+    return {"class_slot": length == patches + prefix, **found}
 
 
 def units_of(stored: dict[str, Tensor]) -> tuple[int, ...]:

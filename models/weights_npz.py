@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import weights_infer, weights_map
+from models import catalog, weights_infer, weights_map
 from models.resnet import BiTConfig
 from models.vit import ViTConfig
 
@@ -93,26 +93,32 @@ def load(path: str | Path, overrides: dict[str, Any]) -> tuple[dict[str, Tensor]
     """State dict and config of a file; `file.npz:img` takes the part of it under `img/`."""
     file, _, part = str(path).partition(".npz:")
     with np.load(file + ".npz" if part else file, allow_pickle=False) as arrays:
-        stored = {key: tensor_of(arrays[key]) for key in arrays.files}
-    stored = canonical(stored, part)
+        names = model_keys(arrays.files, part)
+        stored = canonical({name: tensor_of(arrays[key], key) for name, key in names.items()})
     config = infer(stored, overrides)
     return weights_map.read(stored, config, layout_of(config)), config
 
 
-def tensor_of(array: np.ndarray) -> Tensor:
+def model_keys(keys: list[str], part: str) -> dict[str, str]:
+    """Each parameter's name without the prefix of its file, and its key; what lies beside the model is left out."""
+    names = {key: key for key in keys}
+    for prefix in ("opt/target/", "params/", f"{part}/" if part else ""):
+        if prefix and any(name.startswith(prefix) for name in names):
+            names = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
+    return names
+
+
+def tensor_of(array: np.ndarray, key: str) -> Tensor:
     """Float32; bfloat16, which NumPy does not know, is stored as two void bytes."""
     if array.dtype == np.dtype("V2"):
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).float()
     if array.dtype.kind != "f":
-        raise ValueError(f"expected floating-point weights, found an array of {array.dtype}")
+        raise ValueError(f"expected floating-point weights, found {key} of {array.dtype}")
     return torch.from_numpy(array.astype(np.float32))
 
 
-def canonical(stored: dict[str, Tensor], part: str = "") -> dict[str, Tensor]:
-    """Keys as today's code writes them: no prefix, layers apart, numbers of each class from 0."""
-    for prefix in ("opt/target/", "params/", f"{part}/" if part else ""):
-        if prefix and any(key.startswith(prefix) for key in stored):
-            stored = {key.removeprefix(prefix): v for key, v in stored.items() if key.startswith(prefix)}
+def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keys as today's code writes them: layers apart, numbers of each class from 0."""
     scanned = "Transformer/encoderblock/"
     for key in [key for key in stored if key.startswith(scanned)]:
         for i, layer in enumerate(stored.pop(key)):
@@ -164,7 +170,7 @@ def infer_bit(stored: dict[str, Tensor], overrides: dict[str, Any]) -> BiTConfig
         "classes": 0 if head is None else head.numel(),
         "pool_padding": "zero" if published else "-inf",
     }
-    return BiTConfig(**{**found, **overrides})
+    return catalog.checked(BiTConfig, {**found, **overrides})
 
 
 def save(state: dict[str, Tensor], config: Any, path: str | Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models import weights_infer, weights_map
@@ -27,17 +29,40 @@ LAYOUT = weights_map.Layout(
     )
 )
 ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args say the rest
+FIXED = (  # what timm's own names stand for although neither shapes nor config.json tell (timm 1.0.22)
+    (
+        r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip|large_patch16_siglip.*_512)",
+        "activation",
+        "gelu_tanh",
+    ),
+    (r"vit_base_patch16_gap_224", "heads", 16),
+)
+POOLS = {"token": "token", "avg": "gap", "map": "map"}  # theirs: ours
+CHANGES = ("pool_include_prefix", "norm_layer", "mlp_layer", "block_fn")  # arguments that change what is computed
 
 
 def load(stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict, ViTConfig]:
-    """State dict and config; timm computes erf GELU unless its config says otherwise."""
+    """State dict and config; timm computes erf GELU unless its config says otherwise.
+
+    Without a config beside it, a class token counts as the one that is pooled: pass pool="gap" where it is not.
+    """
     if any(key.startswith("fc_norm.") for key in stored):
         raise ValueError("this timm model normalises after pooling (fc_norm), which no model here does")
     arguments = described.get("model_args", {})
-    known: dict[str, Any] = {"activation": arguments.get("act_layer", "gelu")}
-    for ours, theirs in (("heads", "num_heads"), ("image_size", "img_size")):
+    if changed := [name for name in CHANGES if arguments.get(name)]:
+        raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
+    known: dict[str, Any] = {"activation": "gelu"}
+    known |= {ours: v for name, ours, v in FIXED if re.match(name, described.get("architecture", ""))}
+    for ours, theirs in (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer")):
         if theirs in arguments:
             known[ours] = arguments[theirs]
+    if pooled := arguments.get("global_pool") or described.get("global_pool"):
+        if pooled not in POOLS:
+            raise ValueError(f"this timm model pools by {pooled}, which no model here does")
+        known["pool"] = POOLS[pooled]
+    if "cls_token" in stored and (known | overrides).get("pool", "token") != "token":
+        registers = [stored[key] for key in ("cls_token", "reg_token") if key in stored]  # not pooled, so a register
+        stored = {key: v for key, v in stored.items() if key != "cls_token"} | {"reg_token": torch.cat(registers, 1)}
     if "pos_embed" not in stored:
         known["positions"] = "none"
     config = weights_infer.vit_config(stored, LAYOUT, known | overrides)

@@ -37,6 +37,7 @@ from pipeline.watchdog import Phases
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
+WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
@@ -123,7 +124,9 @@ class Trainer:
             state, source = models.load_weights(self.job.init)
             state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
             model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
-            self.telemetry.report("transfer", {"step": 0, "report": str(report)})
+            counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
+            line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
         model.checkpoint_blocks = cfg.checkpoint_blocks  # type: ignore[assignment]
         model.to(self.device)
         settings = deepspeed_config(
@@ -382,9 +385,11 @@ class Trainer:
             max_labels=self.cfg.data.max_labels,
         )
 
-    def report(self, losses: list[float], norm: float, rate: float, since: float, waited: float) -> None:
+    def report(self, losses: list[float], norm: float, rate: float, since: float, waits: list[data.Wait]) -> None:
         """The log line and its record, which holds the loss of every step since the one before."""
         elapsed, steps = time.monotonic() - since, len(losses)
+        seconds = {part: sum(getattr(wait, f"{part}_s") for wait in waits) for part in WAITS}
+        parts = {f"wait_{part}": waited / elapsed for part, waited in seconds.items()}
         speed = steps * self.cfg.batch_size / elapsed
         flops = models.training_flops(self.model_config, 1) * speed / self.world
         peak = next(
@@ -401,7 +406,8 @@ class Trainer:
             "images_per_s": speed,
             "tflops_per_worker": flops / 1e12,
             "mfu": flops / peak if peak else None,
-            "wait": waited / elapsed,
+            "wait": sum(parts.values()),
+            **parts,
             "seconds": elapsed,
             "stalled_s": self.stalled_s,
             "evaluated_s": self.evaluated_s,
@@ -430,8 +436,9 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     asked: list[int] = []
     _catch_sigterm(asked)
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
-    since, waited, bad_here = time.monotonic(), 0.0, 0
+    since, bad_here = time.monotonic(), 0
     losses: list[float] = []
+    waits: list[data.Wait] = []
     first, saved = t.step + 1, t.step or -1
 
     while t.step < t.steps:
@@ -446,10 +453,9 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         planned = t.order.batch(t.step)
         shard = t.index.shards[planned[1][t.arithmetic.slots(t.rank).start]].name
         for _ in range(accumulation):
-            began = time.monotonic()
             t.phases.enter("data", t.step, shard)
             batch = next(batches)
-            waited += time.monotonic() - began
+            waits.append(batch.wait)
             assert batch.step == t.step, f"the loader is at step {batch.step}, the loop at {t.step}"
             t.count_bad(batch, bad_here + bad)
             bad += len(batch.bad)
@@ -471,8 +477,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         # 3. what the step asks for
         last = t.step == t.steps
         if t.step % cfg.log_every == 0 or last or t.step == first:
-            t.report(losses, norm, rate, since, waited)
-            since, losses, waited = time.monotonic(), [], 0.0
+            t.report(losses, norm, rate, since, waits)
+            since, losses, waits = time.monotonic(), [], []
         if t.saver.in_flight and written:
             t.finish_save()
         if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:

@@ -142,7 +142,7 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 
-@pytest.mark.parametrize("name", ["vit_h14_jft300m", "vit_l16_i21k", "vit_b16_i1k", "vit_b16_masked", "digits"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "jobs" / "recipes").glob("*.yaml")))
 def test_a_recipes_every_default_is_on_record(name):
     expected = ROOT / "tests" / "recipes" / f"{name}.yaml"
     found = campaign.resolved(campaign.load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))

@@ -261,6 +261,7 @@ def test_a_config_survives_json():
 
 ZERO3 = """
 import deepspeed, torch, models
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # never used, built for minutes
 deepspeed.init_distributed("gloo", verbose=False)
 losses = []
 for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):

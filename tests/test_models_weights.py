@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
-from models import weights, weights_map, weights_npz
+from models import weights, weights_timm
+from models.vit import ACTIVATIONS
 
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
@@ -134,38 +135,6 @@ def test_full_size_models_give_the_original_logits(case, atol, tmp_path, monkeyp
         assert_logits(model, images * 2e-3, arrays["logits_with_images_times_2e_3"], atol)
 
 
-@golden
-def test_a_finetuned_head_starts_at_zero_on_resized_positions():
-    arrays = np.load(GOLDEN / "finetune_e2e.io.npz")
-    source = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
-    target = models.config_of("mu/4", 24, 5, width=32, depth=2, mlp=64, heads=4)
-    state, _ = models.transfer(source.state_dict(), source.config, target)
-    expected = torch.from_numpy(arrays["pos_embedding_at_start"])
-    torch.testing.assert_close(state["positions.0.table"], expected, atol=1e-6, rtol=0)
-    model = models.from_config(target)
-    model.load_state_dict(state)
-    assert_logits(model, channels_first(arrays["eval_images"]), arrays["logits_at_start"], 0)
-
-
-@golden
-def test_gradients_are_those_of_the_original():
-    arrays = np.load(GOLDEN / "finetune_e2e.io.npz")
-    source = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
-    target = models.config_of("mu/4", 24, 5, width=32, depth=2, mlp=64, heads=4)
-    model = models.from_config(target)
-    model.load_state_dict(models.transfer(source.state_dict(), source.config, target)[0])
-    model.head.weight.data = torch.from_numpy(arrays["gradcheck_head_kernel"]).T.contiguous()
-    logits = model(channels_first(arrays["images"][0]))
-    torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["labels"][0])).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    written = weights_map.write(gradients, target, weights_npz.layout_of(target))
-    checked = [key for key in arrays if key.startswith("gradcheck/")]
-    assert {key.removeprefix("gradcheck/") for key in checked} == set(written)
-    for key in checked:
-        expected = torch.from_numpy(arrays[key])
-        torch.testing.assert_close(written[key.removeprefix("gradcheck/")], expected, atol=1e-6, rtol=1e-4)
-
-
 def test_every_generation_of_official_names_is_read(tmp_path):
     model = random_model(pool="token", representation=8)
     models.save(model, tmp_path / "linen.npz", format="npz")
@@ -186,7 +155,7 @@ def test_every_generation_of_official_names_is_read(tmp_path):
     versions = {
         "pre_linen": {pre_linen(key): array for key, array in plain.items()},
         "params": {f"params/{key}": array for key, array in plain.items()},
-        "target": {f"opt/target/{key}": array for key, array in plain.items()} | {"opt/state/step": np.ones(1)},
+        "target": {f"opt/target/{key}": array for key, array in plain.items()} | {"opt/state/step": np.array(7)},
         "scan": scan,
         "part": {f"params/img/{key}": array for key, array in plain.items()} | {"params/txt/a": np.ones(1)},
         "bf16": {key: tensor.view(torch.uint16).numpy().view("V2") for key, tensor in half.items()},
@@ -271,6 +240,27 @@ def test_what_does_not_fit_is_listed_key_by_key(tmp_path):
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"imagesize": 24}, r"no field 'imagesize'; did you mean 'image_size'\?"),
+        ({"image_size": 24}, r"\(24, 24\) has 9 patches and 1 prefix tokens, the file has 5 position entries"),
+        ({"heads": 4}, r"query/kernel is 32x2x16, expected 32x4x8"),
+    ],
+)
+def test_what_is_told_of_a_file_must_fit_it(told, message, tmp_path):
+    models.save(random_model(), tmp_path / "good.npz", format="npz")
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path / "good.npz", **told)
+
+
+def test_an_array_that_is_no_weight_is_named(tmp_path):
+    models.save(random_model(), tmp_path / "good.npz", format="npz")
+    np.savez(tmp_path / "bad.npz", step=np.array(7), **np.load(tmp_path / "good.npz"))
+    with pytest.raises(ValueError, match="found step of int64"):
+        models.load(tmp_path / "bad.npz")
+
+
 def test_nothing_is_unpickled(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -307,6 +297,9 @@ def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path
     [
         ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "normalises after pooling"),
         ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "1 keys: unknown blocks.0.ls1.gamma 32"),
+        ("timm", {"norm_pre.weight": torch.ones(32)}, {}, "1 keys: unknown norm_pre.weight 32"),
+        ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "pools by avgmax, which no model here does"),
+        ("timm", {}, {"model_args": {"pool_include_prefix": True}}, "has pool_include_prefix"),
         ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
         ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
     ],
@@ -366,6 +359,62 @@ def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
     with torch.no_grad():
         assert_logits(model, images, theirs(images), 1e-5, rtol=2e-6)
         assert_logits(models.load(tmp_path / "timm"), images, model(images), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"img_size": (16, 24), "patch_size": (8, 4), "mlp_ratio": 2.5},
+        {"global_pool": "avg", "fc_norm": False},  # with a class token that is not pooled
+        {"global_pool": "avg", "fc_norm": False, "reg_tokens": 2, "no_embed_class": True},
+        {"global_pool": "avg", "fc_norm": False, "class_token": False},
+        {"global_pool": "map", "reg_tokens": 2, "act_layer": "gelu_tanh"},
+        {"reg_tokens": 3, "num_classes": 0},
+    ],
+)
+def test_what_timm_saves_comes_to_us(options, timm, tmp_path):
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    arguments |= options
+    theirs = timm.models.VisionTransformer(**arguments).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    described = {"architecture": "vit_base_patch16_224", "model_args": arguments}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    ours = models.load(tmp_path)
+    images = torch.linspace(-1, 1, 6 * math.prod(ours.config.image_size)).view(2, 3, *ours.config.image_size)
+    with torch.no_grad():
+        assert_logits(ours, images, theirs(images), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_base_patch16_gap_224",
+        "vit_base_patch16_siglip_224",
+        "vit_base_patch32_siglip_256",
+        "vit_large_patch16_siglip_384",
+        "vit_large_patch16_siglip_gap_512",
+        "vit_so400m_patch14_siglip_378",
+        "vit_so400m_patch16_siglip_gap_256",
+        "vit_giantopt_patch16_siglip_384",
+        "vit_so150m_patch16_reg4_gap_256",
+    ],
+)
+def test_what_a_name_of_timm_stands_for_is_known(name, timm):
+    with torch.device("meta"):
+        theirs = timm.create_model(name, depth=1)
+    stored = theirs.state_dict()
+    _, config = weights_timm.load(
+        {key: torch.empty(tensor.shape) for key, tensor in stored.items()}, {"architecture": name}, {}
+    )
+    block = theirs.blocks[0]
+    assert config.heads == block.attn.num_heads
+    assert ACTIVATIONS[config.activation] == getattr(block.mlp.act, "approximate", "tanh")
+    assert config.pool == weights_timm.POOLS[theirs.global_pool] and config.norm_eps == theirs.norm.eps
 
 
 @pytest.fixture(scope="module")

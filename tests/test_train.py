@@ -58,6 +58,7 @@ def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
     (report,) = read_metrics(finetuned, "transfer")
     dropped = {line.split()[1] for line in report["report"].splitlines() if line.startswith("dropped")}
     assert dropped == {"corruption.token", "prediction.weight", "prediction.bias"}
+    assert "0 resized, 2 new, 3 dropped" in (finetuned / "log.txt").read_text()
     assert models.load(finetuned).config.family == "vit"
     source, config = models.load_weights(resized)
     assert config.family == "masked" and config.image_size == (24, 24) and "vit.embedding.weight" in source
