@@ -15,7 +15,8 @@ from jobs.stage import Context, code_version
 from pipeline import checkpoint, config, durable
 from pipeline.errors import PatchlineError, Preempted
 from pipeline.stage import TrainConfig, batch_arithmetic
-from pipeline.train import Job, worker
+from pipeline.train import worker
+from pipeline.trainer import Job
 from pipeline.watchdog import Watch
 
 INPUTS = ("data.train", "data.evaluate", "init", "probe.train", "probe.test")

@@ -1,0 +1,425 @@
+"""What the training loop is made of: start, micro-batch, agreement, save, judgement, evaluation, report.
+
+How training starts, first match wins:
+1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world;
+2. `init`: weights of another stage, step 0, a fresh optimizer;
+3. random weights from `seed`.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import data
+import models
+from data import Ledger, Order
+from pipeline import checkpoint, config
+from pipeline.durable import write_atomic
+from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.errors import CheckpointError, Diverged, WentBack
+from pipeline.evaluate import accuracy, features, normalise, probe
+from pipeline.losses import LOSSES, dense_targets, mixup
+from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, recomputed_blocks, steps_of
+from pipeline.telemetry import Telemetry, log_line, memory_gb
+from pipeline.watchdog import Phases
+
+# FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
+LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
+BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
+
+    run: str  # the run directory, shared by all nodes
+    directory: str  # of this stage
+    attempt: int
+    key: str  # of the stage
+    code: str  # version of the code
+    model: dict[str, Any]  # the resolved architecture (models.to_dict)
+    train: str
+    evaluate: str | None = None
+    init: str | None = None
+    probe_train: str | None = None
+    probe_test: str | None = None
+    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
+
+    @property
+    def attempt_folder(self) -> Path:
+        """What this attempt's workers leave behind: their places, ends and logs."""
+        return Path(self.directory) / "attempts" / f"attempt-{self.attempt:06d}"
+
+    @property
+    def stop_file(self) -> Path:
+        """Appears when the driver wants the gang to commit and end."""
+        return Path(self.directory) / f"stop-{self.attempt:06d}"
+
+
+class Trainer:
+    """What the loop holds: the engine, the data and what has been seen so far."""
+
+    def __init__(self, cfg: TrainConfig, job: Job) -> None:
+        self.cfg, self.job = cfg, job
+        self.device = join_group(cfg.timeout_s)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.directory = Path(job.directory)
+        self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
+        self.phases = Phases(job.attempt_folder, self.rank, cfg.stall_s)
+        self.index = data.load_index(job.train)
+        self.order = self._order()
+        self.steps = steps_of(cfg, self.index.samples)
+        self.arithmetic = batch_arithmetic(cfg, self.world)
+        self.model_config = models.from_dict(job.model)
+        self.check_classes()
+        self.engine = self._engine(self.arithmetic)
+        self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
+        self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
+        self.left_out = self._left_out()
+        self.ledger = Ledger.start(self.index.digest, cfg.seed)
+        self.last_metrics: dict[str, float] = {}
+        self.stalled_s = self.evaluated_s = 0.0  # by checkpoints and evaluations, since the last report
+        self.start()
+
+    def check_classes(self) -> None:
+        """Raise DataError where a set has labels that the head has no output for; training images are square."""
+        height, width = self.model_config.image_size
+        config.require(height == width, f"image_size is {height}×{width}: training crops are square")
+        if self.cfg.objective == "masked":
+            return
+        for path in filter(None, (self.job.train, self.job.evaluate)):
+            found, classes = data.load_index(path).classes, self.model_config.classes
+            if found > classes:
+                raise data.DataError(
+                    f"{path} has labels up to {found - 1}, the model has {classes} classes\n  set model.classes={found}"
+                )
+
+    def _order(self) -> Order:
+        given = {"lanes": self.cfg.data.lanes, "shuffle_block": self.cfg.data.shuffle_block}
+        return Order(
+            self.index.shard_samples,
+            seed=self.cfg.seed,
+            batch_size=self.cfg.batch_size,
+            tail=self.cfg.data.tail,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    def _engine(self, arithmetic: Arithmetic) -> Engine:
+        cfg = self.cfg
+        model = models.from_config(self.model_config, torch.Generator().manual_seed(cfg.seed))
+        if self.job.init:
+            state, source = models.load_weights(self.job.init)
+            state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
+            model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
+            counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
+            line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
+        model.checkpoint_blocks = recomputed_blocks(cfg, self.model_config)  # type: ignore[assignment]
+        if cfg.compile:
+            models.compile_blocks(model)
+        model.to(self.device)
+        settings = deepspeed_config(
+            zero=cfg.zero,
+            precision=cfg.precision,
+            micro_batch=cfg.micro_batch,
+            accumulation=arithmetic.accumulation,
+            clip=cfg.optim.clip,
+            user_file=cfg.deepspeed,
+        )
+        return Engine(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
+
+    def _left_out(self) -> range:
+        """The steps that an earlier attempt found to be non-finite; empty where none has. Collective."""
+        path, found = self.directory / LEFT_OUT, [[0, 0]]
+        if self.rank == 0 and path.exists():
+            found = [json.loads(path.read_text())]
+        dist.broadcast_object_list(found, src=0)
+        return range(*found[0])
+
+    # ------------------------------------------------------------------------------------------ how training starts
+
+    def start(self) -> None:
+        """Resume, or start from weights or seed; say which, and what is therefore ignored, in one line."""
+        cfg, job = self.cfg, self.job
+        found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
+        if found is not None:
+            changed = config.differences(found.config, config.tagged(cfg, "forbid"))
+            assert found.key == job.key, (
+                f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
+            )
+            self.step, self.bad, self.ledger = found.step, found.bad_samples, Ledger(found.ledger)
+            ignored = f", init {job.init} ignored" if job.init else ", random weights ignored"
+            text = (
+                f"resumed from step {found.step} (attempt {found.attempt}, {found.world} workers, ZeRO {found.zero}, "
+                f"ledger {found.ledger[:12]}){ignored}"
+            )
+        elif job.init:
+            text = f"weights from {job.init}, optimizer fresh, step 0"
+        else:
+            text = f"random weights from seed {cfg.seed}, step 0"
+        if self.rank == 0:
+            a = self.arithmetic
+            self.telemetry.say(
+                f"attempt {job.attempt}: {text}; {self.world} workers × micro_batch {a.micro_batch} × accumulation "
+                f"{a.accumulation} = batch {a.batch_size}, {self.steps} steps, ZeRO {cfg.zero} {cfg.precision}"
+            )
+            start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
+            self.telemetry.report("start", start)
+
+    # ------------------------------------------------------------------------------------------ pieces of a step
+
+    def micro_batches(self) -> Iterator[data.Batch]:
+        """This worker's micro-batches from the current step on."""
+        cfg = self.cfg
+        return iter(
+            data.TrainLoader(
+                self.index,
+                self.order,
+                image_size=self.model_config.image_size[0],
+                slots=self.arithmetic.slots(self.rank),
+                micro_batch=cfg.micro_batch,
+                accumulation=self.arithmetic.accumulation,
+                start_step=self.step,
+                seed=cfg.seed,
+                augment=cfg.data.augment,
+                max_labels=cfg.data.max_labels,
+                processes=cfg.data.processes,
+                timeout_s=cfg.data.timeout_s,
+            )
+        )
+
+    def forward_backward(self, batch: data.Batch) -> torch.Tensor:
+        """Backward of one micro-batch, weighted so that the sum over workers and micro-batches is the global mean.
+
+        Returns the summed loss of its samples.
+        """
+        cfg = self.cfg
+        torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
+        self.phases.enter("forward", self.step)
+        images = normalise(batch.images, self.engine.dtype, self.device)
+        total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
+        self.phases.enter("backward", self.step)
+        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
+        return total.detach()
+
+    def labelled_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss against the labels, smoothed and mixed as the recipe says."""
+        cfg = self.cfg
+        targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
+        if cfg.mixup:
+            images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
+        return LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
+
+    def masked_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
+        """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
+        samples, so it is the same at every world that cuts the batch into the same micro-batches."""
+        key = config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist())
+        generator = torch.Generator(self.device).manual_seed(key)
+        return models.masked.objective(self.engine.engine, images, generator)[0]
+
+    def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
+        """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
+        status = torch.tensor([0.0, bad, stop, self.saver.written], dtype=torch.float64, device=self.device)
+        status[0] = loss
+        dist.all_reduce(status)
+        total, bad_sum, stops, written = status.tolist()
+        return total / self.cfg.batch_size, int(bad_sum), stops > 0, written == self.world
+
+    def begin_save(self) -> None:
+        """Snapshot now; a save still in flight is finished first."""
+        self.phases.enter("save", self.step)
+        if self.saver.in_flight:
+            self.finish_save()
+        self.saver.begin(
+            self.engine,
+            checkpoint.Manifest(
+                step=self.step,
+                samples_seen=self.step * self.cfg.batch_size,
+                updates=self.engine.updates,
+                ledger=self.ledger.hex,
+                attempt=self.job.attempt,
+                world=self.world,
+                zero=self.cfg.zero,
+                config=config.tagged(self.cfg, "forbid"),
+                key=self.job.key,
+                code=self.job.code,
+                bad_samples=self.bad,
+                metrics=self.last_metrics,
+            ),
+        )
+        self.stalled_s += self.saver.stalled_s
+
+    def finish_save(self) -> None:
+        """Collective: commit the save in flight and prune; too many failures in a row end the run."""
+        self.phases.enter("save", self.step)
+        began = time.monotonic()
+        done = self.saver.finish()
+        self.stalled_s += time.monotonic() - began
+        values = {
+            "step": self.saver.manifest.step,
+            "stalled_s": self.saver.stalled_s,
+            "took_s": self.saver.took_s,
+        }
+        if done is not None:
+            self.failed_saves = 0
+            size = sum(file["bytes"] for file in done.files.values())
+            if self.rank == 0:
+                self.telemetry.report(
+                    "checkpoint",
+                    {**values, "bytes": size, "ledger": done.ledger},
+                    f"checkpoint step {done.step} committed: {len(done.files)} files, {size / 1e6:.1f} MB, "
+                    f"loop stalled {self.saver.stalled_s:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
+                )
+                self.prune()
+            return
+        self.failed_saves += 1
+        if self.rank == 0:
+            self.telemetry.report(
+                "checkpoint_failed",
+                {**values, "error": self.saver.failure},
+                f"checkpoint step {values['step']} FAILED ({self.saver.failure}); training goes on from memory, the "
+                f"one before it stays; {self.failed_saves} of {self.cfg.max_failed_saves} failures in a row",
+            )
+        if self.failed_saves >= self.cfg.max_failed_saves:
+            raise CheckpointError(
+                f"{self.failed_saves} saves in a row failed, the last: {self.saver.failure}\n"
+                f"  make room under {self.saver.folder}, then run the same command again"
+            )
+
+    def prune(self) -> None:
+        """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
+        try:
+            checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
+        except OSError as error:
+            self.telemetry.say(f"old checkpoints stay: {error}")
+
+    def judge(self, norm: float, ids: list[list[int]]) -> None:
+        """Count skipped steps: a non-finite gradient never reaches the weights, too many in a row end the run."""
+        if math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self.telemetry.say(
+            f"step {self.step}: gradient not finite, step skipped, weights unchanged; "
+            f"first samples (epoch, shard, sample) {ids[:4]}"
+        )
+        if self.skipped_in_a_row >= self.cfg.max_skipped:
+            self.go_back_or_end()
+
+    def go_back_or_end(self) -> None:
+        """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
+        found = checkpoint.committed(self.saver.folder)
+        last = checkpoint.step_of(found[0]) if found else 0
+        what = f"{self.skipped_in_a_row} steps in a row up to {self.step} had a non-finite gradient"
+        if self.left_out and last <= self.left_out.stop:  # nothing was committed since we went back
+            raise Diverged(
+                f"{what}, and leaving out steps {self.left_out.start + 1} … {self.left_out.stop} had not helped\n"
+                f"  the last good weights are in {self.saver.folder}\n"
+                "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
+            )
+        dist.barrier()  # everybody has looked before anything changes
+        if self.rank == 0:
+            write_atomic(self.directory / LEFT_OUT, json.dumps([last, self.step]))
+        dist.barrier()
+        raise WentBack(f"{what}: back to step {last}, steps {last + 1} … {self.step} are left out")
+
+    def count_bad(self, batch: data.Batch, before: int) -> None:
+        """Name this worker's first and every thousandth bad sample."""
+        for number, bad in enumerate(batch.bad, start=before + 1):
+            if number == 1 or number % 1000 == 0:
+                self.telemetry.say(f"bad sample {number} replaced: {bad.shard} {bad.key}: {bad.reason}")
+
+    def check_bad(self) -> None:
+        """Raise DataError when more samples are bad than a healthy set can have."""
+        allowed = self.cfg.data.max_bad_fraction * max(self.step * self.cfg.batch_size, BAD_GRACE)
+        if self.bad > allowed:
+            raise data.DataError(
+                f"{self.bad} bad samples among {self.step * self.cfg.batch_size} seen, more than max_bad_fraction "
+                f"{self.cfg.data.max_bad_fraction} allows\n  see log.txt for names; "
+                f"python -m jobs data check {self.job.train} lists them all"
+            )
+
+    def evaluate(self, remark: str = "") -> None:
+        """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
+        cfg, job = self.cfg, self.job
+        began = time.monotonic()
+        self.phases.enter("evaluate", self.step)
+        values: dict[str, Any] = {}
+        if job.evaluate:
+            values["accuracy"], values["judged"] = accuracy(
+                self.engine.model, self._samples(job.evaluate), self.engine.dtype, self.device
+            )
+        if job.probe_train and job.probe_test:
+            sets = [
+                features(self.engine.model, self._samples(path), self.engine.dtype, self.device)
+                for path in (job.probe_train, job.probe_test)
+            ]
+            if self.rank == 0:
+                values |= probe(sets[0], sets[1], cfg.probe)
+        if values and self.rank == 0:
+            self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
+            shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
+            line = f"evaluate step {self.step}  {shown}{remark}"
+            self.telemetry.report("evaluate", {"step": self.step, **values}, line)
+        self.evaluated_s += time.monotonic() - began
+
+    def _samples(self, path: str) -> data.EvaluationSet:
+        ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
+        return data.EvaluationSet(
+            data.load_index(path),
+            ops,
+            batch_size=self.cfg.micro_batch,
+            rank=self.rank,
+            world=self.world,
+            max_labels=self.cfg.data.max_labels,
+        )
+
+    def report(self, losses: list[float], norm: float, rate: float, since: float, waits: list[data.Wait]) -> None:
+        """The log line and its record, which holds the loss of every step since the one before."""
+        elapsed, steps = time.monotonic() - since, len(losses)
+        seconds = {part: sum(getattr(wait, f"{part}_s") for wait in waits) for part in WAITS}
+        parts = {f"wait_{part}": waited / elapsed for part, waited in seconds.items()}
+        speed = steps * self.cfg.batch_size / elapsed
+        flops = models.training_flops(self.model_config, 1) * speed / self.world
+        peak = next(
+            (v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()),
+            None,
+        )
+        values = {
+            "step": self.step,
+            "steps": self.steps,
+            "loss": losses[-1],
+            "losses": losses,
+            "lr": rate,
+            "grad_norm": norm,
+            "images_per_s": speed,
+            "tflops_per_worker": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "wait": sum(parts.values()),
+            **parts,
+            "seconds": elapsed,
+            "stalled_s": self.stalled_s,
+            "evaluated_s": self.evaluated_s,
+            "memory_gb": memory_gb(),
+            "eta_s": (self.steps - self.step) * elapsed / steps,
+            "world": self.world,
+            "samples_seen": self.step * self.cfg.batch_size,
+            "bad_samples": self.bad,
+            "ledger": self.ledger.hex,
+        }
+        self.telemetry.report("train", values, log_line(values))
+        self.stalled_s = self.evaluated_s = 0.0
+
+
+def config_seed(*parts: int) -> int:
+    """A seed for dropout that depends on what is computed, not on who computes it or what ran before."""
+    return int(config.digest(parts)[:15], 16)
