@@ -253,6 +253,11 @@ def resume_conflict(campaign: Campaign, stage: Stage) -> list[str]:
     return []
 
 
+def _last_attempt(folder: Path) -> str:
+    """Name of a stage's newest attempt: attempts are numbered over the whole run, clocks may jump."""
+    return max((path.name for path in (folder / "attempts").glob("attempt-*")), default="")
+
+
 def resolved(campaign: Campaign) -> str:
     """The whole campaign as YAML with every default written out: what a recipe's golden text holds."""
     stages = {s.name: {"kind": s.kind, **config.plain(s.config)} for s in campaign.stages}

@@ -1,9 +1,12 @@
 """`python -m jobs status RUN`: stage, step, loss, images/s, ETA, last checkpoint, from the run directory alone."""
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipeline import checkpoint, durable
 from pipeline.accounting import account
@@ -30,8 +33,19 @@ def ending(run: Path) -> str:
     except (OSError, ValueError):
         return "unknown: no command has ended yet"
     if last["exit_code"] is None:
-        return f"running since {last['time']}: {last['command']}"
+        gone = owner_is_gone(run)
+        state = "killed, or lost with its machine: run the same command again; it was" if gone else "running,"
+        return f"{state} started {last['time']}: {last['command']}"
     return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+
+
+def owner_is_gone(run: Path) -> bool:
+    """True where the owner was a process of this machine that no longer lives."""
+    try:
+        owner = json.loads((run / "owner.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return owner.get("host") == socket.gethostname() and not psutil.pid_exists(owner["pid"])
 
 
 def stage_line(folder: Path) -> str:

@@ -1,12 +1,15 @@
 """What a run says, and how it is read back."""
 
+import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from jobs.follow import Follower, waiting_for
 from jobs.session import table
-from jobs.status import status
+from jobs.status import status, write_status
 from pipeline.errors import UsageError
 from pipeline.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
 
@@ -81,3 +84,14 @@ def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
     (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
     with pytest.raises(UsageError, match="runs beside it: digits"):
         status(tmp_path / "digit")
+
+
+def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path):
+    (tmp_path / "pretrain-1").mkdir()
+    (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
+    write_status(tmp_path, None, "running", "python -m jobs run x.yaml")
+    owner = {"host": socket.gethostname(), "pid": os.getpid()}
+    (tmp_path / "owner.json").write_text(json.dumps(owner))
+    assert "running, started" in status(tmp_path)[1]
+    (tmp_path / "owner.json").write_text(json.dumps(owner | {"pid": 2**22 + 1}))  # above Linux's largest pid
+    assert "killed, or lost with its machine" in status(tmp_path)[1]
