@@ -3,70 +3,83 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from html import escape
+from io import BytesIO
 from pathlib import Path
 
 import cv2
 import numpy as np
+from jinja2 import Environment
+from matplotlib.figure import Figure
 
 from data.decode import decode
 from data.doctor import Report
 
-STYLE = """body{font:15px system-ui;margin:2rem auto;max-width:60rem;color:#222}h2{margin-top:2rem}
-pre{background:#f4f4f4;padding:1rem;overflow:auto}figure{display:inline-block;margin:.3rem;text-align:center}
-figcaption{font-size:11px;color:#777}rect{fill:#4878a8}td,th{padding:.15rem .8rem;text-align:right}"""
+MOST_SHARDS = 1000  # rows of the table
+TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
+<meta charset="utf-8"><title>Data report</title>
+<style>
+body { font: 15px system-ui; margin: 2rem auto; max-width: 60rem; color: #222 }
+pre { background: #f4f4f4; padding: 1rem; overflow: auto }
+img { max-width: 100%; height: auto }
+figure { display: inline-block; margin: .3rem; text-align: center }
+figcaption { font-size: 11px; color: #777 }
+td, th { padding: .15rem .8rem; text-align: right }
+</style>
+<h1>Data report</h1>
+<pre>{{ summary }}</pre>
+<img src="data:image/png;base64,{{ chart }}">
+<h2>Shards</h2>
+<table><tr><th>shard<th>samples<th>good<th>bad<th>problem
+{% for s in shards %}
+<tr><td>{{ s.name }}<td>{{ s.samples }}<td>{{ s.sizes | length }}<td>{{ s.bad.total() }}<td>{{ s.problem }}
+{% endfor %}
+</table>
+<h2>Samples</h2>
+{% for key, image in samples %}
+<figure><img src="data:image/jpeg;base64,{{ image }}"><figcaption>{{ key }}</figcaption></figure>
+{% endfor %}
+""")
 
 
 def write_page(report: Report, path: str | Path) -> Path:
     """Write the page and return its path."""
-    sides = np.concatenate([shard.sides for shard in report.shards])
-    sizes = np.concatenate([shard.sizes for shard in report.shards])
-    counts = np.array([report.classes[c] for c in range(report.index.classes)])
-    parts = [
-        f"<!doctype html><meta charset=utf-8><title>data</title><style>{STYLE}</style><h1>Data report</h1>",
-        f"<pre>{escape(chr(10).join(report.lines()))}</pre>",
-        "<h2>Samples a class, most first</h2>",
-        bars(np.sort(counts)[::-1][:: max(1, len(counts) // 400)]),
-        *(histogram(title, values) for title, values in (
-            ("Shorter side, pixels", sides.min(1, initial=1 << 30)),
-            ("Width / height", sides[:, 1] / np.maximum(sides[:, 0], 1)),
-            ("Bytes an image", sizes),
-        )),
-        "<h2>Shards</h2><table><tr><th>shard<th>samples<th>good<th>bad<th>problem",
-        *(
-            f"<tr><td>{escape(s.name)}<td>{s.samples}<td>{len(s.sizes)}<td>{s.bad.total()}<td>{escape(s.problem)}"
-            for s in report.shards[:1000]
-        ),
-        "</table><h2>Samples</h2>",
-        *(figure(key, image) for shard in report.shards for key, image in shard.grid),
-    ]  # fmt: skip
-    Path(path).write_text("\n".join(parts))
+    page = TEMPLATE.render(
+        summary="\n".join(report.lines()),
+        chart=chart(report),
+        shards=report.shards[:MOST_SHARDS],
+        samples=[(key[-24:], thumbnail(image)) for shard in report.shards for key, image in shard.grid],
+    )
+    Path(path).write_text(page)
     return Path(path)
 
 
-def histogram(title: str, values: np.ndarray) -> str:
-    if not len(values):
-        return ""
-    counts, edges = np.histogram(values, 40, (values.min(), np.quantile(values, 0.99) + 1e-9))
-    legend = f"{edges[0]:.4g} … {edges[-1]:.4g} (99 %), median {np.median(values):.4g}"
-    return f"<h2>{title}</h2>{bars(counts)}<p>{legend}"
+def chart(report: Report) -> str:
+    """Samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
+    sides = np.concatenate([shard.sides for shard in report.shards])
+    counts = sorted((report.classes[c] for c in range(report.index.classes)), reverse=True)
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplots(2, 2).ravel()
+    axes[0].fill_between(range(len(counts)), counts, step="mid")
+    axes[0].set(title="samples a class, most first", xlabel="class, by rank", ylim=(0, None))
+    spreads = {
+        "shorter side, pixels": sides.min(1, initial=1 << 30),
+        "width / height": sides[:, 1] / np.maximum(sides[:, 0], 1),
+        "bytes an image": np.concatenate([shard.sizes for shard in report.shards]),
+    }
+    for axis, (title, values) in zip(axes[1:], spreads.items(), strict=True):
+        if len(values):
+            low, high = values.min(), np.quantile(values, 0.99)  # the longest tail would flatten all else
+            axis.hist(values, bins=40, range=(low, high) if high > low else (low - 0.5, low + 0.5))
+            title += f", median {np.median(values):.4g}"
+        axis.set(title=title, ylabel="images")
+    png = BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    return b64encode(png.getvalue()).decode()
 
 
-def bars(counts: np.ndarray) -> str:
-    """A bar chart as inline SVG."""
-    width, most = 900 / max(len(counts), 1), max(int(counts.max(initial=0)), 1)
-    rects = "".join(
-        f'<rect x="{n * width:.1f}" y="{120 - 120 * count / most:.1f}" width="{max(width - 1, 0.5):.1f}" '
-        f'height="{120 * count / most:.1f}"><title>{count}</title></rect>'
-        for n, count in enumerate(counts)
-    )
-    return f'<svg width="900" height="120">{rects}</svg>'
-
-
-def figure(key: str, encoded: bytes) -> str:
+def thumbnail(encoded: bytes) -> str:
+    """A small JPEG in base64."""
     image = decode(encoded)
     scale = 112 / max(image.shape[:2])
     small = cv2.resize(image[..., ::-1], None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
-    data = b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode()
-    caption = f"<figcaption>{escape(key[-24:])}</figcaption>"
-    return f'<figure><img src="data:image/jpeg;base64,{data}">{caption}</figure>'
+    return b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode()

@@ -3,7 +3,7 @@
 python -m jobs analyze runs/digits/finetune-1a2b3c4d photo.jpg --output analysis
 python -m jobs analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis      as many as in figure 7
 
-Writes attention.png (figure 6), inside.png (figure 7) and analysis.json. Needs matplotlib.
+Writes attention.png (figure 6), inside.png (figure 7) and analysis.json.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import data
@@ -25,7 +26,7 @@ from jobs.weights import load
 from models import analysis
 from models.positions import ADDED
 from pipeline.durable import write_atomic
-from pipeline.errors import ConfigError, UsageError
+from pipeline.errors import UsageError
 from pipeline.evaluate import normalise
 
 SHOWN = 8  # images in attention.png
@@ -34,7 +35,6 @@ COMPONENTS = 28  # filters in figure 7
 
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
-    figure_type()
     model = load(weights, {}).to(device())
     try:
         config = analysis.vit_of(model).config
@@ -60,15 +60,6 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def figure_type() -> Any:
-    """matplotlib's Figure; ConfigError where it is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("analyze draws with matplotlib, which is not installed\n  pip install matplotlib") from None
-    return Figure
 
 
 def read_images(paths: list[str], size: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
@@ -125,7 +116,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     """Figure 6: each image beside itself, lit where the model looks."""
     shown = list(images.values())[:SHOWN]
     height = 2 * shown[0].shape[0] / shown[0].shape[1]
-    figure = figure_type()(figsize=(4, height * len(shown) + 0.3), layout="constrained")
+    figure = Figure(figsize=(4, height * len(shown) + 0.3), layout="constrained")
     for row, (axes, pixels) in enumerate(zip(figure.subplots(len(shown), 2, squeeze=False), shown, strict=True)):
         axes[0].imshow(pixels)
         axes[1].imshow(pixels / 255 * enlarged(maps[row], pixels.shape[:2])[..., None])
@@ -145,7 +136,7 @@ def enlarged(map_: Tensor, size: tuple[int, int]) -> np.ndarray:
 
 def draw_inside(found: dict[str, Any], path: Path) -> None:
     """Figure 7: filters, positions, and how far every head of every layer looks."""
-    figure = figure_type()(figsize=(16, 5), layout="constrained")
+    figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
     left.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
     if found["components"] is None:

@@ -1,7 +1,6 @@
 """`jobs analyze`: the pictures are drawn, the numbers are those of the analysis, what cannot be is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import cv2
@@ -88,9 +87,3 @@ def test_what_cannot_be_analysed_is_refused_by_name(tmp_path, photos, capsys):
     assert "0.png: not a JPEG, PNG or WebP" in capsys.readouterr().err
     assert main(["analyze", weights, str(photos / "absent.png"), *output]) == 74
     assert not (tmp_path / "out").exists()
-
-
-def test_without_matplotlib_the_way_out_is_named(tmp_path, photos, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["analyze", saved(tmp_path), str(photos), "--output", str(tmp_path / "out")]) == 78
-    assert "pip install matplotlib" in capsys.readouterr().err
