@@ -34,6 +34,7 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
     since, bad_here = time.monotonic(), 0
     losses: list[float] = []
+    norms: list[float] = []
     waits: list[data.Wait] = []
     first, saved = t.step + 1, t.step or -1
 
@@ -67,14 +68,15 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         t.ledger = t.ledger.update(t.step, *planned)
         t.step, t.bad, bad_here = t.step + 1, t.bad + all_bad, bad_here + bad
         losses.append(mean_loss)
+        norms.append(norm)
         t.judge(norm, ids)
         t.check_bad()
 
         # 3. what the step asks for
         last = t.step == t.steps
         if t.step % cfg.log_every == 0 or last or t.step == first:
-            t.report(losses, norm, rate, since, waits)
-            since, losses, waits = time.monotonic(), [], []
+            t.report(losses, norms, rate, since, waits)
+            since, losses, norms, waits = time.monotonic(), [], [], []
         if t.saver.in_flight and written:
             t.finish_save()
         if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:

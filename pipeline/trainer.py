@@ -383,8 +383,10 @@ class Trainer:
             max_labels=self.cfg.data.max_labels,
         )
 
-    def report(self, losses: list[float], norm: float, rate: float, since: float, waits: list[data.Wait]) -> None:
-        """The log line and its record, which holds the loss of every step since the one before."""
+    def report(
+        self, losses: list[float], norms: list[float], rate: float, since: float, waits: list[data.Wait]
+    ) -> None:
+        """The log line and its record, with the loss and gradient norm of every step since the one before."""
         elapsed, steps = time.monotonic() - since, len(losses)
         seconds = {part: sum(getattr(wait, f"{part}_s") for wait in waits) for part in WAITS}
         parts = {f"wait_{part}": waited / elapsed for part, waited in seconds.items()}
@@ -400,7 +402,8 @@ class Trainer:
             "loss": losses[-1],
             "losses": losses,
             "lr": rate,
-            "grad_norm": norm,
+            "grad_norm": norms[-1],
+            "grad_norms": norms,
             "images_per_s": speed,
             "tflops_per_worker": flops / 1e12,
             "mfu": flops / peak if peak else None,
