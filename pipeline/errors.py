@@ -46,5 +46,6 @@ class ConfigError(PatchlineError):
 
 
 def exit_code(error: BaseException) -> int:
-    """The exception's own code, else by its kind."""
-    return getattr(error, "exit_code", 74 if isinstance(error, OSError) else 70)
+    """The exception's own code, else by its kind; never None, which would end the process with 0."""
+    code = getattr(error, "exit_code", None)
+    return code if code is not None else 74 if isinstance(error, OSError) else 70
