@@ -34,6 +34,7 @@ from pipeline.watchdog import Phases
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
 LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
+DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
@@ -203,13 +204,17 @@ class Trainer:
         Returns the summed loss of its samples.
         """
         cfg = self.cfg
-        torch.manual_seed(config_seed(cfg.seed, self.step, int(batch.ids[0].sum()) if len(batch.ids) else 0))
+        torch.manual_seed(self.draw_key(batch, DROPOUT))
         self.phases.enter("forward", self.step)
         images = normalise(batch.images, self.engine.dtype, self.device)
         total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
         self.phases.enter("backward", self.step)
         self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
         return total.detach()
+
+    def draw_key(self, batch: data.Batch, *purpose: int) -> int:
+        """Seed of what is drawn for a micro-batch: of (seed, step, all its samples), and the purpose."""
+        return config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist(), *purpose)
 
     def labelled_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
         """Summed loss against the labels, smoothed and mixed as the recipe says."""
@@ -222,8 +227,7 @@ class Trainer:
     def masked_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
         """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
         samples, so it is the same at every world that cuts the batch into the same micro-batches."""
-        key = config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist())
-        generator = torch.Generator(self.device).manual_seed(key)
+        generator = torch.Generator(self.device).manual_seed(self.draw_key(batch))
         return models.masked.objective(self.engine.engine, images, generator)[0]
 
     def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
