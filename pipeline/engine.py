@@ -132,6 +132,7 @@ class Engine:
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         self.model: nn.Module = self.engine.module
+        self.forward: nn.Module = self.engine  # what a training step computes logits with
         self.dtype = torch.bfloat16 if rounds else torch.float32
         if rounds:  # DeepSpeed made its masters from the rounded weights
             self.restore(lambda name, kind, start, count: masters[name].flatten()[start : start + count], ("master",))

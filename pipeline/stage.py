@@ -65,6 +65,7 @@ class TrainConfig:
     batch_size: int = 4096  # global
     micro_batch: int = 64  # per worker; accumulation is derived
     uneven: bool = False  # let workers own numbers of slots that differ by one
+    exact_parts: int = 0  # 1, 2, 4 … up to so many workers have the same bits (docs/elastic.md); 0: off
     precision: Literal["bf16", "fp32"] = "bf16"
     zero: int = 2  # DeepSpeed ZeRO stage
     checkpoint_blocks: int = 0  # blocks that recompute their activations; or
@@ -86,7 +87,8 @@ class TrainConfig:
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
         "precision seed",
-        warn="micro_batch uneven zero checkpoint_blocks activation_gb compile deepspeed evaluate_every probe",
+        warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
+        "probe",
         free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
 
@@ -118,7 +120,22 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, expected 1 or more")
         for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
+        self._check_parts()
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
+
+    def _check_parts(self) -> None:
+        parts, unit = self.exact_parts, self.exact_parts * self.micro_batch
+        require(parts >= 0 and parts & (parts - 1) == 0, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+        require(
+            not (parts and (self.batch_size % unit or self.uneven)),
+            f"exact_parts {parts} needs a batch_size of equal parts of whole micro-batches; {self.batch_size} is not a "
+            f"multiple of {parts} × micro_batch {self.micro_batch} = {unit}, or uneven is on",
+        )
+        require(
+            not (parts and self.deepspeed),
+            "exact_parts sums and steps without DeepSpeed, whose settings in your deepspeed file would do nothing\n"
+            "  leave out one of them",
+        )
 
 
 def model_config(values: Mapping[str, Any], source: Any = None) -> Any:
@@ -189,6 +206,10 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
             f"{unit}; nearest: {sizes}\n"
             "  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
         )
+    require(
+        not cfg.exact_parts or cfg.exact_parts % world == 0,
+        f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
+    )
     share = -(-cfg.batch_size // world)
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, -(-share // cfg.micro_batch))
 
@@ -212,6 +233,13 @@ def recomputed_blocks(cfg: TrainConfig, model: Any) -> int:
         raise ConfigError(f"activation_gb: {error}") from None
 
 
+def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
+    """Bytes a parameter that `exact_parts` holds at most: a micro-batch's gradient, its part's and, in fp32, one for
+    each level of the worker's subtree, and the optimizer's share."""
+    levels = (cfg.exact_parts // world).bit_length() - 1
+    return (2 if cfg.precision == "bf16" else 4) + 4 * (1 + levels) + 4 / world
+
+
 def memory_estimate(cfg: TrainConfig, model: Any, world: int) -> tuple[int, int]:
     """Bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
 
@@ -221,8 +249,9 @@ def memory_estimate(cfg: TrainConfig, model: Any, world: int) -> tuple[int, int]
     numbers = 2 if cfg.precision == "bf16" else 4
     masters = 4 if cfg.zero else 0  # at stage 0 the weights are the masters
     state = masters + 4 * (len(STATE[cfg.optim.name]) + bool(cfg.polyak))
-    shares = (numbers, 4, state)  # weights, gradients, masters and moments: bytes a parameter
-    split = (cfg.zero >= 3, cfg.zero >= 2, cfg.zero >= 1)
+    gradients = exact_gradient_bytes(cfg, world) if cfg.exact_parts else 4
+    shares = (numbers, gradients, state)  # weights, gradients, masters and moments: bytes a parameter
+    split = (cfg.zero >= 3, cfg.zero >= 2 and not cfg.exact_parts, cfg.zero >= 1)
     bytes_each = sum(size / (world if parted else 1) for size, parted in zip(shares, split, strict=True))
     states = round(models.parameters_of(model) * bytes_each)
     if not hasattr(model, "depth"):

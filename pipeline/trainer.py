@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,20 @@ import models
 from data import Ledger, Order
 from pipeline import checkpoint, config
 from pipeline.durable import write_atomic
+from pipeline.elastic import ExactEngine
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.errors import CheckpointError, Diverged, WentBack
 from pipeline.evaluate import accuracy, features, normalise, probe
 from pipeline.losses import LOSSES, dense_targets, mixup
-from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, recomputed_blocks, steps_of
-from pipeline.telemetry import Telemetry, log_line, memory_gb
+from pipeline.stage import (
+    Arithmetic,
+    TrainConfig,
+    batch_arithmetic,
+    exact_gradient_bytes,
+    recomputed_blocks,
+    steps_of,
+)
+from pipeline.telemetry import Telemetry, log_line, memory_gb, read_metrics
 from pipeline.watchdog import Phases
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
@@ -136,7 +145,8 @@ class Trainer:
             clip=cfg.optim.clip,
             user_file=cfg.deepspeed,
         )
-        return Engine(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
+        made = partial(ExactEngine, parts=cfg.exact_parts) if cfg.exact_parts else Engine
+        return made(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
     def _left_out(self) -> range:
         """The steps that an earlier attempt found to be non-finite; empty where none has. Collective."""
@@ -175,6 +185,24 @@ class Trainer:
             )
             start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
             self.telemetry.report("start", start)
+        if isinstance(self.engine, ExactEngine):
+            self.say_what_exactness_costs(self.engine)
+
+    def say_what_exactness_costs(self, engine: ExactEngine) -> None:
+        """Collective: measure and say it, and what the bits depend on that has changed since the attempt before."""
+        tree_s, plain_s = engine.price()
+        if self.rank:
+            return
+        mb = sum(engine.sizes.values()) * exact_gradient_bytes(self.cfg, self.world) / 1e6
+        line = (
+            f"exact in {self.cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {self.world} "
+            f"workers (one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
+        )
+        before, now = read_metrics(self.directory, "exact")[-1:], conditions(self.device)
+        self.telemetry.report("exact", {"step": self.step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
+        for changed in [config.differences({key: old[key] for key in now}, now) for old in before]:
+            if changed:
+                self.telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
 
     # ------------------------------------------------------------------------------------------ pieces of a step
 
@@ -222,13 +250,13 @@ class Trainer:
         targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
         if cfg.mixup:
             images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
-        return LOSSES[cfg.loss](self.engine.engine(images), targets).sum()
+        return LOSSES[cfg.loss](self.engine.forward(images), targets).sum()
 
     def masked_loss(self, images: torch.Tensor, batch: data.Batch) -> torch.Tensor:
         """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
         samples, so it is the same at every world that cuts the batch into the same micro-batches."""
         generator = torch.Generator(self.device).manual_seed(self.draw_key(batch))
-        return models.masked.objective(self.engine.engine, images, generator)[0]
+        return models.masked.objective(self.engine.forward, images, generator)[0]
 
     def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
         """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
@@ -236,7 +264,8 @@ class Trainer:
         status[0] = loss
         dist.all_reduce(status)
         total, bad_sum, stops, written = status.tolist()
-        return total / self.cfg.batch_size, int(bad_sum), stops > 0, written == self.world
+        mean = self.engine.loss if isinstance(self.engine, ExactEngine) else total / self.cfg.batch_size
+        return mean, int(bad_sum), stops > 0, written == self.world
 
     def begin_save(self) -> None:
         """Snapshot now; a save still in flight is finished first."""
@@ -425,6 +454,12 @@ class Trainer:
         }
         self.telemetry.report("train", values, log_line(values))
         self.stalled_s = self.evaluated_s = 0.0
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """What the last bits of a gradient depend on beside the config."""
+    kind = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": kind}
 
 
 def config_seed(*parts: int) -> int:

@@ -1,6 +1,8 @@
 """What the workers of the engine tests run; a module of its own, because workers import it by name."""
 
 import hashlib
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import models
 from pipeline import checkpoint
+from pipeline.elastic import ExactEngine
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.optimizer import OptimConfig
 from pipeline.telemetry import memory_gb
@@ -32,32 +35,36 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def start(task: dict[str, Any]) -> Engine:
     join_group(60.0)
+    micro_batch = task.get("micro_batch", MICRO)
     settings = deepspeed_config(
         zero=task["zero"],
         precision=task.get("precision", "fp32"),
-        micro_batch=MICRO,
-        accumulation=BATCH // MICRO // dist.get_world_size(),
+        micro_batch=micro_batch,
+        accumulation=BATCH // micro_batch // dist.get_world_size(),
         clip=1.0,
         user_file=None,
     )
     if task["zero"] == 3:  # else parameters this small are never partitioned
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     optim = OptimConfig(name=task.get("name", "adam"), lr=1e-2)
-    return Engine(small_model(), {"0.weight", "2.weight"}, optim, settings, POLYAK)
+    made = partial(ExactEngine, parts=task["parts"]) if task.get("parts") else Engine
+    return made(small_model(), {"0.weight", "2.weight"}, optim, settings, POLYAK)
 
 
-def steps(engine: Engine, first: int, last: int, poison: int | None = None) -> list[tuple[float, float, int]]:
+def steps(
+    engine: Engine, first: int, last: int, poison: int | None = None, micro_batch: int = MICRO
+) -> list[tuple[float, float, int]]:
     """(this worker's loss, gradient norm, updates) of every step; `poison` feeds one step a NaN."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    accumulation, found = BATCH // MICRO // world, []
+    accumulation, found = BATCH // micro_batch // world, []
     for step in range(first, last):
         x, y = batch_of(step)
         x = x * float("nan") if step == poison else x
         total = 0.0
         for micro in range(accumulation):
-            at = (rank * accumulation + micro) * MICRO
-            logits = engine.engine(x[at : at + MICRO].to(engine.dtype))
-            loss = F.cross_entropy(logits.float(), y[at : at + MICRO])
+            at = (rank * accumulation + micro) * micro_batch
+            logits = engine.forward(x[at : at + micro_batch].to(engine.dtype))
+            loss = F.cross_entropy(logits.float(), y[at : at + micro_batch])
             engine.backward(loss)
             engine.end_micro_batch(1e-2)
             total += loss.item() / accumulation
@@ -163,3 +170,24 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     engine.close()
     dist.destroy_process_group()
     return {"average": average, "restored": found is not None}
+
+
+def train_exactly(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """For every case six steps with micro-batches of one sample and a poisoned step among them."""
+    found = []
+    for case in task["cases"]:
+        engine = start({**case, "micro_batch": 1})
+        losses, norms = [], []
+        for step in range(7):
+            before = digest(whole_state(engine)) if step == 4 else ""
+            ((mine, norm, _),) = steps(engine, step, step + 1, poison=4, micro_batch=1)
+            if step == 4:
+                skipped = not math.isfinite(norm) and digest(whole_state(engine)) == before
+                continue
+            losses.append(engine.loss if isinstance(engine, ExactEngine) else mine)
+            norms.append(norm)
+        same = {"losses": losses, "norms": norms, "state": digest(whole_state(engine)), "updates": engine.updates}
+        found.append({"same": same, "skipped": skipped})
+        engine.close()
+    dist.destroy_process_group()
+    return found

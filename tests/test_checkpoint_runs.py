@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import data
+import models
 from jobs.__main__ import main
 from jobs.demo import step_losses
 from pipeline import checkpoint
@@ -239,6 +240,38 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
         assert ours.ledger == theirs.ledger and ours.step == theirs.step
         losses, reference = step_losses(stage(run)), step_losses(stage(alone))
         assert max(abs(losses[step][-1] - reference[step][0]) for step in reference if step in losses) < 1e-4
+
+
+def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(run) -> None:
+    """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1, with all that is drawn at random, against one worker undisturbed."""
+    options = ("exact_parts=4", "model.dropout=0.1", "mixup=0.2", "polyak=0.9", "checkpoint_blocks=1", "log_every=1")
+    exact = [f"pretrain.{option}" for option in options]
+    alone = run.parent / "alone"
+    shutil.copytree(run, alone)
+    assert finish(alone, "cluster.workers=1", *exact) == 0, said(run)
+    for number, (world, zero) in enumerate([(1, 2), (2, 3), (4, 0), (2, 1)]):
+        process = start(run, f"cluster.workers={world}", f"pretrain.zero={zero}", *exact, patch="slowly")
+        if number < 3:
+            target = number * 12 + 2
+            at_step(run, process, target, lambda process=process: os.kill(process.pid, signal.SIGTERM))
+        process.join()
+        assert process.exitcode == (75 if number < 3 else 0), said(run)
+    worlds = [record["world"] for record in read_metrics(stage(run), "start")]
+    assert worlds == [1, 2, 4, 2] and said(run).count("exact in 4 parts: every step waits") == 5
+    assert "the bits may differ" not in said(run)
+    assert step_losses(stage(run)) == step_losses(stage(alone))
+    assert whole_state(run) == whole_state(alone)
+
+
+def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
+    """Every parameter's master, moments and average, put together from the files of the last checkpoint."""
+    last = committed(stage(run) / "checkpoints")[0]
+    weights = models.load_weights(stage(run))[0]
+    reader = checkpoint.Reader(last, read_manifest(last).files)
+    return {
+        kind: {name: reader(name, kind, 0, weight.numel()).tolist() for name, weight in weights.items()}
+        for kind in ("master", "exp_avg", "exp_avg_sq", "average")
+    }
 
 
 def test_a_stretch_of_non_finite_steps_is_left_out_once(run) -> None:

@@ -50,6 +50,10 @@ def test_every_field_says_what_a_resume_may_change(kind):
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
         ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
         ({"steps": 0}, "must be more than 0"),
+        ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
+        ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),
+        ({"steps": 1, "exact_parts": 2, "uneven": True}, "or uneven is on"),
+        ({"steps": 1, "exact_parts": 2, "deepspeed": "ds.json"}, "leave out one of them"),
         ({"steps": 1, "keep": 1}, "keep is 1, expected 2 or more"),
         ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
     ],
@@ -104,6 +108,14 @@ def test_a_batch_that_does_not_fit_names_the_nearest_that_do():
         batch_arithmetic(cfg, 5000)
 
 
+def test_workers_that_cannot_share_the_exact_parts_are_refused():
+    cfg = TrainConfig(steps=1, exact_parts=4)
+    assert batch_arithmetic(cfg, 2).accumulation == 32
+    for workers in (8, 32):
+        with pytest.raises(ConfigError, match=f"cannot be shared by {workers} workers; use 1, 2, 4, … up to 4"):
+            batch_arithmetic(cfg, workers)
+
+
 def test_uneven_slots_cover_the_batch_once():
     found = batch_arithmetic(TrainConfig(steps=1, batch_size=100, micro_batch=8, uneven=True), 7)
     slots = [found.slots(rank) for rank in range(7)]
@@ -134,3 +146,10 @@ def test_zero_splits_what_its_stage_says():
     states = [memory_estimate(TrainConfig(steps=1, zero=zero, precision="fp32"), model, 8)[0] for zero in range(4)]
     count = models.parameters_of(model)
     assert states == [round(count * each) for each in (4 + 4 + 8, 4 + 4 + 12 / 8, 4 + 4 / 8 + 12 / 8, 20 / 8)]
+
+
+@pytest.mark.parametrize(("world", "gradients"), [(1, 4 + 4 * 4 + 4), (2, 4 + 3 * 4 + 2), (8, 4 + 4 + 0.5)])
+def test_exact_parts_hold_a_whole_gradient_for_every_level_of_a_workers_tree(world, gradients):
+    model = models.config_of("B/16")
+    cfg = TrainConfig(steps=1, zero=2, precision="fp32", exact_parts=8)
+    assert memory_estimate(cfg, model, world)[0] == round(models.parameters_of(model) * (4 + gradients + 12 / world))

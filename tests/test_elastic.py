@@ -1,0 +1,53 @@
+"""With `exact_parts` the bits do not depend on the world; without it they do (whole runs: test_checkpoint_runs.py)."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jobs.cluster import ClusterConfig, run_gang
+from tests import ranks
+
+PLAIN = {"zero": 2, "precision": "fp32", "parts": 0}
+EXACT = [
+    {"zero": zero, "precision": precision, "parts": 4}
+    for zero, precision in [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+]
+EXACT += [{"zero": 2, "precision": "fp32", "parts": 8, "name": "sgd"}]
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
+    """What every world found for every case."""
+    folder, found = tmp_path_factory.mktemp("elastic"), {}
+    for world in WORLDS:
+        cases = [PLAIN, *EXACT]
+        cluster = ClusterConfig(workers=world, backend="processes")
+        values = run_gang(ranks.train_exactly, {"cases": cases}, cluster=cluster, name=f"{world}", directory=folder)
+        found |= {(world, json.dumps(case)): value for case, value in zip(cases, values, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case.values())))
+def test_weights_moments_average_losses_and_norms_have_the_same_bits_at_every_world(results, case):
+    one, two, four = (results[world, json.dumps(case)]["same"] for world in WORLDS)
+    assert one == two == four and len(set(one["losses"])) == 6
+    assert one["updates"] == (0 if "name" in case else 6)
+
+
+def test_without_it_the_bits_depend_on_the_world(results):
+    assert len({results[world, json.dumps(PLAIN)]["same"]["state"] for world in WORLDS}) == 3
+
+
+def test_it_trains_as_the_plain_engine_does(results):
+    plain = results[1, json.dumps(PLAIN)]["same"]
+    for case in EXACT[:4]:
+        exact = results[1, json.dumps(case)]["same"]
+        assert exact["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+        assert exact["norms"] == pytest.approx(plain["norms"], abs=2e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_non_finite_gradient_changes_nothing(results, world):
+    assert all(results[world, json.dumps(case)]["skipped"] for case in EXACT)
