@@ -43,6 +43,8 @@ class CacheConfig:
     fetchers: int = 4  # downloads at once
 
     def __post_init__(self) -> None:
+        if self.directory and not Path(self.directory).expanduser().is_absolute():  # workers live in other folders
+            raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
         if min(self.limit_bytes, self.attempts, self.timeout_s, self.fetchers) <= 0 or self.ahead < 0:
             raise ValueError(f"cache: limit_bytes, attempts, timeout_s and fetchers must be positive: {self}")
 
@@ -55,7 +57,7 @@ class Cache:
 
     def __init__(self, cfg: CacheConfig):
         self.cfg = cfg
-        self.directory = Path(cfg.directory) if cfg.directory else state_folder() / "shards"
+        self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
 
     def path(self, url: str, shard: Shard) -> Path:
         """Raises StorageError where the storage does not answer, DataError where it has another shard."""

@@ -10,11 +10,12 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO
 
@@ -80,6 +81,28 @@ class Index:
                 "run `python -m jobs index` again"
             )
         return table
+
+
+@dataclass(frozen=True)
+class JoinedIndex(Index):
+    """Several sets as one: their shards one set after the other, each named by where it is; labels are shared."""
+
+    sets: tuple[Index, ...] = field(compare=False)
+
+    def table(self, shard: int) -> np.ndarray:
+        for one in self.sets:
+            if shard < len(one.shards):
+                return one.table(shard)
+            shard -= len(one.shards)
+        raise IndexError(shard)
+
+
+def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
+    """Sets that are trained on together; the digest is of theirs and of the weights, wherever the sets are."""
+    shards = tuple(replace(one.shards[n], name=one.location(n)) for one in sets for n in range(len(one.shards)))
+    counts = tuple(map(sum, zip_longest(*(one.class_counts for one in sets), fillvalue=0)))
+    digest = sha256(json.dumps([[one.digest for one in sets], list(weights)]).encode()).hexdigest()
+    return JoinedIndex(shards, len(counts), counts, digest, "", Path(), tuple(sets))
 
 
 def table_name(shard: str) -> str:
