@@ -7,12 +7,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from data.index import Index, Shard
 from data.order import Mixture, Order
 from data.remote import Refused, forget_credentials, read_range, redacted
 
+Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
 
 
@@ -43,6 +46,8 @@ class CacheConfig:
     fetchers: int = 4  # downloads at once
 
     def __post_init__(self) -> None:
+        if self.directory and not Path(self.directory).expanduser().is_absolute():  # workers live in other folders
+            raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
         if min(self.limit_bytes, self.attempts, self.timeout_s, self.fetchers) <= 0 or self.ahead < 0:
             raise ValueError(f"cache: limit_bytes, attempts, timeout_s and fetchers must be positive: {self}")
 
@@ -55,7 +60,7 @@ class Cache:
 
     def __init__(self, cfg: CacheConfig):
         self.cfg = cfg
-        self.directory = Path(cfg.directory) if cfg.directory else state_folder() / "shards"
+        self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
 
     def path(self, url: str, shard: Shard) -> Path:
         """Raises StorageError where the storage does not answer, DataError where it has another shard."""
@@ -86,14 +91,26 @@ class Cache:
             part.unlink()
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
 
+    @contextmanager
+    def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
+        """A remote shard that no index knows yet, on local disk for as long as it is looked at, or we live."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.make_room(size)
+        with TemporaryFile(dir=self.directory) as file:
+            while file.tell() < size:
+                file.write(self.read(url, file.tell(), min(file.tell() + PIECE, size)))
+            file.flush()
+            yield file
+
     def read(self, url: str, start: int, stop: int) -> bytes:
-        """One piece, or its beginning; patient with all but a missing file or a refused address."""
+        """One piece, or its beginning."""
+        return self.patiently(url, lambda: read_range(url, start, stop, self.cfg.timeout_s))[: stop - start]
+
+    def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
+        """What the storage answers; patient with all but a missing file or a refused address."""
         for attempt in range(self.cfg.attempts):
             try:
-                piece = read_range(url, start, stop, self.cfg.timeout_s)
-                if piece:
-                    return piece[: stop - start]
-                reason = "empty answer"
+                return ask()
             except FileNotFoundError:
                 raise DataError(f"{redacted(url)}: there is no such shard") from None
             except Refused:

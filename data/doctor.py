@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from data.cache import Cache, CacheConfig
 from data.decode import BadImage, decode_whole, read_header
-from data.index import Index, mapped, run_jobs
+from data.errors import DataError
+from data.index import Index, mapped
+from data.indexing import run_jobs
 from data.jpeg import is_damaged
 from data.packing import pack
 from data.sources import Sample, kind_of
@@ -123,7 +126,7 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
     report = ShardReport(known.name)
     sides, sizes, hashes = [], [], []
     try:
-        with open(index.location(0), "rb") as file, mapped(file) as tar:
+        with open_shard(index, 0) as file, mapped(file) as tar:
             if len(tar) != known.bytes:
                 report.problem = f"{len(tar)} bytes, the index says {known.bytes}"
             elif sha256(tar).hexdigest() != known.sha256:
@@ -147,9 +150,17 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
                     report.grid.append((key, image))
     except OSError as error:
         report.problem = str(error.strerror)
+    except DataError as error:  # of a remote shard: gone, or another one
+        report.problem = str(error)
     report.sides = np.array(sides, np.int32).reshape(-1, 2)
     report.sizes, report.hashes = np.array(sizes, np.int64), np.array(hashes, np.uint64)
     return report
+
+
+def open_shard(index: Index, number: int) -> BinaryIO:
+    """A shard where it is, or from the cache; raises OSError, DataError, StorageError."""
+    place = index.location(number)
+    return open(Cache(CacheConfig()).path(place, index.shards[number]) if "://" in place else place, "rb")
 
 
 def samples_of(tar: memoryview, report: ShardReport) -> Iterator[tuple[str, bytes, bytes]]:
@@ -173,9 +184,11 @@ def repair(index: Index, directory: str | Path, *, unique: bool = False, **optio
 def good_samples(index: Index, unique: bool) -> Iterator[Sample]:
     seen: set[bytes] = set()
     for number, shard in enumerate(index.shards):
-        if not Path(index.location(number)).is_file():
+        try:
+            file = open_shard(index, number)
+        except (OSError, DataError):
             continue
-        with open(index.location(number), "rb") as file, mapped(file) as tar:
+        with file, mapped(file) as tar:
             keys: Counter[str] = Counter()
             for key, image, raw in samples_of(tar, ShardReport(shard.name)):
                 try:

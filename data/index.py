@@ -1,6 +1,6 @@
 """What Patchline knows about a list of shards: one small JSON for the set, one table of offsets a shard.
 
-`build_index` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is all
+`data.indexing` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is all
 that is ever wholly in memory (30,000 shards: a few megabytes); a table is mapped while its shard is open.
 """
 
@@ -10,18 +10,17 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from data.errors import DataError
-from data.tar import parse_labels, walk
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -82,6 +81,28 @@ class Index:
         return table
 
 
+@dataclass(frozen=True)
+class JoinedIndex(Index):
+    """Several sets as one: their shards one set after the other, each named by where it is; labels are shared."""
+
+    sets: tuple[Index, ...] = field(compare=False)
+
+    def table(self, shard: int) -> np.ndarray:
+        for one in self.sets:
+            if shard < len(one.shards):
+                return one.table(shard)
+            shard -= len(one.shards)
+        raise IndexError(shard)
+
+
+def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
+    """Sets that are trained on together; the digest is of theirs and of the weights, wherever the sets are."""
+    shards = tuple(replace(one.shards[n], name=one.location(n)) for one in sets for n in range(len(one.shards)))
+    counts = tuple(map(sum, zip_longest(*(one.class_counts for one in sets), fillvalue=0)))
+    digest = sha256(json.dumps([[one.digest for one in sets], list(weights)]).encode()).hexdigest()
+    return JoinedIndex(shards, len(counts), counts, digest, "", Path(), tuple(sets))
+
+
 def table_name(shard: str) -> str:
     """The file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
@@ -119,74 +140,7 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
     return sha256(json.dumps([SCHEMA, rows, list(class_counts)]).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- building
-
-
-def build_index(
-    source: str | os.PathLike[str] | list[str],
-    *,
-    output: str | os.PathLike[str] | None = None,
-    name: str | None = None,
-    classes: int | None = None,
-    workers: int = 1,
-    at: str | None = None,
-    report: Callable[[int, int], None] | None = None,
-) -> Index:
-    """Index existing tars: a folder of them, or a list of paths; safe to kill and run again.
-
-    The JSON and the tables go to `output` (default: beside the shards) as `<name>.index.json` (default: the
-    folder's name); `at` is the URL that the shards will be read from, where that is not here. `report` is told
-    how many shards are done, of how many. Raises DataError naming every tar that cannot be used and every
-    label ≥ `classes`.
-    """
-    paths = sorted(Path(source).glob("*.tar")) if isinstance(source, str | os.PathLike) else [Path(p) for p in source]
-    if not paths:
-        raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise DataError(f"{len(missing)} shards are missing: {', '.join(missing[:5])}")
-    directory = Path(os.path.commonpath([path.resolve().parent for path in paths]))
-    output = Path(output) if output else directory
-    output.mkdir(parents=True, exist_ok=True)
-    with Journal(output / f"{name or directory.name}{SUFFIX}", classes) as journal:
-        todo = [str(p.resolve().relative_to(directory)) for p in paths]
-        todo = [shard for shard in todo if not journal.has(shard, (directory / shard).stat().st_size)]
-        jobs = [(str(directory), shard, str(output), classes) for shard in todo]
-        errors = []
-        for record in run_jobs(index_shard, jobs, workers, report):
-            if isinstance(record, str):
-                errors.append(record)
-            else:
-                journal.add(*record)
-        if errors:
-            raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
-        journal.keep(str(path.resolve().relative_to(directory)) for path in paths)
-        return journal.finish(at or directory)
-
-
-def run_jobs(
-    function: Callable, jobs: list, workers: int, report: Callable[[int, int], None] | None = None
-) -> Iterator:
-    """Apply a function to each job, in order, here or in some processes."""
-    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
-        for done, result in enumerate(pool.map(function, jobs) if pool else map(function, jobs), start=1):
-            yield result
-            if report:
-                report(done, len(jobs))
-
-
-def index_shard(job: tuple[str, str, str, int | None]) -> tuple[Shard, Counter[int], Counter[str]] | str:
-    """Write one shard's table; returns its record, or what is wrong with it."""
-    directory, name, output, classes = job
-    try:
-        with open(Path(directory, name), "rb") as file, mapped(file) as tar:
-            found = walk(tar, name)
-            table = found.table()
-            counts, bad = count_classes(tar, table, name, classes)
-            write_table(Path(output), name, table)
-            return Shard(name, len(table), len(tar), sha256(tar).hexdigest()), counts, found.refused + bad
-    except (DataError, OSError) as error:
-        return str(error)
+# ---------------------------------------------------------------------------------------------- writing
 
 
 @contextmanager
@@ -197,30 +151,6 @@ def mapped(file: IO[bytes]) -> Iterator[memoryview]:
         return
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held, memoryview(held) as view:
         yield view
-
-
-def count_classes(
-    tar: memoryview, table: np.ndarray, name: str, classes: int | None
-) -> tuple[Counter[int], Counter[str]]:
-    """Samples a class, and those without a usable label; raises DataError on a label ≥ `classes`."""
-    counts: Counter[int] = Counter()
-    bad: Counter[str] = Counter()
-    for row in table:
-        try:
-            labels = parse_labels(bytes(tar[row["label"] : row["label"] + row["label_size"]]))
-        except ValueError:
-            bad["no label"] += 1
-            continue
-        if max(labels) >= (classes or MAX_CLASSES):
-            raise DataError(
-                f"{name}: sample {row['key'].decode('utf-8', 'replace')} has label {max(labels)}, "
-                f"but there are {classes or MAX_CLASSES} classes (0 … {(classes or MAX_CLASSES) - 1})"
-            )
-        counts.update(set(labels))
-    return counts, bad
-
-
-MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 
 
 def write_table(output: Path, shard: str, table: np.ndarray) -> None:

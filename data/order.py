@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Order:
         self.shard_samples = np.asarray(shard_samples, np.int64)
         self.samples = int(self.shard_samples.sum())
         self.seed, self.batch_size, self.shuffle_block, self.tail = seed, batch_size, shuffle_block, tail
-        self.lanes = default_lanes(batch_size) if lanes is None else lanes
+        self.lanes = min(DEFAULT_LANES, batch_size) if lanes is None else lanes
         self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last epochs' permuted shards
         check_order(self)
         self.used = self.samples if tail == "carry" else self.samples // batch_size * batch_size
@@ -113,7 +113,7 @@ class Order:
         while at < end:
             epoch, first = divmod(at, self.used)
             last = min(first + end - at, self.used)
-            taken, upto = self._taken(epoch, first), self._taken(epoch, last)
+            taken, upto = self._taken(first), self._taken(last)
             count = upto - taken
             shift = np.repeat(self._lane_starts() + taken - (np.cumsum(count) - count), count)
             positions.append(shift + np.arange(last - first))
@@ -121,20 +121,13 @@ class Order:
             at += last - first
         return np.concatenate(epochs), np.concatenate(positions)
 
-    def _lane_lengths(self) -> np.ndarray:
-        return self.samples // self.lanes + (np.arange(self.lanes) < self.samples % self.lanes)
-
     def _lane_starts(self) -> np.ndarray:
         lane = np.arange(self.lanes)
         return lane * (self.samples // self.lanes) + np.minimum(lane, self.samples % self.lanes)
 
-    def _taken(self, epoch: int, used: int) -> np.ndarray:
+    def _taken(self, used: int) -> np.ndarray:
         """How many samples each lane has given when an epoch has given `used`: equal to within one."""
-        if used == self.samples:
-            return self._lane_lengths()
-        head = min(-epoch * self.used % self.batch_size, used)  # what the epoch gave to a batch begun before it
-        share = head // self.lanes + (np.arange(self.lanes) < head % self.lanes)
-        return share + (used - head) // self.lanes
+        return used // self.lanes + (np.arange(self.lanes) < used % self.lanes)
 
     def _at(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
         """Shuffle positions inside their lane's blocks, then look up shard and sample."""
@@ -170,12 +163,13 @@ class Mixture:
     """Several sets by weight: every global batch takes as many samples of each, in the order of each.
 
     The sets are groups of consecutive shards of one index, `groups[g]` shards each; a batch has its share of
-    the first, then of the second … `shares` tells them: the weights', by largest remainder.
+    the first, then of the second … `shares` tells them: the weights', by largest remainder. `options` are
+    `Order`'s, the same for each.
     """
 
     def __init__(
         self, shard_samples: Sequence[int], *, groups: Sequence[int], weights: Sequence[float], seed: int,
-        batch_size: int, shuffle_block: int = DEFAULT_BLOCK,
+        batch_size: int, **options: Any,
     ):  # fmt: skip
         if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
             raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
@@ -183,10 +177,9 @@ class Mixture:
         self.shares = shares(batch_size, weights)
         self.starts = np.cumsum([0, *groups])
         self.orders = [
-            Order(shard_samples[a:b], seed=int(key_of(seed, a)[0] >> np.uint64(2)), batch_size=share,
-                  shuffle_block=shuffle_block)
+            Order(shard_samples[a:b], seed=int(key_of(seed, a)[0] >> np.uint64(2)), batch_size=share, **options)
             for a, b, share in zip(self.starts, self.starts[1:], self.shares, strict=False)
-        ]  # fmt: skip
+        ]
 
     def batch(self, step: int) -> Ids:
         """As `Order.batch`; epochs are each set's own."""
@@ -214,11 +207,6 @@ def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
     return found
 
 
-def default_lanes(batch_size: int) -> int:
-    """The largest divisor of the batch size up to 64."""
-    return next(lanes for lanes in range(min(DEFAULT_LANES, batch_size), 0, -1) if batch_size % lanes == 0)
-
-
 def check_order(order: Order) -> None:
     """Raise ValueError where the numbers do not fit one another."""
     if order.batch_size < 1 or order.shuffle_block < 1 or order.lanes < 1:
@@ -226,10 +214,6 @@ def check_order(order: Order) -> None:
             f"batch_size {order.batch_size}, lanes {order.lanes}, shuffle_block {order.shuffle_block}: "
             "each must be 1 or more"
         )
-    if order.batch_size % order.lanes:
-        divisors = [n for n in range(1, order.batch_size + 1) if order.batch_size % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - order.lanes))
-        raise ValueError(f"lanes {order.lanes} does not divide batch_size {order.batch_size}; nearest: {nearest}")
     if order.samples == 0:
         raise ValueError("the shards hold no samples; pack some first")
     if order.tail == "drop" and order.samples < order.batch_size:

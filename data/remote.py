@@ -1,8 +1,9 @@
 """Byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
-Credentials come from the environment alone. `pipe:`, `file:`, `http:` and all else is refused; so are private
-and link-local addresses behind `https://`, after resolution and every redirect, unless their host stands in
-`PATCHLINE_PRIVATE_HOSTS` (comma-separated). Your own S3 endpoint is `AWS_ENDPOINT_URL`.
+Credentials come from the environment alone, in the names that each client's makers chose; so do other endpoints:
+`AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_CONNECTION_STRING`. `pipe:`, `file:`, `http:` and all else
+is refused; so are private and link-local addresses behind `https://`, after resolution and every redirect, unless
+their host stands in `PATCHLINE_PRIVATE_HOSTS` (comma-separated).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import socket
 import urllib.error
 import urllib.request
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,12 +46,49 @@ def redacted(url: str) -> str:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Bytes start … stop−1, or fewer where the answer breaks off.
 
-    Raises FileNotFoundError, PermissionError, Refused, and many kinds of OSError that are worth another try.
+    Raises FileNotFoundError, PermissionError, Refused, and many kinds of errors that are worth another try.
     """
     check_url(url)
     if url.startswith("https:"):
-        return read_https(url, start, stop, timeout_s)
-    return client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
+        found = read_https(url, start, stop, timeout_s)
+    else:
+        with denied_as_such():
+            found = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
+    if not found:
+        raise ConnectionError("empty answer")
+    return found
+
+
+def size_of(url: str, timeout_s: float) -> int:
+    """Bytes of what a URL names; raises as `read_range`."""
+    if url.startswith("https:"):
+        with ask_https(url, timeout_s, method="HEAD") as answer:
+            return int(answer.headers["Content-Length"])
+    with denied_as_such():
+        return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
+
+
+def list_tars(url: str, timeout_s: float) -> dict[str, int]:
+    """{URL: bytes} of the *.tar in a folder, or of those that match a pattern; raises as `read_range`."""
+    scheme = urlsplit(url).scheme
+    if scheme == "https":
+        raise Refused(f"{redacted(url)}: https cannot list; name the shards, as in …/train-{{000..099}}.tar")
+    with denied_as_such():
+        pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar"
+        found = client(scheme, timeout_s).glob(pattern, detail=True)
+    return {f"{scheme}://{path}": entry["size"] for path, entry in sorted(found.items())}
+
+
+@contextmanager
+def denied_as_such() -> Iterator[None]:
+    """Raise PermissionError where the storage answered 401 or 403, which every client words in its own way."""
+    try:
+        yield
+    except Exception as error:
+        code = getattr(error, "status_code", getattr(error, "code", None))
+        if code in (401, 403) or str(error).startswith("Forbidden"):
+            raise PermissionError("denied") from None
+        raise
 
 
 def forget_credentials() -> None:
@@ -61,21 +101,26 @@ def client(scheme: str, timeout_s: float) -> Any:
     """fsspec's filesystem for a scheme; our own retries are the only ones."""
     import fsspec
 
-    options: dict = {"skip_instance_cache": True}
-    if scheme == "s3":
-        options["config_kwargs"] = {
-            "connect_timeout": timeout_s,
-            "read_timeout": timeout_s,
-            "retries": {"total_max_attempts": 1},
-        }
+    options: dict = {"skip_instance_cache": True, "use_listings_cache": False}
+    if scheme == "gs":
+        options["requests_timeout"] = timeout_s
+    elif scheme == "az":
+        options |= {"connection_timeout": timeout_s, "read_timeout": timeout_s}
+    else:
+        limits = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
+        options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}}
         if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
             options["endpoint_url"] = endpoint
     try:
         made = fsspec.filesystem({"az": "abfs"}.get(scheme, scheme), **options)
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {CLIENTS[scheme]}") from None
-    if hasattr(made, "retries"):
+    if scheme == "s3":
         made.retries = 1  # s3fs' own loop around botocore's
+    elif scheme == "gs":
+        made._request = partial(type(made)._request.__wrapped__, made)  # without gcsfs' six tries in 35 s
+    else:
+        made.service_client._config.retry_policy.total_retries = 0  # Azure's take 83 s
     return made
 
 
@@ -83,15 +128,21 @@ def client(scheme: str, timeout_s: float) -> Any:
 
 
 def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{stop - 1}"})
+    with ask_https(url, timeout_s, headers={"Range": f"bytes={start}-{stop - 1}"}) as answer:
+        if answer.status != 206 and start:
+            raise OSError("the server ignores byte ranges")
+        try:
+            return answer.read(stop - start)
+        except http.client.IncompleteRead as error:
+            return error.partial
+
+
+@contextmanager
+def ask_https(url: str, timeout_s: float, **request: Any) -> Iterator[Any]:
+    """The answer to a request, and its errors as those of the other schemes."""
     try:
-        with opener().open(request, timeout=timeout_s) as answer:
-            if answer.status != 206 and start:
-                raise OSError("the server ignores byte ranges")
-            try:
-                return answer.read(stop - start)
-            except http.client.IncompleteRead as error:
-                return error.partial
+        with opener().open(urllib.request.Request(url, **request), timeout=timeout_s) as answer:
+            yield answer
     except urllib.error.HTTPError as error:
         kind = {404: FileNotFoundError, 410: FileNotFoundError, 401: PermissionError, 403: PermissionError}
         raise kind.get(error.code, OSError)(f"HTTP {error.code}") from None

@@ -102,7 +102,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     campaign = Campaign(run, cluster, tuple(stages[name] for name in stages))
     for stage in campaign.stages:
         if isinstance(stage.config, TrainConfig):
-            _check_world(stage, cluster)
+            _check_training(stage, cluster)
     return campaign
 
 
@@ -123,15 +123,17 @@ def _section(name: str, section: Any) -> tuple[str, Any]:
 
 
 def _inputs(room: ModuleType, cfg: Any) -> dict[str, str]:
-    """The fields of a stage that name inputs, those that are set."""
-    found = {}
+    """The fields of a stage that name inputs, those that are set; "*" stands for every name of a section."""
+    found: dict[str, Any] = {}
     for field in room.INPUTS:
-        value = cfg
+        at = {"": cfg}
         for part in field.split("."):
-            value = getattr(value, part)
-        if value is not None:
-            found[field] = value
-    return found
+            if part == "*":
+                at = {f"{path}.{name}": one for path, section in at.items() for name, one in section.items()}
+            else:
+                at = {f"{path}.{part}".lstrip("."): getattr(section, part) for path, section in at.items()}
+        found |= at
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def _in_order(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
@@ -230,7 +232,11 @@ def _config_in(folder: str) -> Any:
     return models.from_dict(json.loads(path.read_text())) if path.is_file() else None
 
 
-def _check_world(stage: Stage, cluster: ClusterConfig) -> None:
+def _check_training(stage: Stage, cluster: ClusterConfig) -> None:
+    given = stage.config.data
+    require(
+        bool(given.train or given.mixture), f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture"
+    )
     try:
         batch_arithmetic(stage.config, cluster.workers)
     except ConfigError as error:

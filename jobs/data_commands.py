@@ -2,6 +2,7 @@
 
 python -m jobs pack folder photos/train shards/photos/train --workers 4    resumes after a kill
 python -m jobs index shards/theirs --workers 8
+python -m jobs index s3://bucket/theirs --output indexes/theirs
 python -m jobs data check shards/theirs --page report.html
 """
 
@@ -59,9 +60,14 @@ def pack_command(options: argparse.Namespace) -> None:
 
 def add_index(parser: argparse.ArgumentParser) -> None:
     """Arguments of `index`."""
-    parser.add_argument("tars", nargs="+", help="a folder of WebDataset tars, or the tars themselves")
-    parser.add_argument("--output", default=None, help="where the index goes; else beside the shards")
-    parser.add_argument("--at", default=None, help="the URL that the shards will be read from, where that is not here")
+    parser.add_argument(
+        "tars",
+        nargs="+",
+        help="a folder of WebDataset tars, or the tars themselves; or URLs (s3, gs, az, https) of either, quoted: "
+        "s3://bucket/train, 's3://bucket/*/train-*.tar', 'https://host/train-{000000..000999}.tar'",
+    )
+    parser.add_argument("--output", default=None, help="folder of the index; else beside the shards, if they are here")
+    parser.add_argument("--at", default=None, help="the URL that runs read the shards from, where it is another one")
     _add(parser, NAME, CLASSES, COUNT)
 
 

@@ -25,9 +25,10 @@ class Config:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
     micro_batch: int = 64  # images a worker at a time
+    cache: data.CacheConfig = field(default_factory=data.CacheConfig)  # of remote shards, on every node
     precision: Literal["bf16", "fp32"] = "fp32"
 
-    RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch")
+    RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache")
 
     def __post_init__(self) -> None:
         require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
@@ -85,6 +86,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
             batch_size=cfg.micro_batch,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
+            cache=cfg.cache,
         )
         sets.append(evaluate.features(model, samples, dtype, device))
     metrics = evaluate.probe(sets[0], sets[1], cfg.probe) if dist.get_rank() == 0 else {}

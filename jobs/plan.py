@@ -61,7 +61,9 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
         if a.batch_size == a.world * a.micro_batch * a.accumulation
         else f"  batch   {a.batch_size} over {a.world} workers unevenly, {a.accumulation} micro-batches each"
     ]
-    found = samples_of(campaign, cfg.data.train)
+    sets = {name: (samples_of(campaign, path), weight) for name, (path, weight) in cfg.data.sets().items()}
+    counts = [count for count, _ in sets.values()]
+    found = sum(filter(None, counts)) if all(counts) else None
     samples, sure = found or cfg.data.samples, "" if found else " (as the recipe says; the data is not there yet)"
     if samples is None and cfg.steps is None:
         return [*lines, f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"]
@@ -69,6 +71,11 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     images = steps * cfg.batch_size
     passes = f"{images / samples:.2f} passes over {samples:,} samples{sure}" if samples else "data is not there yet"
     lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes})")
+    if cfg.data.mixture:
+        shares = data.shares(cfg.batch_size, [weight for _, weight in sets.values()])
+        for (name, (count, _)), share in zip(sets.items(), shares, strict=True):
+            more = f", {steps * share / count:.2f} passes over {count:,} samples" if count else ""
+            lines.append(f"  mixture {name}: {share} of every batch{more}")
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
     optim, schedule = cfg.optim, cfg.optim.schedule
     lines.append(

@@ -14,7 +14,7 @@ import data
 import models
 from pipeline import config
 from pipeline.errors import UsageError
-from pipeline.stage import TrainConfig
+from pipeline.stage import TrainConfig, training_order
 from pipeline.telemetry import read_metrics
 
 
@@ -25,7 +25,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     cfg, job = config.build(TrainConfig, task["config"], "config"), task["job"]
     number = parse(step)
     images, labels, ids, bad = rebuild(cfg, job, number - 1)
-    index = data.load_index(job["train"])
+    index, _ = order_of(cfg, job)
     shards = [index.shards[shard].name for shard in ids[:, 1]]
     if target:
         np.savez(target, images=images, labels=labels, ids=ids)
@@ -58,15 +58,7 @@ def parse(step: str) -> int:
 
 def rebuild(cfg: TrainConfig, job: dict[str, Any], step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Any]]:
     """(images (B, S, S, 3) uint8, labels (B, L), ids (B, 3), bad samples) of the step, counted from 0."""
-    index = data.load_index(job["train"])
-    given = {"lanes": cfg.data.lanes, "shuffle_block": cfg.data.shuffle_block}
-    order = data.Order(
-        index.shard_samples,
-        seed=cfg.seed,
-        batch_size=cfg.batch_size,
-        tail=cfg.data.tail,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    index, order = order_of(cfg, job)
     loader = data.TrainLoader(
         index,
         order,
@@ -77,9 +69,14 @@ def rebuild(cfg: TrainConfig, job: dict[str, Any], step: int) -> tuple[np.ndarra
         seed=cfg.seed,
         augment=cfg.data.augment,
         max_labels=cfg.data.max_labels,
+        cache=cfg.data.cache,
     )
     batch = next(iter(loader))
     return batch.images.permute(0, 2, 3, 1).numpy(), batch.labels.numpy(), batch.ids.numpy(), list(batch.bad)
+
+
+def order_of(cfg: TrainConfig, job: dict[str, Any]) -> tuple[data.Index, data.Order | data.Mixture]:
+    return training_order(cfg, [data.load_index(path) for path in job["train"]])
 
 
 def logged(folder: Path, step: int) -> list[str]:

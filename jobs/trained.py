@@ -19,7 +19,7 @@ from pipeline.train import worker
 from pipeline.trainer import Job
 from pipeline.watchdog import Watch
 
-INPUTS = ("data.train", "data.evaluate", "init", "probe.train", "probe.test")
+INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.train", "probe.test")
 
 
 class StageFailed(PatchlineError):
@@ -33,7 +33,7 @@ class StageFailed(PatchlineError):
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Attempts until the stage is done. Raises Preempted, or StageFailed with the code the worker wanted."""
     batch_arithmetic(cfg, context.cluster.workers)
-    for path in filter(None, (context.resolve(cfg.data.train), context.resolve(cfg.data.evaluate))):
+    for path in filter(None, (*training_sets(cfg, context), context.resolve(cfg.data.evaluate))):
         data.check_sizes(data.load_index(path))
     without_progress, cause = 0, ""
     while True:
@@ -52,6 +52,11 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
             give_up_or_wait(context, error, without_progress, again)
 
 
+def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
+    """Where the sets that are trained on are, in the order of their names."""
+    return [context.resolve(path) or "" for path, _ in cfg.data.sets().values()]
+
+
 def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """One gang, from claim to result."""
     number = claim_attempt(context.run)
@@ -62,7 +67,7 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         key=context.key,
         code=code_version(),
         model=models.to_dict(context.model),
-        train=context.resolve(cfg.data.train) or "",
+        train=training_sets(cfg, context),
         evaluate=context.resolve(cfg.data.evaluate),
         init=context.resolve(cfg.init),
         probe_train=context.resolve(cfg.probe.train),

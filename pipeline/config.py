@@ -137,14 +137,19 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def tagged(config: Any, tag: str, prefix: str = "") -> dict[str, Any]:
-    """Flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included."""
+def tagged(config: Any, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, Any]:
+    """Flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
+
+    A class without tags of its own (the data room has none) carries the tag of the field that holds it.
+    """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            found |= tagged(value, tag, f"{prefix}{field.name}.")
-        elif getattr(type(config), "RESUME", {}).get(field.name, "forbid") == tag:
+        value, own = getattr(config, field.name), getattr(type(config), "RESUME", {}).get(field.name, outer)
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        if value and all(dataclasses.is_dataclass(one) for _, one in inner):
+            for name, one in inner:
+                found |= tagged(one, tag, f"{prefix}{field.name}.{name and name + '.'}", own)
+        elif own == tag:
             found[prefix + field.name] = value
     return json.loads(json.dumps(found, default=str))
 

@@ -1,11 +1,12 @@
 """The configuration of a trained stage (pretrain, finetune) and the arithmetic that follows from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import data
 import models
-from data import AugmentConfig
+from data import AugmentConfig, CacheConfig
 from models.cost import block_activation_bytes
 from pipeline.config import Tags, require, tags
 from pipeline.errors import ConfigError
@@ -14,11 +15,25 @@ from pipeline.optimizer import STATE, OptimConfig
 
 
 @dataclass(frozen=True)
+class MixedConfig:
+    """One of several sets to train on, and its weight among them."""
+
+    train: str = "???"  # as `DataConfig.train`
+    weight: float = "???"  # type: ignore[assignment]  # of every batch; only the ratios count
+
+    RESUME: ClassVar[Tags] = tags(forbid="train weight")
+
+    def __post_init__(self) -> None:
+        require(0 < self.weight < float("inf"), f"weight is {self.weight}, expected more than 0")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
-    train: str = "???"  # the set's index, or its folder
-    samples: int | None = None  # what `plan` counts with while the index is not there
+    train: str | None = None  # the set's index, or its folder; or
+    mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets by name, which share their labels
+    samples: int | None = None  # what `plan` counts with while an index is not there
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -29,17 +44,24 @@ class DataConfig:
     max_bad_fraction: float = 1e-3  # of the samples seen, judged from the 10,000th on; past it, exit 65
     processes: int = 0  # decoding processes a worker
     timeout_s: float = 120.0  # without a batch
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="train preprocess augment lanes shuffle_block tail max_labels",
+        forbid="train mixture preprocess augment lanes shuffle_block tail max_labels",
         warn="evaluate max_bad_fraction",
-        free="samples processes timeout_s",
+        free="samples processes timeout_s cache",
     )
 
     def __post_init__(self) -> None:
+        require(not (self.train and self.mixture), "give train or mixture, one of them")
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
+
+    def sets(self) -> dict[str, tuple[str, float]]:
+        """{name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
+        found = {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
+        return found or {"train": (self.train or "", 1.0)}
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,8 @@ class TrainConfig:
         for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
         self._check_parts()
+        if self.data.mixture:
+            data.shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
 
     def _check_parts(self) -> None:
@@ -171,6 +195,18 @@ def trained_model(cfg: TrainConfig, source: Any = None) -> Any:
         "  write objective: masked with model.name: Masked-B/16, or neither",
     )
     return found
+
+
+def training_order(cfg: TrainConfig, sets: Sequence[data.Index]) -> tuple[data.Index, data.Order | data.Mixture]:
+    """The set that is trained on, `cfg.data.sets()` as one, and the order of its samples."""
+    given = {"lanes": cfg.data.lanes, "shuffle_block": cfg.data.shuffle_block, "tail": cfg.data.tail}
+    options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size}
+    options |= {name: value for name, value in given.items() if value is not None}
+    if not cfg.data.mixture:
+        return sets[0], data.Order(sets[0].shard_samples, **options)
+    weights, groups = [weight for _, weight in cfg.data.sets().values()], [len(one.shards) for one in sets]
+    index = data.join(sets, weights)
+    return index, data.Mixture(index.shard_samples, groups=groups, weights=weights, **options)
 
 
 @dataclass(frozen=True)

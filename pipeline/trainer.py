@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import data
 import models
-from data import Ledger, Order
+from data import Ledger
 from pipeline import checkpoint, config
 from pipeline.durable import write_atomic
 from pipeline.elastic import ExactEngine
@@ -35,6 +35,7 @@ from pipeline.stage import (
     exact_gradient_bytes,
     recomputed_blocks,
     steps_of,
+    training_order,
 )
 from pipeline.telemetry import Telemetry, log_line, memory_gb, read_metrics
 from pipeline.watchdog import Phases
@@ -57,7 +58,7 @@ class Job:
     key: str  # of the stage
     code: str  # version of the code
     model: dict[str, Any]  # the resolved architecture (models.to_dict)
-    train: str
+    train: list[str]  # the sets that are trained on, in the order of their names
     evaluate: str | None = None
     init: str | None = None
     probe_train: str | None = None
@@ -85,8 +86,9 @@ class Trainer:
         self.directory = Path(job.directory)
         self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
         self.phases = Phases(job.attempt_folder, self.rank, cfg.stall_s)
-        self.index = data.load_index(job.train)
-        self.order = self._order()
+        paths = {*job.train, job.evaluate, job.probe_train, job.probe_test} - {None}
+        self.sets = {path: data.load_index(path) for path in paths}
+        self.index, self.order = training_order(cfg, [self.sets[path] for path in job.train])
         self.steps = steps_of(cfg, self.index.samples)
         self.arithmetic = batch_arithmetic(cfg, self.world)
         self.model_config = models.from_dict(job.model)
@@ -106,22 +108,12 @@ class Trainer:
         config.require(height == width, f"image_size is {height}×{width}: training crops are square")
         if self.cfg.objective == "masked":
             return
-        for path in filter(None, (self.job.train, self.job.evaluate)):
-            found, classes = data.load_index(path).classes, self.model_config.classes
+        for path in filter(None, (*self.job.train, self.job.evaluate)):
+            found, classes = self.sets[path].classes, self.model_config.classes
             if found > classes:
                 raise data.DataError(
                     f"{path} has labels up to {found - 1}, the model has {classes} classes\n  set model.classes={found}"
                 )
-
-    def _order(self) -> Order:
-        given = {"lanes": self.cfg.data.lanes, "shuffle_block": self.cfg.data.shuffle_block}
-        return Order(
-            self.index.shard_samples,
-            seed=self.cfg.seed,
-            batch_size=self.cfg.batch_size,
-            tail=self.cfg.data.tail,
-            **{name: value for name, value in given.items() if value is not None},
-        )
 
     def _engine(self, arithmetic: Arithmetic) -> Engine:
         cfg = self.cfg
@@ -223,6 +215,7 @@ class Trainer:
                 max_labels=cfg.data.max_labels,
                 processes=cfg.data.processes,
                 timeout_s=cfg.data.timeout_s,
+                cache=cfg.data.cache,
             )
         )
 
@@ -378,7 +371,7 @@ class Trainer:
             raise data.DataError(
                 f"{self.bad} bad samples among {self.step * self.cfg.batch_size} seen, more than max_bad_fraction "
                 f"{self.cfg.data.max_bad_fraction} allows\n  see log.txt for names; "
-                f"python -m jobs data check {self.job.train} lists them all"
+                f"python -m jobs data check {' or '.join(self.job.train)} lists them all"
             )
 
     def evaluate(self, remark: str = "") -> None:
@@ -408,12 +401,13 @@ class Trainer:
     def _samples(self, path: str) -> data.EvaluationSet:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
         return data.EvaluationSet(
-            data.load_index(path),
+            self.sets[path],
             ops,
             batch_size=self.cfg.micro_batch,
             rank=self.rank,
             world=self.world,
             max_labels=self.cfg.data.max_labels,
+            cache=self.cfg.data.cache,
         )
 
     def report(

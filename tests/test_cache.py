@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import json
 import os
 import random
 import socket
@@ -13,15 +14,30 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from data import CacheConfig, DataError, Order, StorageError, TrainLoader, build_index, digits, pack, remote
+from data import (
+    CacheConfig,
+    DataError,
+    Ledger,
+    Order,
+    StorageError,
+    TrainLoader,
+    build_index,
+    check,
+    digits,
+    pack,
+    remote,
+)
 from data import cache as cache_module
 from data.cache import Cache
 from data.reader import Reader
+from jobs import campaign
+from jobs.session import run_campaign
+from tests.stores import store
 
-moto_server = pytest.importorskip("moto.server")
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
 
 
@@ -30,79 +46,15 @@ def local(tmp_path_factory):
     return pack(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
 
 
-@pytest.fixture(scope="module")
-def storage(local, tmp_path_factory):
-    """A server of the S3 protocol on loopback that holds the shards, behind a proxy that can fail."""
-    server = moto_server.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    proxy = Proxy(port)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        import boto3
-
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="images")
-        for shard, number in zip(local.shards, range(99), strict=False):
-            client.upload_file(local.location(number), "images", f"set/{shard.name}")
-        proxy.index = build_index(
-            local.directory, output=tmp_path_factory.mktemp("index"), name="train", at="s3://images/set"
-        )
+@pytest.fixture(scope="module", params=["s3", "gs", "az"])
+def storage(request, local, tmp_path_factory):
+    """A store that speaks a scheme's protocol on loopback and holds the shards, behind a proxy that can fail."""
+    files = {f"set/{shard.name}": Path(local.location(n)) for n, shard in enumerate(local.shards)}
+    with store(request.param, files) as proxy:
+        proxy.set = f"{request.param}://images/set"
+        proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=proxy.set)
         yield proxy
     remote.forget_credentials()
-    proxy.close()
-    server.stop()
-
-
-class Proxy:
-    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object."""
-
-    def __init__(self, upstream: int):
-        self.upstream, self.fault, self.gets, self.index = upstream, lambda path: None, [], None
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.0"
-
-            def handle_one(self):
-                fault = outer.fault(self.path) if self.command == "GET" else None
-                if self.command == "GET":
-                    outer.gets.append(self.path)
-                if fault == "stall":
-                    time.sleep(1.5)
-                    return
-                if isinstance(fault, int):
-                    self.send_response(fault)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
-                    return
-                connection = http.client.HTTPConnection("127.0.0.1", outer.upstream)
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                connection.request(self.command, self.path, body, dict(self.headers))
-                answer = connection.getresponse()
-                content = answer.read()
-                self.send_response(answer.status)
-                for name, value in answer.getheaders():
-                    if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
-                        self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(content[: len(content) // 2] if fault == "short" else content)
-
-            do_GET = do_PUT = do_HEAD = do_POST = handle_one
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -147,7 +99,7 @@ def test_expired_credentials_are_read_again_from_the_environment(faulty, tmp_pat
 def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code):
     faulty.fault = lambda path: code
     cache = Cache(CacheConfig(str(tmp_path), attempts=3, backoff_s=0.001, timeout_s=1.0))
-    with pytest.raises(StorageError, match=r"s3://images/set/train-000000.tar: no answer after 3 attempts") as error:
+    with pytest.raises(StorageError, match=r"://images/set/train-000000.tar: no answer after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value)
 
@@ -155,10 +107,82 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
     cache = Cache(CacheConfig(str(tmp_path), **PATIENT))
     with pytest.raises(DataError, match="no such shard"):
-        cache.path("s3://images/set/absent.tar", faulty.index.shards[0])
+        cache.path(f"{faulty.set}/absent.tar", faulty.index.shards[0])
     with pytest.raises(DataError, match="sha256 is not the one"):
         cache.path(faulty.index.location(0), replace(faulty.index.shards[0], sha256="0" * 64))
     assert not list(tmp_path.glob("*.tar")) and not any(part.stat().st_size for part in tmp_path.glob("*.part"))
+
+
+def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("data.cache.random.uniform", lambda low, high: 0)
+    chance = random.Random(0)
+    faulty.fault = lambda path: 503 if chance.random() < 0.3 else None
+    for number, source in enumerate(
+        (faulty.set, [f"{faulty.set}/*.tar"], [f"{faulty.set}/train-{{000000..000007}}.tar"])
+    ):
+        found = build_index(source, output=tmp_path / str(number), workers=2)
+        assert (found.digest, found.directory) == (local.digest, faulty.set)
+        assert np.array_equal(found.table(3), local.table(3))
+    assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
+
+
+def test_indexing_goes_on_after_a_fault_without_fetching_again(faulty, local, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("data.cache.random.uniform", lambda low, high: 0)
+    faulty.fault = lambda path: 503 if "000005" in path else None
+    with pytest.raises(StorageError, match=r"train-000005\.tar: no answer"):
+        build_index(faulty.set, output=tmp_path / "index")
+    faulty.fault = lambda path: None
+    faulty.gets.clear()
+    assert build_index(faulty.set, output=tmp_path / "index").digest == local.digest
+    assert len(faulty.gets) == 3
+
+
+def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    gone = replace(faulty.index.shards[0], name="absent.tar", sha256="0" * 64)
+    report = check(replace(faulty.index, shards=(gone, *faulty.index.shards[1:3])), decode=False)
+    assert report.good == 100 and "no such shard" in report.shards[0].problem
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty, recipe, local, tmp_path):
+    cache = tmp_path / "cache"
+    loaded = campaign.load(
+        recipe,
+        [
+            f"pretrain.data.train={faulty.index.tables / 'train.index.json'}",
+            f"pretrain.data.cache={{directory: {cache}, backoff_s: 0.01}}",
+            "pretrain.data.evaluate=null",
+            "pretrain.steps=3",
+        ],
+    )
+    faulty.fault = lambda path: 503 if len(faulty.gets) % 3 == 1 else None
+    run_campaign(loaded, only="pretrain", quiet=True)
+    assert {path.stem for path in cache.glob("*.tar")} <= {shard.sha256 for shard in local.shards}
+    assert list(cache.glob("*.tar")) and len(faulty.gets) > 1
+    order, ledger = Order(local.shard_samples, seed=0, batch_size=16), Ledger.start(local.digest, 0)
+    for step in range(3):
+        ledger = ledger.update(step, *order.batch(step))
+    done = json.loads((loaded.directory(loaded.stage("pretrain")) / "done.json").read_text())
+    assert done["ledger"] == ledger.hex, "the same as of a local copy"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (["s3://images/set", "/data/set"], "give URLs alone"),
+        (["https://host/set"], "https cannot list"),
+        (["https://user:secret@host/a.tar"], "https://host/a.tar: a key in the URL"),
+        (["https://host/a.tar?sig=secret"], "https://host/a.tar: a key in the URL"),
+        (["pipe://host/a.tar"], "is refused"),
+    ],
+)
+def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):
+    with pytest.raises(DataError, match=message) as error:
+        build_index(source, output=tmp_path)
+    assert "secret" not in str(error.value)
 
 
 def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:

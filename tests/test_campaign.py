@@ -14,6 +14,7 @@ from pipeline import checkpoint
 from pipeline.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[1]
+MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {train: y, weight: 2}}}"
 
 
 def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
@@ -70,6 +71,10 @@ def test_plan_tells_what_would_run(recipe, capsys):
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "there is no such index"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: a path, or @stage; or data.mixture"),
+        ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
+        ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
+        ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
         (["finetune.data.train=@resize/train"], 78, "makes no data"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),

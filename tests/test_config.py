@@ -16,6 +16,7 @@ from pipeline.optimizer import OptimConfig
 from pipeline.schedule import ScheduleConfig
 from pipeline.stage import (
     DataConfig,
+    MixedConfig,
     TrainConfig,
     batch_arithmetic,
     memory_estimate,
@@ -23,8 +24,9 @@ from pipeline.stage import (
     steps_of,
 )
 
+MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
-    *(TrainConfig, DataConfig, OptimConfig, ScheduleConfig, ProbeConfig, ClusterConfig),
+    *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ProbeConfig, ClusterConfig),
     *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig),
 ]
 
@@ -45,7 +47,13 @@ def test_every_field_says_what_a_resume_may_change(kind):
         ({"batch_size": "many"}, r"s\.batch_size: .*'many'.*expected int"),
         ({"optim": {"name": "adma"}}, r"s\.optim\.name: .*'adma', expected one of \['adam', 'sgd'\]"),
         ({"optim": 3}, r"s\.optim is 3, expected a section of OptimConfig fields"),
-        ({"data": {}, "steps": 1}, r"s\.data\.train is missing"),
+        ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "give train or mixture, one of them"),
+        ({"steps": 1, "data": MIXTURE | {"cache": {"directory": "shards"}}}, "expected an absolute path"),
+        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave a set without a sample in a batch of 3"),
+        ({"data": {"mixture": {"a": {"train": "y"}}}}, r"s\.data\.mixture\.a\.weight is missing"),
+        ({"data": {"mixture": {"a": {"weight": 1}}}}, r"s\.data\.mixture\.a\.train is missing"),
+        ({"data": {"mixture": {"a": {"train": "y", "wieght": 1}}}}, "did you mean 'weight'"),
+        ({"data": {"mixture": {"a": {"train": "y", "weight": 0}}}}, "weight is 0.0, expected more than 0"),
         ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
         ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),

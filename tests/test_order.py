@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from data.order import Ledger, Mixture, Order, key_of, permute
 
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
-per_lane = st.integers(1, 6)
-lane_count = st.integers(1, 8)
+batches = st.integers(1, 48)
+lane_count = st.integers(1, 16)  # also more than slots, samples or shards
 blocks = st.integers(1, 50)
 
 
@@ -18,10 +18,10 @@ def ids(order: Order, steps: int) -> np.ndarray:
 
 
 @settings(max_examples=150, deadline=None)
-@given(shards, lane_count, per_lane, blocks, st.integers(0, 5))
-def test_every_sample_is_used_exactly_once_an_epoch(sizes, lanes, k, block, seed):
-    order = Order(sizes, seed=seed, batch_size=lanes * k, lanes=lanes, shuffle_block=block)
-    seen = ids(order, -(-3 * sum(sizes) // (lanes * k)))[: 3 * sum(sizes)]
+@given(shards, lane_count, batches, blocks, st.integers(0, 5))
+def test_every_sample_is_used_exactly_once_an_epoch(sizes, lanes, batch, block, seed):
+    order = Order(sizes, seed=seed, batch_size=batch, lanes=lanes, shuffle_block=block)
+    seen = ids(order, -(-3 * sum(sizes) // batch))[: 3 * sum(sizes)]
     every = {(shard, sample) for shard, n in enumerate(sizes) for sample in range(n)}
     for epoch in range(3):
         part = seen[epoch * sum(sizes) : (epoch + 1) * sum(sizes)]
@@ -30,9 +30,8 @@ def test_every_sample_is_used_exactly_once_an_epoch(sizes, lanes, k, block, seed
 
 
 @settings(max_examples=100, deadline=None)
-@given(shards, lane_count, per_lane, blocks)
-def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, k, block):
-    batch = lanes * k
+@given(shards, lane_count, batches, blocks)
+def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, batch, block):
     if sum(sizes) < batch:
         with pytest.raises(ValueError, match="carry"):
             Order(sizes, seed=0, batch_size=batch, lanes=lanes, tail="drop")
@@ -46,10 +45,10 @@ def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, k, block):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shards, lane_count, per_lane, blocks, st.integers(0, 200))
-def test_any_step_is_computed_without_replay(sizes, lanes, k, block, step):
-    fresh = Order(sizes, seed=3, batch_size=lanes * k, lanes=lanes, shuffle_block=block)
-    used = Order(sizes, seed=3, batch_size=lanes * k, lanes=lanes, shuffle_block=block)
+@given(shards, lane_count, batches, blocks, st.integers(0, 200))
+def test_any_step_is_computed_without_replay(sizes, lanes, batch, block, step):
+    fresh = Order(sizes, seed=3, batch_size=batch, lanes=lanes, shuffle_block=block)
+    used = Order(sizes, seed=3, batch_size=batch, lanes=lanes, shuffle_block=block)
     for earlier in range(max(0, step - 5), step):
         used.batch(earlier)
     assert np.array_equal(fresh.batch(step), used.batch(step))
@@ -93,10 +92,16 @@ def test_a_replacement_is_the_next_sample_of_the_lane_and_another_one():
     assert order.replacement(2, 0, 1)[1:] == tuple(column[1] for column in order.batch(2))[1:]
 
 
-def test_lanes_that_do_not_divide_the_batch_are_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="nearest: 6"):
-        Order([10], seed=0, batch_size=12, lanes=7)
-    assert Order([10], seed=0, batch_size=100).lanes == 50
+def test_numbers_that_give_no_order_are_refused():
+    for options, message in (
+        ({"lanes": 0}, "lanes 0"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"shuffle_block": 0}, "shuffle_block 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Order([10], **{"seed": 0, "batch_size": 12, **options})
+    with pytest.raises(ValueError, match="pack some first"):
+        Order([0, 0], seed=0, batch_size=4)
 
 
 def test_equal_ledgers_mean_equal_data():

@@ -15,7 +15,8 @@ from pyarrow import parquet
 from data import jpeg
 from data.decode import decode
 from data.errors import DataError
-from data.index import build_index, load_index
+from data.index import load_index
+from data.indexing import build_index
 from data.packing import pack
 from data.reader import Reader, check_sizes, without_unusable
 from data.sources import (

@@ -1,0 +1,175 @@
+"""Object stores on loopback that speak each protocol, and a proxy before them that can fail."""
+
+import base64
+import http.client
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+Files = dict[str, Path]  # key → file
+
+
+@contextmanager
+def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
+    """The port of a server, for as long as it runs."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Proxy:
+    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object."""
+
+    def __init__(self) -> None:
+        self.upstream = 0
+        self.fault: Callable[[str], int | str | None] = lambda path: None
+        self.gets: list[str] = []
+
+    def handler(outer) -> type[http.server.BaseHTTPRequestHandler]:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.0"
+
+            def handle_one(self):
+                read = self.command == "GET" and ("Range" in self.headers or "x-ms-range" in self.headers)
+                fault = outer.fault(self.path) if read else None
+                if read:
+                    outer.gets.append(self.path)
+                if fault == "stall":
+                    time.sleep(1.5)
+                    return
+                if isinstance(fault, int):
+                    self.send_response(fault)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                connection = http.client.HTTPConnection("127.0.0.1", outer.upstream)
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                content = answer.read()
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                        self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if fault == "short" else content)
+
+            do_GET = do_PUT = do_HEAD = do_POST = handle_one
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+
+@contextmanager
+def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
+    """moto, behind `AWS_ENDPOINT_URL`."""
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    proxy.upstream = server.get_host_and_port()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        import boto3
+
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="images")
+        for key, path in files.items():
+            client.upload_file(str(path), "images", key)
+        yield
+    server.stop()
+
+
+@contextmanager
+def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
+    """gcp-storage-emulator, behind `STORAGE_EMULATOR_HOST`."""
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks Google about the bucket, by gRPC
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        gcsfs = pytest.importorskip("gcsfs")
+        server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="images")
+        server.start()
+        proxy.upstream = server._api._httpd.server_address[1]
+        client = gcsfs.GCSFileSystem(token="anon", skip_instance_cache=True)
+        for key, path in files.items():
+            client.pipe_file(f"images/{key}", path.read_bytes())
+        yield
+        server.stop()
+
+
+@contextmanager
+def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
+    """The few answers of Azure's blob service that reading needs, behind `AZURE_STORAGE_CONNECTION_STRING`."""
+    pytest.importorskip("adlfs")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            url = urlsplit(self.path)
+            key = url.path.removeprefix("/account/images").lstrip("/")
+            asked = {name: values[0] for name, values in parse_qs(url.query).items()}
+            if asked.get("comp") == "list":
+                return self.answer(200, listing(files, asked.get("prefix", "")), {"Content-Type": "application/xml"})
+            if key not in files:
+                return self.answer(404, b"", {"x-ms-error-code": "BlobNotFound"})
+            content, first, status = files[key].read_bytes(), 0, 200
+            fields = {"ETag": '"1"', "Last-Modified": "Fri, 20 Nov 2026 00:00:00 GMT", "x-ms-blob-type": "BlockBlob"}
+            if "x-ms-range" in self.headers:
+                first, last = map(int, self.headers["x-ms-range"].removeprefix("bytes=").split("-"))
+                fields["Content-Range"] = f"bytes {first}-{min(last + 1, len(content)) - 1}/{len(content)}"
+                content, status = content[first : last + 1], 206
+            self.answer(status, content, fields)
+
+        do_HEAD = do_GET
+
+        def answer(self, status: int, content: bytes, fields: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {**fields, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    key = base64.b64encode(b"very-secret").decode()
+    with served(Handler) as upstream, pytest.MonkeyPatch.context() as patch:
+        proxy.upstream = upstream
+        patch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING",
+            f"AccountName=account;AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/account",
+        )
+        yield
+
+
+def listing(files: Files, prefix: str) -> bytes:
+    blobs = "".join(
+        f"<Blob><Name>{key}</Name><Properties><Content-Length>{path.stat().st_size}</Content-Length>"
+        "<BlobType>BlockBlob</BlobType></Properties></Blob>"
+        for key, path in files.items()
+        if key.startswith(prefix)
+    )
+    return f"<EnumerationResults ContainerName='images'><Blobs>{blobs}</Blobs></EnumerationResults>".encode()
+
+
+@contextmanager
+def store(scheme: str, files: Files) -> Iterator[Proxy]:
+    """A proxy before a store whose bucket `images` holds the files; the environment leads clients to it."""
+    proxy = Proxy()
+    with served(proxy.handler()) as port, {"s3": s3, "gs": gs, "az": az}[scheme](proxy, port, files):
+        yield proxy

@@ -1,0 +1,122 @@
+"""Several sets by weight, from the recipe to the last checkpoint: exact counts, one ledger, exact resume."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+from jobs import campaign
+from jobs.__main__ import main
+from jobs.replay import rebuild
+from pipeline import checkpoint, config
+from pipeline.stage import TrainConfig
+
+RECIPE = """
+run: {run}
+cluster: {{workers: 2, backend: processes, backoff_s: 0}}
+shards:
+  kind: pack
+  shard_samples: 50
+  sets:
+    high: {{source: digits, image_size: 16, keep: [5, 6, 7, 8, 9]}}
+    low: {{source: digits, image_size: 16, keep: [0, 1, 2, 3, 4]}}
+pretrain:
+  data:
+    mixture:
+      low: {{train: "@shards/low", weight: 0.7}}
+      high: {{train: "@shards/high", weight: 0.3}}
+  model: {{name: mu/8, width: 16, depth: 1, mlp: 32, heads: 2, image_size: 16, classes: 10}}
+  loss: softmax
+  steps: 24
+  batch_size: 16
+  micro_batch: 4
+  precision: fp32
+  save_every: 8
+  log_every: 1
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    path = tmp_path / "mixed.yaml"
+    path.write_text(RECIPE.format(run=tmp_path / "run"))
+    return path
+
+
+def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mixed, capsys):
+    assert main(["run", str(mixed)]) == 0
+    loaded = campaign.load(mixed, [])
+    folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
+    last = checkpoint.committed(folder / "checkpoints")[0]
+    whole = checkpoint.verify(last)
+
+    sets = [data.load_index(shards / name) for name in ("high", "low")]  # by name
+    index = data.join(sets, [0.3, 0.7])
+    mixture = data.Mixture(
+        index.shard_samples, groups=[len(one.shards) for one in sets], weights=[0.3, 0.7], seed=0, batch_size=16
+    )
+    ledger, seen = data.Ledger.start(index.digest, 0), []
+    for step in range(24):
+        ids = mixture.batch(step)
+        ledger = ledger.update(step, *ids)
+        seen.append(np.stack(ids, 1))
+    assert whole.ledger == ledger.hex
+    high = np.stack(seen)[..., 1] < len(sets[0].shards)
+    assert (high.sum(1) == 5).all(), "0.3 of 16 is 4.8, and 0.7 is 11.2"
+    ids = np.concatenate(seen)
+    assert len(np.unique(ids, axis=0)) == len(ids), "no sample comes twice in a pass over its set"
+
+    task = json.loads((folder / "task.json").read_text())
+    _, labels, _, bad = rebuild(config.build(TrainConfig, task["config"], "config"), task["job"], 7)
+    assert (labels[:5] >= 5).all() and (labels[5:] < 5).all() and not bad
+
+    (folder / "done.json").unlink()
+    shutil.rmtree(last)
+    capsys.readouterr()
+    assert main(["run", str(mixed)]) == 0
+    assert "resumed from step 16" in capsys.readouterr().out
+    again = checkpoint.verify(checkpoint.committed(folder / "checkpoints")[0])
+    assert (again.step, again.ledger, again.files) == (24, whole.ledger, whole.files)
+
+
+def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):
+    sets = f"a: {{train: {shards}/train, weight: 3}}, b: {{train: {shards}/test, weight: 1}}"
+    given = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}", "pretrain.steps=30"]
+    assert main(["plan", str(recipe), *given]) == 0
+    out = capsys.readouterr().out
+    assert "30 (480 images, 0.27 passes over 1,797 samples)" in out
+    assert "mixture a: 12 of every batch, 0.25 passes over 1,442 samples" in out
+    assert "mixture b: 4 of every batch, 0.34 passes over 355 samples" in out
+
+
+def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(recipe, shards, tmp_path):
+    def key(a: Path, b: Path, weight: float = 1) -> str:
+        sets = f"a: {{train: {a}, weight: 1}}, b: {{train: {b}, weight: {weight}}}"
+        loaded = campaign.load(recipe, [f"pretrain.data={{mixture: {{{sets}}}}}", "pretrain.data.train=null"])
+        return loaded.stage("pretrain").key
+
+    train, test, moved = shards / "train", shards / "test", tmp_path / "moved"
+    shutil.copytree(test, moved)
+    assert key(train, test) == key(train, moved)
+    assert len({key(train, test), key(train, train), key(test, train), key(train, test, 2)}) == 4
+
+
+def test_joined_sets_are_read_each_from_its_own_tables(shards):
+    sets = [data.load_index(shards / name) for name in ("train", "test")]
+    joined = data.join(sets, [1, 1])
+    order = data.Mixture(
+        joined.shard_samples, groups=[len(one.shards) for one in sets], weights=[1, 1], seed=0, batch_size=8
+    )
+    options = {"image_size": 16, "augment": data.AugmentConfig(crop="none", flip=False), "micro_batch": 8}
+    batch = next(iter(data.TrainLoader(joined, order, slots=range(8), **options)))
+    expected = [data.EvaluationSet(one, "resize(16)", batch_size=one.samples) for one in sets]
+    images = [next(iter(one)).images for one in expected]
+    starts = np.cumsum([0, *joined.shard_samples])
+    for image, (_, shard, sample) in zip(batch.images, batch.ids.tolist(), strict=True):
+        number = starts[shard] + sample
+        part = int(number >= sets[0].samples)
+        assert (image == images[part][number - part * sets[0].samples]).all()
+    assert joined.classes == 10 and sum(joined.class_counts) == 1797
