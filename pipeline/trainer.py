@@ -8,6 +8,7 @@ How training starts, first match wins:
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pipeline import checkpoint, config
 from pipeline.durable import write_atomic
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.errors import CheckpointError, Diverged, WentBack
-from pipeline.evaluate import accuracy, features, normalise, probe
+from pipeline.evaluate import accuracy, features, normalise, probe, watched
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.stage import Arithmetic, TrainConfig, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.telemetry import Telemetry, log_line, memory_gb
@@ -63,7 +64,7 @@ class Job:
     @property
     def stop_file(self) -> Path:
         """Appears when the driver wants the gang to commit and end."""
-        return Path(self.directory) / f"stop-{self.attempt:06d}"
+        return self.attempt_folder / "stop"
 
 
 class Trainer:
@@ -71,11 +72,13 @@ class Trainer:
 
     def __init__(self, cfg: TrainConfig, job: Job) -> None:
         self.cfg, self.job = cfg, job
+        self.phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
+        self.phases.enter("join", 0)
         self.device = join_group(cfg.timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.phases.enter("build", 0)
         self.directory = Path(job.directory)
         self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
-        self.phases = Phases(job.attempt_folder, self.rank, cfg.stall_s)
         self.index = data.load_index(job.train)
         self.order = self._order()
         self.steps = steps_of(cfg, self.index.samples)
@@ -136,6 +139,7 @@ class Trainer:
             clip=cfg.optim.clip,
             user_file=cfg.deepspeed,
         )
+        self.phases.enter("engine", 0)
         return Engine(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
     def _left_out(self) -> range:
@@ -151,7 +155,8 @@ class Trainer:
     def start(self) -> None:
         """Resume, or start from weights or seed; say which, and what is therefore ignored, in one line."""
         cfg, job = self.cfg, self.job
-        found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
+        with self.phases.led("restore", 0, self.rank == 0):
+            found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
         if found is not None:
             changed = config.differences(found.config, config.tagged(cfg, "forbid"))
             assert found.key == job.key, (
@@ -356,7 +361,6 @@ class Trainer:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
         began = time.monotonic()
-        self.phases.enter("evaluate", self.step)
         values: dict[str, Any] = {}
         if job.evaluate:
             values["accuracy"], values["judged"] = accuracy(
@@ -367,8 +371,8 @@ class Trainer:
                 features(self.engine.model, self._samples(path), self.engine.dtype, self.device)
                 for path in (job.probe_train, job.probe_test)
             ]
-            if self.rank == 0:
-                values |= probe(sets[0], sets[1], cfg.probe)
+            with self.phases.led("probe", self.step, self.rank == 0):
+                values |= probe(sets[0], sets[1], cfg.probe) if self.rank == 0 else {}
         if values and self.rank == 0:
             self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
@@ -376,9 +380,9 @@ class Trainer:
             self.telemetry.report("evaluate", {"step": self.step, **values}, line)
         self.evaluated_s += time.monotonic() - began
 
-    def _samples(self, path: str) -> data.EvaluationSet:
+    def _samples(self, path: str) -> Iterator[data.EvaluationBatch]:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
-        return data.EvaluationSet(
+        samples = data.EvaluationSet(
             data.load_index(path),
             ops,
             batch_size=self.cfg.micro_batch,
@@ -386,6 +390,7 @@ class Trainer:
             world=self.world,
             max_labels=self.cfg.data.max_labels,
         )
+        return watched(samples, self.phases, self.step)
 
     def report(
         self, losses: list[float], norms: list[float], rate: float, since: float, waits: list[data.Wait]
