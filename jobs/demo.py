@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from jobs import campaign
+from jobs.attempts import last_step
 from jobs.campaign import Campaign
 from jobs.gang import records
 from jobs.session import run_campaign
-from jobs.trained import last_step
 from pipeline import checkpoint
 from pipeline.telemetry import read_metrics
 

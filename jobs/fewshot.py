@@ -4,19 +4,23 @@ python -m jobs.fewshot recipe.yaml [key=value …]
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import data
 import models
-from jobs import cluster
+from jobs.attempts import run_watched, until_done
 from jobs.ownership import claim_attempt
 from jobs.stage import Context
 from pipeline import config, evaluate
 from pipeline.config import Tags, require, tags
 from pipeline.durable import write_atomic
+from pipeline.errors import Preempted
 from pipeline.evaluate import ProbeConfig
+from pipeline.watchdog import Phases
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,9 @@ class Config:
     micro_batch: int = 64  # images a worker at a time
     cache: data.CacheConfig = field(default_factory=data.CacheConfig)  # of remote shards, on every node
     precision: Literal["bf16", "fp32"] = "fp32"
+    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
 
-    RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache")
+    RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")
 
     def __post_init__(self) -> None:
         require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
@@ -41,26 +46,28 @@ INPUTS = ("init", "probe.train", "probe.test")
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Features on the gang, the closed form on its lead; results in metrics.json."""
     require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
-    attempt = claim_attempt(context.run)
-    task = {
-        "config": config.plain(cfg),
-        "init": context.resolve(cfg.init),
-        "train": context.resolve(cfg.probe.train),
-        "test": context.resolve(cfg.probe.test),
-    }
-    name, folder = f"attempt-{attempt:06d}", context.directory / "attempts"
-    results = cluster.run_gang(
-        worker,
-        task,
-        cluster=context.cluster,
-        name=name,
-        directory=folder,
-        on_tick=lambda: context.tick(folder / name, attempt),
-    )
+    results = until_done(context, lambda: attempt(cfg, context))
     write_atomic(context.directory / "metrics.json", json.dumps(results, indent=1))
     means = {k: v for k, v in results["metrics"].items() if "seed" not in k}
     context.say("  ".join(f"{shots} {accuracy:.4f}" for shots, accuracy in means.items()))
     return results
+
+
+def attempt(cfg: Config, context: Context) -> dict[str, Any]:
+    """One gang; nothing of it is worth a commit, so who wants it to stop ends it at once."""
+    number = claim_attempt(context.run)
+    task = {
+        "config": config.plain(cfg),
+        "folder": str(context.directory / "attempts" / f"attempt-{number:06d}"),
+        "init": context.resolve(cfg.init),
+        "train": context.resolve(cfg.probe.train),
+        "test": context.resolve(cfg.probe.test),
+    }
+
+    def stop() -> None:
+        raise Preempted(f"stopped in {context.name}; run the same command again to do it from its start")
+
+    return run_watched(worker, task, context, number, cfg.stall_s, stop)
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +78,10 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     from pipeline.engine import join_group
 
     cfg = config.build(Config, task["config"], "config")
+    phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)
+    phases.enter("join", 0)
     device = join_group(1800.0)
+    phases.enter("build", 0)
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
     state, model_config = models.load_weights(task["init"])
     model = models.from_config(model_config).eval()
@@ -88,9 +98,11 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
             world=dist.get_world_size(),
             cache=cfg.cache,
         )
-        sets.append(evaluate.features(model, samples, dtype, device))
-    metrics = evaluate.probe(sets[0], sets[1], cfg.probe) if dist.get_rank() == 0 else {}
+        sets.append(evaluate.features(model, evaluate.watched(samples, phases), dtype, device))
+    with phases.led("probe", 0, dist.get_rank() == 0):
+        metrics = evaluate.probe(sets[0], sets[1], cfg.probe) if dist.get_rank() == 0 else {}
     dist.barrier()
+    phases.close()
     dist.destroy_process_group()
     return {
         "metrics": metrics,

@@ -24,6 +24,7 @@ Function = Callable[[dict[str, Any]], Any]
 Tick = Callable[[], None]
 
 LOOPBACK = "127.0.0.1"
+VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
@@ -50,10 +51,14 @@ class GangError(Exception):
         exit_code: int | None = None,
         kind: str = "",
     ) -> None:
-        who = f"worker {rank} on {node}" if rank is not None else "the gang"
-        super().__init__(f"{who}: {cause}")
+        super().__init__(cause)
         self.rank, self.node, self.cause, self.traceback = rank, node, cause, traceback
         self.exit_code, self.kind = exit_code, kind
+        self.place = ""  # where the worker was, as far as the driver knows: "backward of step 12"
+
+    def __str__(self) -> str:
+        who = f"worker {self.rank} on {self.node}" if self.rank is not None else "the gang"
+        return f"{who}{', in ' if self.place else ''}{self.place}: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def work(function: Function, config: dict[str, Any], folder: Path, seat: Seat) -
     """
     _take(seat)
     record = {"rank": seat.rank, "node": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+    record["oom_kills"] = oom_kills()
     _write(folder, record)
     with _path(folder, seat.rank, ".log").open("a", buffering=1) as log:
         faulthandler.enable(log)
@@ -229,11 +235,22 @@ def frozen(record: Mapping[str, Any]) -> bool:
     return False
 
 
-def died(exitcode: int) -> str:
-    """An exit code of a process in words."""
+def died(exitcode: int, oom: bool = False) -> str:
+    """An exit code of a process in words; `oom`: the kernel has killed somebody for want of memory meanwhile."""
     if exitcode >= 0:
         return f"exited with code {exitcode} without a word"
+    if oom and exitcode == -signal.SIGKILL:
+        return "killed by the out-of-memory killer"
     return f"killed by {signal.Signals(-exitcode).name}"
+
+
+def oom_kills() -> int:
+    """How many processes of this machine the kernel has killed for want of memory; 0 where it does not say."""
+    with suppress(OSError):
+        for line in VMSTAT.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _path(folder: Path, rank: int, suffix: str) -> Path:

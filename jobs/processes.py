@@ -21,6 +21,7 @@ from jobs.gang import (
     Seat,
     Tick,
     died,
+    oom_kills,
     verdict,
     work,
 )
@@ -37,16 +38,18 @@ def run(function: Function, config: dict[str, Any], *, cluster: ClusterConfig, f
     """Run the gang to its end; raises GangError when a worker fails, and leaves none alive either way."""
     _require_gpus(cluster)
     workers = _workers(function, config, cluster, folder)
+    kills = oom_kills()
     try:
         for worker in workers:
             worker.start()
         while _running(workers):
+            kills = oom_kills()
             wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=TICK_S)
             on_tick()
         ended = {rank: worker.exitcode for rank, worker in enumerate(workers)}
     finally:
         _kill(workers)
-    dead = {rank: died(code) for rank, code in ended.items() if code}
+    dead = {rank: died(code, oom_kills() > kills) for rank, code in ended.items() if code}
     if dead:
         raise verdict(folder, cluster.workers, dead)
 

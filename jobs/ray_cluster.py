@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs import reaper
 from jobs.access import EXCLUDES, ROOT, ensure_token, explain, require_reachable, use_token_if_any
@@ -32,6 +34,7 @@ from jobs.gang import (
     Seat,
     Tick,
     bury,
+    oom_kills,
     records,
     verdict,
     work,
@@ -318,11 +321,27 @@ def _verdict(error: BaseException, folder: Path, world: int) -> GangError:
     failures = getattr(error, "worker_failures", None)
     if failures is None:
         inner = getattr(error, "controller_failure", error)
-        return GangError(None, "", f"did not start: {type(inner).__name__}: {inner}", str(error))
-    return verdict(folder, world, {rank: _death(rank, folder, world) for rank in failures})
+        what = "Train's controller died" if isinstance(inner, ActorDiedError) else "did not start"
+        return GangError(None, "", f"{what}: {type(inner).__name__}: {inner}", str(error))
+    return verdict(folder, world, {rank: _death(failures[rank], records(folder, world).get(rank)) for rank in failures})
 
 
-def _death(rank: int, folder: Path, world: int) -> str:
-    node = records(folder, world).get(rank, {}).get("node")
-    alive = {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}
-    return "its node left the cluster" if node and node not in alive else "its process died (killed, or crashed)"
+def _death(error: BaseException, record: dict[str, Any] | None) -> str:
+    """How a worker ended that left this record, and of which Train has this to say."""
+    nodes = {n["NodeManagerHostname"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    if record is not None and record["node"] not in nodes:
+        return "its node left the cluster"
+    if isinstance(error, OutOfMemoryError) or "OutOfMemoryError" in str(error):
+        return "killed by Ray's out-of-memory killer"
+    if record is not None and _oom_kills(nodes[record["node"]]) > record["oom_kills"]:
+        return "its process died, and its node's out-of-memory killer has struck since it started"
+    return "its process died (killed, or crashed)"
+
+
+def _oom_kills(node: str) -> int:
+    """The counter of another machine, read by a task there."""
+    there = ray.remote(num_cpus=0)(oom_kills).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, False))
+    try:
+        return ray.get(there.remote(), timeout=20)
+    except Exception:  # the node goes as well, or is too busy: then we do not know
+        return 0

@@ -1,6 +1,6 @@
 """Accuracy and features of a model over a set of shards, each sample exactly once at any world size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from data import EvaluationSet
 from pipeline.config import Tags, require, tags
 from pipeline.fewshot import L2, linear_probe
 from pipeline.losses import hits
+from pipeline.watchdog import Phases
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,17 @@ def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
 
 
-def _batches(model: nn.Module, samples: EvaluationSet) -> Iterator[data.EvaluationBatch]:
+def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[data.EvaluationBatch]:
+    """The set's batches, each entered as a phase that names the shard it begins in."""
+    batches = iter(samples)
+    for number in range(len(samples)):
+        rows = samples.rows[number * samples.batch_size :]
+        phases.enter("evaluate", step, samples.index.shards[samples.place(rows[0])[0]].name if rows else "")
+        yield next(batches)
+    phases.enter("evaluate", step)
+
+
+def _batches(model: nn.Module, samples: Iterable[data.EvaluationBatch]) -> Iterator[data.EvaluationBatch]:
     """Batches under eval mode, restored afterwards; every worker gets equally many (ZeRO-3 gathers in lockstep)."""
     training = model.training
     model.eval()
@@ -52,7 +63,9 @@ def _batches(model: nn.Module, samples: EvaluationSet) -> Iterator[data.Evaluati
         model.train(training)
 
 
-def accuracy(model: nn.Module, samples: EvaluationSet, dtype: torch.dtype, device: torch.device) -> tuple[float, int]:
+def accuracy(
+    model: nn.Module, samples: Iterable[data.EvaluationBatch], dtype: torch.dtype, device: torch.device
+) -> tuple[float, int]:
     """Collective: (top-1 accuracy, samples judged); right means the prediction is one of the sample's labels."""
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in _batches(model, samples):
@@ -66,7 +79,7 @@ def accuracy(model: nn.Module, samples: EvaluationSet, dtype: torch.dtype, devic
 
 
 def features(
-    model: nn.Module, samples: EvaluationSet, dtype: torch.dtype, device: torch.device
+    model: nn.Module, samples: Iterable[data.EvaluationBatch], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Collective: what enters the head for every good sample, (N, D) float32, and first labels (N,), in set order."""
     kept: list[Tensor] = []

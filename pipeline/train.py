@@ -108,32 +108,34 @@ def _catch_sigterm(asked: list[int]) -> None:
 def finish(t: Trainer) -> dict[str, Any]:
     """The lead writes the stage's weights and their provenance from the committed checkpoint; all wait for it."""
     outcome: list[Any] = [None]
-    t.phases.enter("finish", t.step)
-    if t.rank == 0:
-        last = checkpoint.committed(t.saver.folder)[0]
-        manifest = checkpoint.read_manifest(last)
-        weights = export(last, t.model_config)
-        models.save_weights(weights, t.directory, t.model_config)
-        outcome = [
-            {
-                "step": t.step,
-                "samples_seen": manifest.samples_seen,
-                "ledger": manifest.ledger,
-                "bad_samples": manifest.bad_samples,
-                "metrics": t.last_metrics,
-                "world": t.world,
-            }
-        ]
-        spent = account(read_metrics(t.directory, None))
-        t.telemetry.report("effective", {"step": t.step, "ratio": spent.ratio, **asdict(spent)}, spent.line())
-        kind = "averaged weights" if t.cfg.polyak else "weights"
-        t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
+    with t.phases.led("finish", t.step, t.rank == 0):
+        if t.rank == 0:
+            outcome = [_hand_on(t)]
     dist.broadcast_object_list(outcome, src=0)
     t.telemetry.close()
     t.phases.close()
     t.engine.close()
     dist.destroy_process_group()
     return outcome[0]
+
+
+def _hand_on(t: Trainer) -> dict[str, Any]:
+    """The lead's part of the end: weights, and what the stage says of itself."""
+    last = checkpoint.committed(t.saver.folder)[0]
+    manifest = checkpoint.read_manifest(last)
+    models.save_weights(export(last, t.model_config), t.directory, t.model_config)
+    spent = account(read_metrics(t.directory, None))
+    t.telemetry.report("effective", {"step": t.step, "ratio": spent.ratio, **asdict(spent)}, spent.line())
+    kind = "averaged weights" if t.cfg.polyak else "weights"
+    t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
+    return {
+        "step": t.step,
+        "samples_seen": manifest.samples_seen,
+        "ledger": manifest.ledger,
+        "bad_samples": manifest.bad_samples,
+        "metrics": t.last_metrics,
+        "world": t.world,
+    }
 
 
 def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:

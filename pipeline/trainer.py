@@ -8,6 +8,7 @@ How training starts, first match wins:
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from pipeline.durable import write_atomic
 from pipeline.elastic import ExactEngine
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.errors import CheckpointError, Diverged, WentBack
-from pipeline.evaluate import accuracy, features, normalise, probe
+from pipeline.evaluate import accuracy, features, normalise, probe, watched
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.stage import (
     Arithmetic,
@@ -73,7 +74,7 @@ class Job:
     @property
     def stop_file(self) -> Path:
         """Appears when the driver wants the gang to commit and end."""
-        return Path(self.directory) / f"stop-{self.attempt:06d}"
+        return self.attempt_folder / "stop"
 
 
 class Trainer:
@@ -81,11 +82,13 @@ class Trainer:
 
     def __init__(self, cfg: TrainConfig, job: Job) -> None:
         self.cfg, self.job = cfg, job
+        self.phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
+        self.phases.enter("join", 0)
         self.device = join_group(cfg.timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.phases.enter("build", 0)
         self.directory = Path(job.directory)
         self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
-        self.phases = Phases(job.attempt_folder, self.rank, cfg.stall_s)
         paths = {*job.train, job.evaluate, job.probe_train, job.probe_test} - {None}
         self.sets = {path: data.load_index(path) for path in paths}
         self.index, self.order = training_order(cfg, [self.sets[path] for path in job.train])
@@ -137,6 +140,7 @@ class Trainer:
             clip=cfg.optim.clip,
             user_file=cfg.deepspeed,
         )
+        self.phases.enter("engine", 0)
         made = partial(ExactEngine, parts=cfg.exact_parts) if cfg.exact_parts else Engine
         return made(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
@@ -153,7 +157,8 @@ class Trainer:
     def start(self) -> None:
         """Resume, or start from weights or seed; say which, and what is therefore ignored, in one line."""
         cfg, job = self.cfg, self.job
-        found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
+        with self.phases.led("restore", 0, self.rank == 0):
+            found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
         if found is not None:
             changed = config.differences(found.config, config.tagged(cfg, "forbid"))
             assert found.key == job.key, (
@@ -378,7 +383,6 @@ class Trainer:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
         cfg, job = self.cfg, self.job
         began = time.monotonic()
-        self.phases.enter("evaluate", self.step)
         values: dict[str, Any] = {}
         if job.evaluate:
             values["accuracy"], values["judged"] = accuracy(
@@ -389,8 +393,8 @@ class Trainer:
                 features(self.engine.model, self._samples(path), self.engine.dtype, self.device)
                 for path in (job.probe_train, job.probe_test)
             ]
-            if self.rank == 0:
-                values |= probe(sets[0], sets[1], cfg.probe)
+            with self.phases.led("probe", self.step, self.rank == 0):
+                values |= probe(sets[0], sets[1], cfg.probe) if self.rank == 0 else {}
         if values and self.rank == 0:
             self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
@@ -398,9 +402,9 @@ class Trainer:
             self.telemetry.report("evaluate", {"step": self.step, **values}, line)
         self.evaluated_s += time.monotonic() - began
 
-    def _samples(self, path: str) -> data.EvaluationSet:
+    def _samples(self, path: str) -> Iterator[data.EvaluationBatch]:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
-        return data.EvaluationSet(
+        samples = data.EvaluationSet(
             self.sets[path],
             ops,
             batch_size=self.cfg.micro_batch,
@@ -409,6 +413,7 @@ class Trainer:
             max_labels=self.cfg.data.max_labels,
             cache=self.cfg.data.cache,
         )
+        return watched(samples, self.phases, self.step)
 
     def report(
         self, losses: list[float], norms: list[float], rate: float, since: float, waits: list[data.Wait]

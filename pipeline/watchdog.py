@@ -1,5 +1,7 @@
 """Who holds up the gang: every worker says which phase it enters, the driver judges when nobody enters one any more.
 
+From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
+
 `rank-00003.phase`, beside the worker's other files of the attempt, holds one line of JSON, overwritten in place by a
 single write (2 µs on a local disk). The driver compares what it reads with what it read before, on its own clock: the
 nodes' clocks do not matter. On a GPU a phase is entered when its kernels are queued; a device that hangs shows in the
@@ -11,13 +13,13 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WATCHED = ("data", "forward", "backward", "reduce", "save")
+STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
 WAITING = ("backward", "reduce", "save")  # phases with collectives: who is there may be waiting for the others
 DUMP_AT = 0.8  # of the time-out: each worker writes its stacks into its log before the driver ends it
 SLOW_LOOKS = 60  # looks of the driver (0.5 s each) in a row of which a slow worker must be alone behind in most
@@ -34,15 +36,24 @@ class Phases:
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:
-        """From now on this worker is in `phase` of `step`; a phase that lasts leaves its stacks in the log."""
+        """From now on this worker is in `phase` of `step`; a phase that lasts leaves its stacks in the log.
+
+        `step` counts the steps that are whole."""
         self.entered += 1
         line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard})
         with suppress(OSError):
             os.pwrite(self.handle, line[:255].ljust(255).encode() + b"\n", 0)
-        if phase in WATCHED:
-            faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
-        else:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
+
+    @contextmanager
+    def led(self, phase: str, step: int, lead: bool) -> Iterator[None]:
+        """The lead is in `phase`, the others in the wait for it, which the lead enters when it is done."""
+        self.enter(phase, step)
+        if not lead:
+            self.enter("wait", step)
+        yield
+        if lead:
+            self.enter("wait", step)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -58,7 +69,13 @@ class Place:
     phase: str
     step: int
     shard: str
-    since: float  # on the driver's clock, when it was first seen there
+    since: float = 0.0  # on the driver's clock, when it was first seen there
+
+    def __str__(self) -> str:
+        shard = f", shard {self.shard}" if self.shard else ""
+        if self.phase in STEP:
+            return f"{self.phase} of step {self.step + (self.phase != 'save')}{shard}"
+        return self.phase + (f" after step {self.step}" if self.step else "") + shard
 
 
 @dataclass(frozen=True)
@@ -70,25 +87,44 @@ class Verdict:
 class Watch:
     """The driver's eye on one attempt."""
 
-    def __init__(self, folder: Path, world: int, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        stall_s: float,
+        start_s: float = 0.0,  # in which the workers may be placed and import what they need
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder, self.world, self.stall_s, self.clock = folder, world, stall_s, clock
+        self.start_s = max(start_s, stall_s)
+        self.began: float | None = None
         self.places: dict[int, Place] = {}
         self.behind: Counter[int] = Counter()
         self.looks = 0
 
     def look(self, frozen: Callable[[int], bool]) -> Verdict | None:
-        """Who holds up everybody for longer than the time-out; None while anybody moves, starts or evaluates."""
+        """Who holds up everybody for longer than the time-out; None while anybody moves."""
+        self.began = self.clock() if self.began is None else self.began
         for rank in range(self.world):
             found = self._read(rank)
             before = self.places.get(rank)
             if found is not None and (before is None or found["entered"] != before.entered):
                 self.places[rank] = Place(**found, since=self.clock())
-        if len(self.places) < self.world or any(p.phase not in WATCHED for p in self.places.values()):
-            return None
-        self.looks += 1
-        self.behind.update(self._alone())
-        idle = self.clock() - max(place.since for place in self.places.values())
+        idle = self.clock() - max([self.began, *(place.since for place in self.places.values())])
+        missing = [rank for rank in range(self.world) if rank not in self.places]
+        if missing:
+            rank = next((r for r in missing if frozen(r)), missing[0])
+            cause = "frozen: stopped by a signal" if frozen(rank) else "does not start"
+            return Verdict(rank, f"{cause}, {idle:.0f}s without a sign of life") if idle > self.start_s else None
+        if all(place.phase in STEP for place in self.places.values()):
+            self.looks += 1
+            self.behind.update(self._alone())
         return self._judge(idle, frozen) if idle > self.stall_s else None
+
+    def place(self, rank: int | None) -> str:
+        """Where a worker is now, in words; "" where it has not said so."""
+        found = self._read(rank) if rank is not None else None
+        return str(Place(**found)) if found else ""
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         try:
@@ -107,15 +143,13 @@ class Watch:
         fewest = min(place.entered for place in self.places.values())
         late = [rank for rank, place in sorted(self.places.items()) if place.entered == fewest]
         rank = next((r for r in late if frozen(r)), late[0])
-        place = self.places[rank]
-        where = f"{place.phase} of step {place.step + 1}"
         if frozen(rank):
-            return Verdict(rank, f"frozen: stopped by a signal in {where}, {idle:.0f}s without a sign of life")
-        if place.phase == "data":
-            return Verdict(rank, f"stalled reader: {idle:.0f}s without a batch in {where}, shard {place.shard}")
-        if len(late) == self.world:
-            return Verdict(rank, f"stuck collective: all {self.world} workers are in {where} for {idle:.0f}s")
-        return Verdict(rank, f"stuck in {where} for {idle:.0f}s, the others wait for it")
+            return Verdict(rank, f"frozen: stopped by a signal, {idle:.0f}s without a sign of life")
+        if self.places[rank].phase == "data":
+            return Verdict(rank, f"stalled reader: {idle:.0f}s without a batch")
+        if len(late) == self.world > 1:
+            return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle:.0f}s")
+        return Verdict(rank, f"stuck for {idle:.0f}s{', the others wait for it' if self.world > 1 else ''}")
 
     def slow(self) -> tuple[int, float] | None:
         """(rank, share of the looks in which the others waited for it alone), once for every `SLOW_LOOKS` looks."""

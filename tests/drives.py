@@ -7,6 +7,7 @@ deepspeed already, and fork their workers, so that a run costs seconds.
 import errno
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 
 import models
+from jobs import gang, processes
 from jobs.ownership import owned
-from pipeline import checkpoint, train
+from pipeline import checkpoint, evaluate, train
 from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
 from pipeline.errors import RunOwned
 from pipeline.optimizer import OptimConfig
@@ -52,22 +54,27 @@ def fork_context() -> Any:
     return context
 
 
-def drive(run: str, overrides: list[str], patch: str | None = None) -> None:
-    """`python -m jobs run` on the small recipe; leaves the output beside the run and exits with the command's code."""
+def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str = RECIPE) -> None:
+    """`python -m jobs run` on the small recipe; leaves the output beside the run and exits with the command's code.
+
+    `patch` names what it is made to suffer, by a function below and perhaps its argument: "slowly -3600".
+    """
     folder = Path(run).parent
     log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1), os.dup2(log, 2)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    from jobs import __main__, processes
+    os.chdir(folder)
+    from jobs import __main__
 
     original = multiprocessing.get_context
     processes.multiprocessing.get_context = lambda name: original("fork")  # type: ignore[assignment]
     if patch is not None:
-        globals()[patch]()
-    recipe = folder / "small.yaml"
-    recipe.write_text(RECIPE)
-    sys.argv = ["jobs", "run", str(recipe), f"run={run}", *overrides]
+        name, *argument = patch.split()
+        globals()[name](*map(int, argument))
+    path = folder / "small.yaml"
+    path.write_text(recipe)
+    sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
     code = __main__.main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)
@@ -98,66 +105,119 @@ def full_disk_for_a_while() -> None:
     checkpoint.write_file = refuse  # type: ignore[attr-defined]
 
 
-def killed_while_saving() -> None:
-    """Worker 1 is killed by itself in the middle of the write of step 15, once; worker 0 is slow at step 20."""
-    original = checkpoint.write_file
+def fates(seed: int) -> dict[str, tuple[str, str]]:
+    """What befalls five saves: (file whose write is hit, how)."""
+    rng = random.Random(seed)
+    files, hows = ("rank-00000", "rank-00001", "MANIFEST"), ("slow", "before", "amid", "after")
+    return {f"{step:010d}": (rng.choice(files), rng.choice(hows)) for step in (5, 10, 20, 25, 35)}
+
+
+def suffering_in_saves(seed: int) -> None:
+    """The rank that writes the file is slow, or is killed, once: before, amid or after the write."""
+    original, all_fates = checkpoint.write_file, fates(seed)
 
     def suffer(path: Path, blob: bytes) -> None:
-        step, rank, once = path.parent.name.split("-")[1], os.environ["RANK"], path.parents[2] / "killed-once"
-        if step == "0000000015" and rank == "1" and not once.exists():
-            once.touch()
-            path.write_bytes(blob[: len(blob) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        if step == "0000000020" and rank == "0":
+        step = path.parent.name.split("-")[1]
+        file, how = all_fates.get(step, ("", ""))
+        once = path.parents[2] / f"suffered-{step}"
+        if path.stem != file or once.exists():
+            return original(path, blob)
+        once.touch()
+        if how == "slow":
             time.sleep(0.3)
-        original(path, blob)
+        if how == "amid":
+            path.write_bytes(bytes(blob)[: len(blob) // 2])
+        if how in ("slow", "after"):
+            original(path, blob)
+        if how != "slow":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoint.write_file = suffer  # type: ignore[attr-defined]
 
 
-def slowly() -> None:
-    """A step takes 60 ms more: the driver looks every 500 ms whether to stop, the run shall not be over by then."""
-    original = train.Trainer.agree
-
-    def agree(self: train.Trainer, *args: Any) -> Any:
-        time.sleep(0.06)
-        return original(self, *args)
-
-    train.Trainer.agree = agree  # type: ignore[method-assign]
+def slowly(clock_s: int = 0) -> None:
+    """A step takes 60 ms more, the driver looks every 100 ms whether to stop; and the clock is wrong."""
+    now = time.time
+    time.time = lambda: now() + clock_s
+    processes.TICK_S = 0.1
+    before(train.Trainer, "agree", lambda *args: True, lambda: time.sleep(0.06))
 
 
-def once_at_step_12(misbehave: Callable[[], None], rank: str | None) -> None:
-    """A worker (all, where None) misbehaves before step 12's data, in the first attempt."""
-    original = train.Trainer.agree
+def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], Any]) -> None:
+    """`act` comes first in the calls of a method or function for which `when` says so."""
+    original = getattr(owner, name)
 
-    def agree(self: train.Trainer, *args: Any) -> Any:
-        values = original(self, *args)
-        if self.step == 11 and self.job.attempt == 1 and rank in (None, os.environ["RANK"]):
-            misbehave()
-        return values
+    def wrapped(*args: Any, **more: Any) -> Any:
+        if when(*args):
+            act()
+        return original(*args, **more)
 
-    train.Trainer.agree = agree  # type: ignore[method-assign]
-
-
-def frozen() -> None:
-    once_at_step_12(lambda: os.kill(os.getpid(), signal.SIGSTOP), "1")
+    setattr(owner, name, wrapped)
 
 
-def stuck_collective() -> None:
-    once_at_step_12(lambda: time.sleep(600), None)
+def at(attempt: int, step: int | None = None, rank: int | None = None) -> Callable[..., bool]:
+    """Whether this is the attempt, step (counted from 0) and rank (None: any) of a trainer's method."""
+    return lambda t, *args: t.job.attempt == attempt and step in (None, t.step) and rank in (None, t.rank)
 
 
-def stalled_reader() -> None:
-    """Worker 1's loader says nothing from step 12 on, in the first attempt."""
-    original = train.Trainer.micro_batches
+def hanging() -> None:
+    """Every attempt hangs elsewhere: a frozen worker, at the start, a reader, a collective, an evaluation, the end."""
+    before(train.Trainer, "agree", at(1, 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before(train.Trainer, "_engine", lambda t, *args: t.job.attempt == 2 and os.environ["RANK"] == "1", sleep)
+    before(checkpoint, "choose", lambda folder, attempt, *args: attempt == 3, sleep)
+    before(train.Trainer, "agree", at(5, 31), sleep)
+    before(train, "_hand_on", at(7), sleep)
+    batches, samples = train.Trainer.micro_batches, train.Trainer._samples
 
     def micro_batches(self: train.Trainer) -> Any:
-        for batch in original(self):
-            if batch.step == 12 and self.job.attempt == 1 and self.rank == 1:
-                time.sleep(600)
+        for batch in batches(self):
+            if batch.step == 22 and at(4, rank=1)(self):
+                sleep()
             yield batch
 
-    train.Trainer.micro_batches = micro_batches  # type: ignore[method-assign]
+    def judged(self: train.Trainer, path: str) -> Any:
+        for batch in samples(self, path):
+            if at(6, rank=1)(self):
+                sleep()
+            yield batch
+
+    train.Trainer.micro_batches, train.Trainer._samples = micro_batches, judged  # type: ignore[method-assign]
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+def short_of_memory() -> None:
+    """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
+    gang.VMSTAT = vmstat = Path("vmstat").absolute()
+
+    def killed() -> None:
+        vmstat.write_text("oom_kill_disable 0\noom_kill 1\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def cuda() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    before(train.Trainer, "agree", at(1, 11, 1), killed)
+    before(train.Trainer, "agree", at(2, 16, 0), lambda: torch.empty(1 << 50))
+    before(train.Trainer, "agree", at(3, 21, 1), lambda: bytearray(1 << 50))
+    before(train.Trainer, "agree", at(4, 26, 1), cuda)
+
+
+def troubled_probe() -> None:
+    """Few-shot: in the first attempt worker 1 is killed, in the second it hangs, from the third on it is slow."""
+    original = evaluate.watched
+
+    def watched(samples: Any, phases: Any, step: int = 0) -> Any:
+        attempt = int(Path(phases.log.name).parent.name.split("-")[1])
+        for batch in original(samples, phases, step):
+            if attempt == 1 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600 if attempt == 2 and os.environ["RANK"] == "1" else 0.05)
+            yield batch
+
+    evaluate.watched = watched  # type: ignore[assignment]
 
 
 def poison(steps: range) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.watchdog import SLOW_LOOKS, Phases, Watch
+from pipeline.watchdog import SLOW_LOOKS, Phases, Verdict, Watch
 
 
 class Clock:
@@ -41,22 +41,35 @@ def put(gang: list[Phases], *phases: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "stopped", "rank", "cause"),
+    ("phases", "stopped", "rank", "place", "cause"),
     [
         (
             ("reduce", "data", "reduce"),
             None,
             1,
-            "stalled reader: 11s without a batch in data of step 8, shard train-000003",
+            "data of step 8, shard train-000003.tar",
+            "stalled reader: 11s without",
         ),
-        (("reduce", "reduce", "forward"), None, 2, "stuck in forward of step 8 for 11s, the others wait for it"),
-        (("reduce", "reduce", "reduce"), None, 0, "stuck collective: all 3 workers are in reduce of step 8 for 11s"),
-        (("reduce", "backward", "reduce"), 1, 1, "frozen: stopped by a signal in backward of step 8, 11s without"),
-        (("reduce", "reduce", "reduce"), 2, 2, "frozen: stopped by a signal in reduce of step 8"),
-        (("data", "data", "reduce"), None, 0, "stalled reader"),
+        (("reduce", "reduce", "forward"), None, 2, "forward of step 8", "stuck for 11s, the others wait for it"),
+        (
+            ("reduce", "reduce", "reduce"),
+            None,
+            0,
+            "reduce of step 8",
+            "stuck collective: all 3 workers are there for 11s",
+        ),
+        (
+            ("reduce", "backward", "reduce"),
+            1,
+            1,
+            "backward of step 8",
+            "frozen: stopped by a signal, 11s without a sign",
+        ),
+        (("reduce", "reduce", "reduce"), 2, 2, "reduce of step 8", "frozen: stopped by a signal, 11s without a sign"),
+        (("data", "data", "reduce"), None, 0, "data of step 8, shard train-000003.tar", "stalled reader"),
     ],
 )
-def test_the_verdict_names_who_is_behind(phases, stopped, rank, cause, gang, watch, clock) -> None:
+def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gang, watch, clock) -> None:
     put(gang, *phases)
     assert watch.look(awake) is None
     clock.now = 9
@@ -64,17 +77,36 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, cause, gang, wat
     clock.now = 11
     found = watch.look(lambda r: r == stopped)
     assert found is not None and found.rank == rank and found.cause.startswith(cause)
+    assert watch.place(rank) == place
 
 
-def test_nobody_is_judged_while_anybody_moves_starts_or_evaluates(gang, watch, clock) -> None:
-    assert watch.look(awake) is None  # nobody has entered anything
+def test_nobody_is_judged_while_anybody_moves(gang, watch, clock) -> None:
     put(gang, "reduce", "data", "reduce")
     for clock.now in range(0, 60, 6):
         gang[1].enter("data", 7)
         assert watch.look(awake) is None
-    gang[2].enter("evaluate", 7)
-    clock.now = 1000
-    assert watch.look(awake) is None
+
+
+def test_there_is_no_phase_without_a_judge(tmp_path, gang, watch, clock) -> None:
+    """A worker that never starts, one stuck at the start, a lead that works alone, a stuck evaluation."""
+    late = Watch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
+    for worker in gang[:2]:
+        worker.enter("join", 0)
+    assert watch.look(awake) is late.look(awake) is None
+    clock.now = 11
+    assert watch.look(awake) == Verdict(2, "does not start, 11s without a sign of life")
+    assert late.look(awake) is None, "importing takes its time"
+    clock.now = 12
+    with gang[0].led("restore", 0, True):  # the lead restores, the others wait for it
+        for worker in gang[1:]:
+            for phase in ("restore", "wait") if worker is gang[1] else ("join", "restore", "wait"):
+                worker.enter(phase, 0)
+        assert watch.look(awake) is None
+        clock.now = 23
+        assert watch.look(awake) == Verdict(0, "stuck for 11s, the others wait for it")
+        assert watch.place(0) == "restore"
+    gang[2].enter("evaluate", 40, "test-000001.tar")
+    assert watch.look(awake) is None and watch.place(2) == "evaluate after step 40, shard test-000001.tar"
 
 
 def test_a_slow_worker_is_named_and_an_even_gang_is_not(gang, watch, clock) -> None:
