@@ -1,11 +1,16 @@
 """With `exact_parts` the bits do not depend on the world; without it they do (whole runs: test_checkpoint_runs.py)."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from jobs.cluster import ClusterConfig, run_gang
+from pipeline.stage import TrainConfig
+from pipeline.telemetry import Telemetry
+from pipeline.trainer import Trainer
 from tests import ranks
 
 PLAIN = {"zero": 2, "precision": "fp32", "parts": 0}
@@ -51,3 +56,16 @@ def test_it_trains_as_the_plain_engine_does(results):
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_non_finite_gradient_changes_nothing(results, world):
     assert all(results[world, json.dumps(case)]["skipped"] for case in EXACT)
+
+
+def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path, monkeypatch):
+    engine = SimpleNamespace(price=lambda: (0.25, 0.125), sizes={"w": 1_000_000})
+    t: Any = SimpleNamespace(rank=0, world=2, step=0, device=torch.device("cpu"), directory=tmp_path)
+    t.cfg, t.telemetry = TrainConfig(steps=1, exact_parts=4, precision="fp32"), Telemetry(tmp_path, 0, 1)
+    for threads in (1, 1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        Trainer.say_what_exactness_costs(t, engine)
+    t.telemetry.close()
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("waits 0.250s for the sum over 2 workers (one all-reduce: 0.125s); up to 14.0 MB") == 3
+    assert text.count("the bits may differ from here on: threads: 1 → 2") == text.count("may differ") == 1
