@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from jobs.cluster import ClusterConfig, run_gang
+from pipeline.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.stage import TrainConfig
 from pipeline.telemetry import Telemetry
 from pipeline.trainer import Trainer
@@ -69,3 +71,22 @@ def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path,
     text = (tmp_path / "log.txt").read_text()
     assert text.count("waits 0.250s for the sum over 2 workers (one all-reduce: 0.125s); up to 14.0 MB") == 3
     assert text.count("the bits may differ from here on: threads: 1 → 2") == text.count("may differ") == 1
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_an_update_does_not_depend_on_where_a_partition_begins(name):
+    torch.manual_seed(0)
+    size, gradients = 20_003, [torch.randn(20_003) * 10.0 ** torch.empty(20_003).uniform_(-8, 0) for _ in range(3)]
+    values, found = torch.randn(size), []
+    for pieces in (1, 2, 3, 7, 100):
+        model = nn.Module()
+        for number, piece in enumerate(values.tensor_split(pieces)):
+            model.register_parameter(str(number), nn.Parameter(piece.clone()))
+        optimizer = build_optimizer(model, {n for n, _ in model.named_parameters()}, OptimConfig(name=name))
+        for gradient in gradients:
+            for p, piece in zip(model.parameters(), gradient.tensor_split(pieces), strict=True):
+                p.grad = piece.clone()
+            optimizer.step()
+        kept = [torch.cat([optimizer.state[p][kind] for p in model.parameters()]) for kind in STATE[name]]
+        found.append(torch.stack([torch.cat([p.detach() for p in model.parameters()]), *kept]))
+    assert all(torch.equal(found[0], other) for other in found)
