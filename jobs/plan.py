@@ -81,6 +81,7 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     lines.append(
         f"  optim   {optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
         f"decay {optim.weight_decay:g}, clip {optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
+        + (f", exact in {cfg.exact_parts} parts" if cfg.exact_parts else "")
     )
     states, activations = memory_estimate(cfg, stage.model, a.world)
     lines.append(

@@ -9,15 +9,13 @@ partitions of masters and moments and its gathering of weights are. `docs/elasti
 import math
 import statistics
 import time
-from collections.abc import Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.engine import Engine
-from pipeline.optimizer import OptimConfig
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
@@ -47,25 +45,16 @@ def tree_sum(flat: Tensor) -> None:
 class ExactEngine(Engine):
     """Engine's verbs with sums in the fixed order; `loss` is the last step's mean, summed like a gradient."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        decayed: Set[str],
-        optim: OptimConfig,
-        settings: dict[str, Any],
-        polyak: float = 0.0,
-        *,
-        parts: int,
-    ) -> None:
-        world, accumulation = dist.get_world_size(), settings["gradient_accumulation_steps"]
-        assert parts % world == 0 == accumulation * world % parts, (parts, world, accumulation)
-        self.micro_batches = accumulation * world  # of the global batch
-        self.part_length = self.micro_batches // parts
-        self.parts_here = parts // world
-        super().__init__(model, decayed, optim, settings, polyak)
+    def __init__(self, *given: Any, parts: int) -> None:
+        """As an Engine is made, and the number of parts: a power of two, and a multiple of the world's workers."""
+        super().__init__(*given)
+        self.micro_batches = self.engine.gradient_accumulation_steps() * dist.get_world_size()  # of the global batch
+        assert parts % dist.get_world_size() == 0 == self.micro_batches % parts, (parts, self.micro_batches)
+        self.part_length, self.parts_here = self.micro_batches // parts, parts // dist.get_world_size()
         self.forward = self.model  # past DeepSpeed's hooks on the output, which start its own reduction
         self.loss = 0.0
-        self._part: Tensor | None = None  # the gradient of the part so far, flat, and the loss as its last element
+        self._spans = [*self.sizes.values(), 1]  # of the flat vector: the gradient of every parameter, the loss
+        self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
         self._sums: list[Tensor] = []  # of 2ⁿ parts each, waiting for their neighbours; the largest first
         self._seen = 0  # micro-batches of this step
         self._plan = self._places()
@@ -89,12 +78,10 @@ class ExactEngine(Engine):
         """Add the gradient of `loss` / (accumulation × world) to that of its part."""
         loss = loss / self.micro_batches
         gradients = torch.autograd.grad(loss, list(self.model.parameters()), materialize_grads=True)
-        first = self._part is None
         if self._part is None:
-            self._part = torch.empty(sum(self.sizes.values()) + 1, device=loss.device)
-        views = self._part.split([*self.sizes.values(), 1])
-        for view, gradient in zip(views, [*gradients, loss.detach()], strict=True):
-            (view.copy_ if first else view.add_)(gradient.reshape(-1))
+            self._part = torch.zeros(sum(self._spans), device=loss.device)
+        for view, gradient in zip(self._part.split(self._spans), [*gradients, loss.detach()], strict=True):
+            view.add_(gradient.reshape(-1))
 
     def end_micro_batch(self, rate: float) -> None:
         """Close a micro-batch, with it perhaps a part, with it perhaps the step."""
@@ -149,7 +136,7 @@ class ExactEngine(Engine):
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
         """Collective: seconds of a sum over the workers, and of the backend's all-reduce of as many numbers."""
-        flat = torch.zeros(sum(self.sizes.values()) + 1, device=next(self.model.parameters()).device)
+        flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
         seconds: dict[Any, list[float]] = {tree_sum: [], dist.all_reduce: []}
         for _ in range(rounds):
             for add_up, found in seconds.items():

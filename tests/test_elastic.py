@@ -1,11 +1,18 @@
 """With `exact_parts` the bits do not depend on the world; without it they do (whole runs: test_checkpoint_runs.py)."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from jobs.cluster import ClusterConfig, run_gang
+from pipeline.optimizer import STATE, OptimConfig, build_optimizer
+from pipeline.stage import TrainConfig
+from pipeline.telemetry import Telemetry
+from pipeline.trainer import Trainer
 from tests import ranks
 
 PLAIN = {"zero": 2, "precision": "fp32", "parts": 0}
@@ -51,3 +58,35 @@ def test_it_trains_as_the_plain_engine_does(results):
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_non_finite_gradient_changes_nothing(results, world):
     assert all(results[world, json.dumps(case)]["skipped"] for case in EXACT)
+
+
+def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path, monkeypatch):
+    engine = SimpleNamespace(price=lambda: (0.25, 0.125), sizes={"w": 1_000_000})
+    t: Any = SimpleNamespace(rank=0, world=2, step=0, device=torch.device("cpu"), directory=tmp_path)
+    t.cfg, t.telemetry = TrainConfig(steps=1, exact_parts=4, precision="fp32"), Telemetry(tmp_path, 0, 1)
+    for threads in (1, 1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        Trainer.say_what_exactness_costs(t, engine)
+    t.telemetry.close()
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("waits 0.250s for the sum over 2 workers (one all-reduce: 0.125s); up to 14.0 MB") == 3
+    assert text.count("the bits may differ from here on: threads: 1 → 2") == text.count("may differ") == 1
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_an_update_does_not_depend_on_where_a_partition_begins(name):
+    torch.manual_seed(0)
+    size, gradients = 20_003, [torch.randn(20_003) * 10.0 ** torch.empty(20_003).uniform_(-8, 0) for _ in range(3)]
+    values, found = torch.randn(size), []
+    for pieces in (1, 2, 3, 7, 100):
+        model = nn.Module()
+        for number, piece in enumerate(values.tensor_split(pieces)):
+            model.register_parameter(str(number), nn.Parameter(piece.clone()))
+        optimizer = build_optimizer(model, {n for n, _ in model.named_parameters()}, OptimConfig(name=name))
+        for gradient in gradients:
+            for p, piece in zip(model.parameters(), gradient.tensor_split(pieces), strict=True):
+                p.grad = piece.clone()
+            optimizer.step()
+        kept = [torch.cat([optimizer.state[p][kind] for p in model.parameters()]) for kind in STATE[name]]
+        found.append(torch.stack([torch.cat([p.detach() for p in model.parameters()]), *kept]))
+    assert all(torch.equal(found[0], other) for other in found)
