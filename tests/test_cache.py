@@ -277,10 +277,16 @@ def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_pa
                 self.send_header("Location", f"https://127.0.0.1:{self.server.server_address[1]}/x")
                 self.end_headers()
                 return
+            if self.command == "HEAD":
+                self.send_response(200)
+                self.send_header("Content-Length", "256")
+                return self.end_headers()
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             self.send_response(206)
             self.end_headers()
             self.wfile.write(bytes(range(256))[int(first) : int(last) + 1])
+
+        do_HEAD = do_GET
 
         def log_message(self, *_):
             pass
@@ -293,7 +299,7 @@ def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_pa
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "both.pem"))
     monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "localhost")
     url = f"https://localhost:{server.server_address[1]}"
-    assert remote.read_range(f"{url}/x", 10, 20, 5.0) == bytes(range(10, 20))
+    assert remote.read_range(f"{url}/x", 10, 20, 5.0) == bytes(range(10, 20)) and remote.size_of(f"{url}/x", 5.0) == 256
     with pytest.raises(DataError, match=r"127.0.0.1 is not public"):
         remote.read_range(f"{url}/away", 0, 10, 5.0)
     server.shutdown()
