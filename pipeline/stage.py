@@ -37,7 +37,7 @@ class DataConfig:
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    lanes: int | None = None  # contiguous ranges read side by side; None: as many as divide the batch well
+    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch
     shuffle_block: int | None = None  # positions shuffled together; None: the default of data.Order
     tail: Literal["carry", "drop"] = "carry"
     max_labels: int = 1  # labels a sample has at most

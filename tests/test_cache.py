@@ -35,6 +35,7 @@ from data import cache as cache_module
 from data.cache import Cache
 from data.reader import Reader
 from jobs import campaign
+from jobs.__main__ import main
 from jobs.session import run_campaign
 from tests.stores import store
 
@@ -127,16 +128,19 @@ def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_pa
     assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
 
 
-def test_indexing_goes_on_after_a_fault_without_fetching_again(faulty, local, tmp_path, monkeypatch):
+def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_again(
+    faulty, local, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("data.cache.random.uniform", lambda low, high: 0)
+    command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
     faulty.fault = lambda path: 503 if "000005" in path else None
-    with pytest.raises(StorageError, match=r"train-000005\.tar: no answer"):
-        build_index(faulty.set, output=tmp_path / "index")
+    assert main(command) == 69
+    assert f"{faulty.set}/train-000005.tar: no answer after 8 attempts" in capsys.readouterr().err
     faulty.fault = lambda path: None
     faulty.gets.clear()
-    assert build_index(faulty.set, output=tmp_path / "index").digest == local.digest
-    assert len(faulty.gets) == 3
+    assert main(command) == 0 and len(faulty.gets) == 3
+    assert f"400 samples in 8 shards, 10 classes, digest {local.digest[:12]}" in capsys.readouterr().out
 
 
 def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
