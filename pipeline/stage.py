@@ -53,7 +53,9 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        require(not (self.train and self.mixture), "give train or mixture, one of them")
+        require(
+            not (self.train and self.mixture), "give train or mixture, one of them; data.train=null leaves train out"
+        )
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")

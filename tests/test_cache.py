@@ -273,7 +273,9 @@ def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
         remote.read_range(f"https://{host}/x", 0, 10, 1.0)
 
 
-def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_path, monkeypatch):
+def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refused(local, tmp_path, monkeypatch):
+    files = {f"/{shard.name}": Path(local.location(n)).read_bytes() for n, shard in enumerate(local.shards)}
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             if self.path == "/away":
@@ -283,12 +285,12 @@ def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_pa
                 return
             if self.command == "HEAD":
                 self.send_response(200)
-                self.send_header("Content-Length", "256")
+                self.send_header("Content-Length", str(len(files[self.path])))
                 return self.end_headers()
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             self.send_response(206)
             self.end_headers()
-            self.wfile.write(bytes(range(256))[int(first) : int(last) + 1])
+            self.wfile.write(files[self.path][int(first) : int(last) + 1])
 
         do_HEAD = do_GET
 
@@ -303,7 +305,10 @@ def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_pa
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "both.pem"))
     monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "localhost")
     url = f"https://localhost:{server.server_address[1]}"
-    assert remote.read_range(f"{url}/x", 10, 20, 5.0) == bytes(range(10, 20)) and remote.size_of(f"{url}/x", 5.0) == 256
+    name, content = next(iter(files.items()))
+    assert remote.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
+    found = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
+    assert (found.digest, found.directory) == (local.digest, url)
     with pytest.raises(DataError, match=r"127.0.0.1 is not public"):
         remote.read_range(f"{url}/away", 0, 10, 5.0)
     server.shutdown()
