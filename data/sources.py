@@ -107,13 +107,17 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[
 def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
     """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew."""
     paths = files_of(source, "*.tar") if isinstance(source, str | os.PathLike) else map(Path, source)
+    labelled = False
     for path in paths:
         with open(path, "rb") as file, mapped(file) as tar:
             for key, image, image_size, label, label_size in walk(tar, path.name).rows:
                 with suppress(ValueError):  # the index and the doctor count what has no label
                     labels = parse_labels(bytes(tar[label : label + label_size]))
                     encoded = bytes(tar[image : image + image_size])
+                    labelled = True
                     yield Sample(key.decode("utf-8", "replace"), encoded, labels, kind_of(encoded))
+    if not labelled:
+        raise DataError(f"{source}: no sample has a label: class ids in a .cls, or as `label` in a .json")
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:

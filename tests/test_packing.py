@@ -245,6 +245,9 @@ def test_tars_of_img2dataset_are_packed_anew_with_labels_from_json(tmp_path):
     (tmp_path / "00000_stats.json").write_text("{}")
     (tmp_path / "00000.parquet").write_bytes(b"")
     assert list(tars(tmp_path)) == [Sample("000000001", picture(1), (4,))], "what has no label is left out"
+    (tmp_path / "00000.tar").write_bytes(tar_of({"a.jpg": picture(1), "a.json": b'{"caption": "hi"}'}))
+    with pytest.raises(DataError, match="no sample has a label"):
+        list(tars(tmp_path))
 
 
 @pytest.mark.parametrize(("image", "label"), [("image", "label"), ("img", "fine_label"), ("jpg", "label")])
