@@ -21,7 +21,7 @@ import numpy as np
 from data.errors import DataError, StorageError
 from data.index import Index, Shard
 from data.order import Mixture, Order
-from data.remote import Refused, forget_credentials, read_range, redacted
+from data.remote import forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
@@ -107,13 +107,13 @@ class Cache:
         return self.patiently(url, lambda: read_range(url, start, stop, self.cfg.timeout_s))[: stop - start]
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
-        """What the storage answers; patient with all but a missing file or a refused address."""
+        """What the storage answers; patient with all but a missing file, a refused address and a missing client."""
         for attempt in range(self.cfg.attempts):
             try:
                 return ask()
             except FileNotFoundError:
-                raise DataError(f"{redacted(url)}: there is no such shard") from None
-            except Refused:
+                raise DataError(f"{redacted(url)}: there is no such shard, or no such bucket") from None
+            except DataError:
                 raise
             except PermissionError as error:
                 reason = type(error).__name__

@@ -250,6 +250,16 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
     assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
 
 
+def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
+    def filesystem(*_, **options):
+        raise ImportError
+
+    monkeypatch.setattr("fsspec.filesystem", filesystem)
+    remote.forget_credentials()
+    with pytest.raises(DataError, match="gs:// needs a client: pip install gcsfs"):
+        Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
+
+
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
