@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import random
 import threading
@@ -120,8 +121,11 @@ class Cache:
                 forget_credentials()
             except Exception as error:  # clients raise many kinds; none of their texts is safe to show
                 reason = type(error).__name__
+            if attempt == 2:  # by now somebody waits
+                logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
             time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again")
+        hint = "credentials come from the environment" if "Credentials" in reason else "run again"
+        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
 
     def make_room(self, size: int) -> None:
         """Delete the longest unused shards until `size` more bytes are within the limit."""

@@ -97,12 +97,12 @@ def test_expired_credentials_are_read_again_from_the_environment(faulty, tmp_pat
 
 
 @pytest.mark.parametrize("code", [503, 403])
-def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code):
+def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code, caplog):
     faulty.fault = lambda path: code
     cache = Cache(CacheConfig(str(tmp_path), attempts=3, backoff_s=0.001, timeout_s=1.0))
     with pytest.raises(StorageError, match=r"://images/set/train-000000.tar: no answer after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
-    assert "very-secret" not in str(error.value)
+    assert "very-secret" not in str(error.value) and "train-000000.tar: no answer (" in caplog.text
 
 
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
