@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import random
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 from data.errors import DataError, StorageError
 from data.index import Index, Shard
 from data.order import Mixture, Order
-from data.remote import Refused, forget_credentials, read_range, redacted
+from data.remote import forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
@@ -107,21 +108,24 @@ class Cache:
         return self.patiently(url, lambda: read_range(url, start, stop, self.cfg.timeout_s))[: stop - start]
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
-        """What the storage answers; patient with all but a missing file or a refused address."""
+        """What the storage answers; patient with all but a missing file, a refused address and a missing client."""
         for attempt in range(self.cfg.attempts):
             try:
                 return ask()
             except FileNotFoundError:
-                raise DataError(f"{redacted(url)}: there is no such shard") from None
-            except Refused:
+                raise DataError(f"{redacted(url)}: there is no such shard, or no such bucket") from None
+            except DataError:
                 raise
             except PermissionError as error:
                 reason = type(error).__name__
                 forget_credentials()
             except Exception as error:  # clients raise many kinds; none of their texts is safe to show
                 reason = type(error).__name__
+            if attempt == 2:  # by now somebody waits
+                logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
             time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; run again")
+        hint = "credentials come from the environment" if "Credentials" in reason else "run again"
+        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
 
     def make_room(self, size: int) -> None:
         """Delete the longest unused shards until `size` more bytes are within the limit."""

@@ -44,7 +44,7 @@ class ShardReport:
     sides: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))  # height, width
     sizes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # bytes
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # of the encoded image
-    grid: list[tuple[str, bytes]] = field(default_factory=list)
+    grid: list[tuple[str, bytes]] = field(default_factory=list)  # key and classes, image
 
 
 @dataclass
@@ -77,10 +77,10 @@ class Report:
         """Whether a run would read every sample."""
         return not self.bad and not any(shard.problem for shard in self.shards)
 
-    def lines(self) -> list[str]:
-        """The report for a terminal: one fact a line, always in the same order."""
+    def lines(self, world: int = 1) -> list[str]:
+        """The report for a terminal: one fact a line, always in the same order; advice for so many workers."""
         classes, sizes = self.classes, np.concatenate([shard.sizes for shard in self.shards])
-        found = [f"{len(self.shards)} shards  {self.good} good samples  {int(sizes.sum())} image bytes"]
+        found = [f"{len(self.shards)} shards  {self.good:,} good samples  {sizes.sum() / 1e6:,.1f} MB of images"]
         found += [f"shard {shard.name}: {shard.problem}" for shard in self.shards if shard.problem]
         for reason, count in self.bad.most_common():
             shard = next(shard for shard in self.shards if reason in shard.bad)
@@ -94,7 +94,7 @@ class Report:
         if classes:
             counts = sorted(classes.values())
             found.append(f"samples a class: least {counts[0]}, median {counts[len(counts) // 2]}, most {counts[-1]}")
-        return found + advice(self.index)
+        return found + advice(self.index, world)
 
 
 def advice(index: Index, world: int = 1) -> list[str]:
@@ -114,8 +114,11 @@ def check(
     index: Index, *, decode: bool = True, workers: int = 1, report: Callable[[int, int], None] | None = None
 ) -> Report:
     """Look at every sample; without `decode` only at headers and labels. `report` is told shards done, of how many."""
-    grid = -(-GRID // max(len(index.shards), 1))
-    jobs = [(replace(index, shards=(shard,), class_counts=()), grid, decode) for shard in index.shards]
+    shown = np.diff(np.arange(len(index.shards) + 1) * GRID // max(len(index.shards), 1)).tolist()
+    jobs = [
+        (replace(index, shards=(shard,), class_counts=()), grid, decode)
+        for shard, grid in zip(index.shards, shown, strict=True)
+    ]
     return Report(index, list(run_jobs(check_shard, jobs, workers, report)))
 
 
@@ -147,7 +150,7 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
                 sizes.append(len(image))
                 hashes.append(int.from_bytes(blake2b(image, digest_size=8).digest(), "little"))
                 if len(report.grid) < grid:
-                    report.grid.append((key, image))
+                    report.grid.append((f"{key[-24:]}: {', '.join(map(str, found))}", image))
     except OSError as error:
         report.problem = str(error.strerror)
     except DataError as error:  # of a remote shard: gone, or another one

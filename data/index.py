@@ -111,6 +111,8 @@ def table_name(shard: str) -> str:
 
 def load_index(path: str | os.PathLike[str]) -> Index:
     """Read an index from its JSON, or from a directory that holds just one; raises DataError."""
+    if "://" in str(path):
+        raise DataError(f"{path}: an index is a folder here; `python -m jobs index URL --output FOLDER` makes one")
     path = Path(path)
     if path.is_dir():
         found = sorted(path.glob(f"*{SUFFIX}"))

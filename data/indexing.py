@@ -72,7 +72,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> Found:
         raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
-        raise DataError(f"{len(missing)} shards are missing: {', '.join(missing[:5])}")
+        raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
     paths = [path.resolve() for path in paths]
     directory = os.path.commonpath([path.parent for path in paths])
     return directory, {str(path.relative_to(directory)): path.stat().st_size for path in paths}

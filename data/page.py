@@ -16,7 +16,7 @@ from data.doctor import Report
 
 MOST_SHARDS = 1000  # rows of the table
 TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
-<meta charset="utf-8"><title>Data report</title>
+<meta charset="utf-8"><title>{{ name }}</title>
 <style>
 body { font: 15px system-ui; margin: 2rem auto; max-width: 60rem; color: #222 }
 pre { background: #f4f4f4; padding: 1rem; overflow: auto }
@@ -24,11 +24,12 @@ img { max-width: 100%; height: auto }
 figure { display: inline-block; margin: .3rem; text-align: center }
 figcaption { font-size: 11px; color: #777 }
 td, th { padding: .15rem .8rem; text-align: right }
+td:first-child, td:last-child, th:first-child, th:last-child { text-align: left }
 </style>
-<h1>Data report</h1>
+<h1>{{ name }}</h1>
 <pre>{{ summary }}</pre>
 <img src="data:image/png;base64,{{ chart }}">
-<h2>Shards</h2>
+<h2>Shards{{ more }}</h2>
 <table><tr><th>shard<th>samples<th>good<th>bad<th>problem
 {% for s in shards %}
 <tr><td>{{ s.name }}<td>{{ s.samples }}<td>{{ s.sizes | length }}<td>{{ s.bad.total() }}<td>{{ s.problem }}
@@ -41,13 +42,16 @@ td, th { padding: .15rem .8rem; text-align: right }
 """)
 
 
-def write_page(report: Report, path: str | Path) -> Path:
-    """Write the page and return its path."""
+def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
+    """Write the page, with advice for so many workers, and return its path."""
+    worst = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.total()))
     page = TEMPLATE.render(
-        summary="\n".join(report.lines()),
+        name=f"Data report of {report.index.tables.name}, digest {report.index.digest[:12]}",
+        summary="\n".join(report.lines(world)),
         chart=chart(report),
-        shards=report.shards[:MOST_SHARDS],
-        samples=[(key[-24:], thumbnail(image)) for shard in report.shards for key, image in shard.grid],
+        shards=worst[:MOST_SHARDS],
+        more=f": the first {MOST_SHARDS} of {len(worst)}, the worst first" if len(worst) > MOST_SHARDS else "",
+        samples=[(key, thumbnail(image)) for shard in report.shards for key, image in shard.grid],
     )
     Path(path).write_text(page)
     return Path(path)
@@ -64,7 +68,7 @@ def chart(report: Report) -> str:
     spreads = {
         "shorter side, pixels": sides.min(1, initial=1 << 30),
         "width / height": sides[:, 1] / np.maximum(sides[:, 0], 1),
-        "bytes an image": np.concatenate([shard.sizes for shard in report.shards]),
+        "kB an image": np.concatenate([shard.sizes for shard in report.shards]) / 1000,
     }
     for axis, (title, values) in zip(axes[1:], spreads.items(), strict=True):
         if len(values):

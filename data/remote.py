@@ -104,6 +104,7 @@ def client(scheme: str, timeout_s: float) -> Any:
     options: dict = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "gs":
         options["requests_timeout"] = timeout_s
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else it asks what kind each bucket is
     elif scheme == "az":
         options |= {"connection_timeout": timeout_s, "read_timeout": timeout_s}
     else:

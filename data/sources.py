@@ -106,14 +106,27 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[
 
 def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
     """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew."""
-    paths = sorted(Path(source).glob("*.tar")) if isinstance(source, str | os.PathLike) else map(Path, source)
+    paths = files_of(source, "*.tar") if isinstance(source, str | os.PathLike) else map(Path, source)
+    labelled = False
     for path in paths:
         with open(path, "rb") as file, mapped(file) as tar:
             for key, image, image_size, label, label_size in walk(tar, path.name).rows:
                 with suppress(ValueError):  # the index and the doctor count what has no label
                     labels = parse_labels(bytes(tar[label : label + label_size]))
                     encoded = bytes(tar[image : image + image_size])
+                    labelled = True
                     yield Sample(key.decode("utf-8", "replace"), encoded, labels, kind_of(encoded))
+    if not labelled:
+        raise DataError(f"{source}: no sample has a label: class ids in a .cls, or as `label` in a .json")
+
+
+def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
+    """The files of a folder, or the file itself; raises DataError where there are none."""
+    path = Path(source)
+    found = sorted(path.glob(pattern)) if path.is_dir() else [path]
+    if not found:
+        raise DataError(f"{path}: no {pattern} here")
+    return found
 
 
 def kind_of(encoded: bytes) -> str:
@@ -121,13 +134,16 @@ def kind_of(encoded: bytes) -> str:
     return "png" if encoded[1:4] == b"PNG" else "webp" if encoded[8:12] == b"WEBP" else "jpg"
 
 
-def image_parquet(source: str | os.PathLike[str], image: str = "image", label: str = "label") -> Iterator[Sample]:
-    """Samples of Hugging Face image parquet: a column of {bytes, path} and one of class ids."""
+def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids."""
     from pyarrow import parquet
 
-    path = Path(source)
-    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
-        row = 0
+    for file in files_of(source, "*.parquet"):
+        row, names = 0, parquet.read_schema(file).names
+        image = next((name for name in ("image", "img", "jpg", "png", "webp") if name in names), "")
+        label = next((name for name in ("label", "labels", "fine_label", "cls") if name in names), "")
+        if not (image and label):
+            raise DataError(f"{file}: expected columns image and label, found {', '.join(names)}")
         for batch in parquet.ParquetFile(file).iter_batches(256, columns=[image, label]):
             for item in batch.to_pylist():
                 encoded = item[image]["bytes"] if isinstance(item[image], dict) else item[image]

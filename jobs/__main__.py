@@ -43,7 +43,8 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
     try:
         return function(options) or 0
     except KeyboardInterrupt:
-        print("interrupted twice: ended without a commit; the last checkpoint stands", file=sys.stderr)
+        twice = "interrupted twice: ended without a commit; the last checkpoint stands"
+        print(twice if hasattr(options, "recipe") else "interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 74

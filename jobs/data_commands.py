@@ -13,23 +13,33 @@ from typing import Any
 import data
 from jobs.progress import Progress
 
-COUNT = ("--workers", {"type": int, "default": 1, "help": "threads or processes"})
-CLASSES = ("--classes", {"type": int, "default": None, "help": "labels must be below; else as many as are found"})
+
+def positive(text: str) -> int:
+    """A whole number from 1 on; argparse shows the error."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+COUNT = ("--workers", {"type": positive, "default": 1, "help": "shards worked on side by side (default: 1)"})
+CLASSES = ("--classes", {"type": positive, "default": None, "help": "labels must be below; else as many as are found"})
 NAME = ("--name", {"default": None, "help": "of the set; else its folder's name"})
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
     """Arguments of `pack`."""
     parser.add_argument(
-        "source", help="folder, table, tars, parquet, imagenet-train, imagenet-validation, cifar, digits"
+        "source",
+        help="folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
+        "img2dataset), parquet (Hugging Face images), imagenet-train, imagenet-validation, cifar, digits",
     )
     parser.add_argument("path", help="where the images are; - for digits")
     parser.add_argument("directory", help="where the shards and their index go")
     parser.add_argument("--split", default="train", help="cifar, digits: train or test")
     parser.add_argument("--root", default=None, help="table: what its paths are relative to; else the table's folder")
     parser.add_argument("--wnids", default=None, help="imagenet-validation: text file of one wnid a line")
-    parser.add_argument("--shard-samples", type=int, default=10_000)
-    parser.add_argument("--shard-bytes", type=int, default=1 << 30)
+    parser.add_argument("--shard-samples", type=positive, default=10_000, help="at most (default: 10,000)")
+    parser.add_argument("--shard-bytes", type=positive, default=1 << 30, help="of images, at most (default: 1 GiB)")
     parser.add_argument(
         "--restarts", action="store_true", help="add restart markers to JPEGs: same pixels, cropped faster"
     )
@@ -99,7 +109,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         _add(action, COUNT)
     for action in (check, stats):
         action.add_argument("--page", default=None, metavar="FILE.html", help="write a page that needs nothing else")
-        action.add_argument("--world", type=int, default=1, help="workers to give advice for")
+        action.add_argument("--world", type=positive, default=1, help="workers to give advice for")
     repair.add_argument("directory", help="where the new set goes; not the old one's folder")
     repair.add_argument("--unique", action="store_true", help="keep each image once")
     _add(repair, NAME)
@@ -111,15 +121,15 @@ def data_command(options: argparse.Namespace) -> int:
     if options.action == "repair":
         repair(index, options)
         return 0
+    if options.page:
+        Path(options.page).parent.mkdir(parents=True, exist_ok=True)  # before hours of looking
     progress = Progress("shards", len(index.shards))
     report = data.check(index, decode=options.action == "check", workers=options.workers, report=progress.of)
-    lines = report.lines()
+    lines = report.lines(options.world)
     if options.action == "stats":
         lines += spreads(report)
-    if options.world > 1:
-        lines += [line for line in data.advice(index, options.world) if line not in lines]
     if options.page:
-        lines.append(f"page: {data.write_page(report, options.page)}")
+        lines.append(f"page: {data.write_page(report, options.page, options.world)}")
     print("\n".join(lines))
     if options.action == "check" and not report.ok:
         print(f"not all of it can be read; a set that can: python -m jobs data repair {options.set} NEW-FOLDER")

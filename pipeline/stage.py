@@ -37,7 +37,7 @@ class DataConfig:
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    lanes: int | None = None  # contiguous ranges read side by side; None: as many as divide the batch well
+    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch
     shuffle_block: int | None = None  # positions shuffled together; None: the default of data.Order
     tail: Literal["carry", "drop"] = "carry"
     max_labels: int = 1  # labels a sample has at most
@@ -53,7 +53,9 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        require(not (self.train and self.mixture), "give train or mixture, one of them")
+        require(
+            not (self.train and self.mixture), "give train or mixture, one of them; data.train=null leaves train out"
+        )
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")

@@ -12,6 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from data import remote
+
 Files = dict[str, Path]  # key → file
 
 
@@ -99,13 +101,12 @@ def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
     """gcp-storage-emulator, behind `STORAGE_EMULATOR_HOST`."""
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks Google about the bucket, by gRPC
         patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-        gcsfs = pytest.importorskip("gcsfs")
+        pytest.importorskip("gcsfs")
         server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="images")
         server.start()
         proxy.upstream = server._api._httpd.server_address[1]
-        client = gcsfs.GCSFileSystem(token="anon", skip_instance_cache=True)
+        client = remote.client("gs", 5.0)
         for key, path in files.items():
             client.pipe_file(f"images/{key}", path.read_bytes())
         yield

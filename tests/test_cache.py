@@ -35,6 +35,7 @@ from data import cache as cache_module
 from data.cache import Cache
 from data.reader import Reader
 from jobs import campaign
+from jobs.__main__ import main
 from jobs.session import run_campaign
 from tests.stores import store
 
@@ -96,12 +97,12 @@ def test_expired_credentials_are_read_again_from_the_environment(faulty, tmp_pat
 
 
 @pytest.mark.parametrize("code", [503, 403])
-def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code):
+def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, code, caplog):
     faulty.fault = lambda path: code
     cache = Cache(CacheConfig(str(tmp_path), attempts=3, backoff_s=0.001, timeout_s=1.0))
     with pytest.raises(StorageError, match=r"://images/set/train-000000.tar: no answer after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
-    assert "very-secret" not in str(error.value)
+    assert "very-secret" not in str(error.value) and "train-000000.tar: no answer (" in caplog.text
 
 
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
@@ -127,16 +128,19 @@ def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_pa
     assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
 
 
-def test_indexing_goes_on_after_a_fault_without_fetching_again(faulty, local, tmp_path, monkeypatch):
+def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_again(
+    faulty, local, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("data.cache.random.uniform", lambda low, high: 0)
+    command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
     faulty.fault = lambda path: 503 if "000005" in path else None
-    with pytest.raises(StorageError, match=r"train-000005\.tar: no answer"):
-        build_index(faulty.set, output=tmp_path / "index")
+    assert main(command) == 69
+    assert f"{faulty.set}/train-000005.tar: no answer after 8 attempts" in capsys.readouterr().err
     faulty.fault = lambda path: None
     faulty.gets.clear()
-    assert build_index(faulty.set, output=tmp_path / "index").digest == local.digest
-    assert len(faulty.gets) == 3
+    assert main(command) == 0 and len(faulty.gets) == 3
+    assert f"400 samples in 8 shards, 10 classes, digest {local.digest[:12]}" in capsys.readouterr().out
 
 
 def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
@@ -246,6 +250,16 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
     assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
 
 
+def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
+    def filesystem(*_, **options):
+        raise ImportError
+
+    monkeypatch.setattr("fsspec.filesystem", filesystem)
+    remote.forget_credentials()
+    with pytest.raises(DataError, match="gs:// needs a client: pip install gcsfs"):
+        Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
+
+
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
@@ -269,7 +283,9 @@ def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
         remote.read_range(f"https://{host}/x", 0, 10, 1.0)
 
 
-def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_path, monkeypatch):
+def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refused(local, tmp_path, monkeypatch):
+    files = {f"/{shard.name}": Path(local.location(n)).read_bytes() for n, shard in enumerate(local.shards)}
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             if self.path == "/away":
@@ -277,10 +293,16 @@ def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_pa
                 self.send_header("Location", f"https://127.0.0.1:{self.server.server_address[1]}/x")
                 self.end_headers()
                 return
+            if self.command == "HEAD":
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(files[self.path])))
+                return self.end_headers()
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             self.send_response(206)
             self.end_headers()
-            self.wfile.write(bytes(range(256))[int(first) : int(last) + 1])
+            self.wfile.write(files[self.path][int(first) : int(last) + 1])
+
+        do_HEAD = do_GET
 
         def log_message(self, *_):
             pass
@@ -293,7 +315,10 @@ def test_https_ranges_work_and_a_redirect_to_a_private_address_is_refused(tmp_pa
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "both.pem"))
     monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "localhost")
     url = f"https://localhost:{server.server_address[1]}"
-    assert remote.read_range(f"{url}/x", 10, 20, 5.0) == bytes(range(10, 20))
+    name, content = next(iter(files.items()))
+    assert remote.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
+    found = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
+    assert (found.digest, found.directory) == (local.digest, url)
     with pytest.raises(DataError, match=r"127.0.0.1 is not public"):
         remote.read_range(f"{url}/away", 0, 10, 5.0)
     server.shutdown()

@@ -39,6 +39,13 @@ def test_every_field_says_what_a_resume_may_change(kind):
     assert set(kind.RESUME) <= fields, "a tag names a field that is gone"
 
 
+def test_tags_reach_into_named_sections_and_into_classes_without_tags():
+    cfg = TrainConfig(steps=1, data=DataConfig(mixture={"a": MixedConfig("x", 1.0)}))
+    free, forbid = config.tagged(cfg, "free"), config.tagged(cfg, "forbid")
+    assert forbid["data.mixture.a.weight"] == 1.0 and "data.augment.min_area" in forbid
+    assert "data.cache.limit_bytes" in free and not any("cache" in name for name in forbid)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

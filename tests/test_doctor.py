@@ -1,6 +1,7 @@
 """The doctor finds every kind of fault with exact counts, and what it repairs trains."""
 
 import io
+import struct
 import tarfile
 from collections import Counter
 from itertools import islice
@@ -45,6 +46,11 @@ def sick(tmp_path):
         10: sample(10, label=b"cat"),
         11: sample(11, b"GIF89a" + bytes(50)),
         12: [*sample(12), ("k12.pyd", b"cos\nsystem\n.")],
+        13: sample(
+            13, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 60_000, 60_000) + b"\x08\x02\0\0\0IEND"
+        ),  # a bomb
+        14: [*sample(14), ("k14.jpg", GOOD[15].image)],
+        15: sample(15, label=b"0 " * (1 << 20)),
     }
     for shard in range(6):
         numbers = range(10 * shard, 10 * shard + 10)
@@ -64,14 +70,15 @@ def sick(tmp_path):
 def test_faults_of_every_kind_are_found_with_exact_counts(sick):
     report = check(sick)
     assert report.bad == Counter(
-        {"not a JPEG, PNG or WebP": 2, "truncated": 1, "no image": 1, "no label": 2}
+        {"not a JPEG, PNG or WebP": 2, "truncated": 1, "no image": 1, "no label": 3, "image too large": 1}
     ) + Counter({reason: n for reason, n in report.shards[4].bad.items()})
     problems = {shard.name: shard.problem for shard in report.shards}
     assert problems.pop("s2.tar") == "No such file or directory"
     assert "bytes, the index says" in problems.pop("s3.tar")
     assert "sha256" in problems.pop("s4.tar")
     assert set(problems.values()) == {""}
-    assert report.duplicates == 1 and report.shards[1].refused == {"member type .pyd": 1}
+    refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
+    assert report.duplicates == 1 and report.shards[1].refused == refused
     assert report.shards[0].first_bad["truncated"] == "k1" and not report.ok
     assert report.shards[0].damaged == (1 if jpeg.library() else 0)
     text = "\n".join(report.lines())
@@ -88,12 +95,14 @@ def test_a_repaired_set_is_well_and_trains(sick, tmp_path):
 
 
 def test_a_healthy_set_has_nothing_to_report(tmp_path):
-    index = pack(GOOD, tmp_path)
+    index = pack(GOOD, tmp_path, shard_samples=2)
     report = check(index)
+    assert len(report.shards) == 30 and sum(len(shard.grid) for shard in report.shards) == 24
     assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
 
 
 def test_the_page_needs_nothing_else(sick, tmp_path):
     text = write_page(check(sick, decode=False), tmp_path / "report.html").read_text()
-    assert "s2.tar" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
+    assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst first"
+    assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
     assert "http://" not in text and "https://" not in text

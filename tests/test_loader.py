@@ -7,18 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import AugmentConfig, DataError, EvaluationSet, Order, Sample, TrainLoader, digits, pack
+from data import AugmentConfig, DataError, EvaluationSet, Index, Order, Sample, Shard, TrainLoader, digits, pack
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +65,54 @@ def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world
         assert torch.equal(stacked, column)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(world=st.integers(1, 64), micro_batch=st.integers(1, 40), steps=st.integers(1, 3))
-def test_workers_share_out_every_slot_once_in_order(index, world, micro_batch, steps):
-    order = Order(index.shard_samples, seed=0, batch_size=72)
-    slots = []
-    for rank in range(world):
-        mine = range(72 * rank // world, 72 * (rank + 1) // world)
-        loader = TrainLoader(index, order, image_size=8, slots=mine, micro_batch=micro_batch)
-        tasks = list(takewhile(lambda task: task[0] < steps, loader.tasks()))
-        assert [step for step, *_ in tasks] == sorted(step for step, *_ in tasks)
-        assert all(0 < stop - first <= micro_batch for _, first, stop in tasks)
-        slots += [(step, slot) for step, first, stop in tasks for slot in range(first, stop)]
-    assert sorted(slots) == [(step, slot) for step in range(steps) for slot in range(72)]
+class Undone:
+    """A decoding process in this one, which only says which samples it was given."""
+
+    def __init__(self, decoder, prefetch):
+        self.decoder, self.memory = decoder, bytearray(prefetch * decoder.layout.bytes)
+        self.free, self.pending = deque(n * decoder.layout.bytes for n in range(prefetch)), deque()
+
+    def brief(self):
+        pass
+
+    def give(self, task):
+        self.pending.append((task, self.free.popleft()))
+
+    def answer(self, timeout_s):
+        task, offset = self.pending.popleft()
+        self.free.append(offset)
+        return task, offset, self.decoder.run(task, *self.decoder.layout.arrays(self.memory, offset))
+
+    def end(self):
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),  # empty ones, of one sample, a single one
+    batch_size=st.integers(1, 100),
+    world=st.integers(1, 64),
+    processes=st.integers(0, 8),
+    micro_batch=st.integers(1, 9),
+    lanes=st.integers(1, 9),
+    start_step=st.integers(0, 3),
+)
+def test_every_topology_delivers_the_one_sequence(sizes, batch_size, world, processes, micro_batch, lanes, start_step):
+    world = min(world, batch_size)
+    index = Index(tuple(Shard(f"s{n}", size, 0, "") for n, size in enumerate(sizes)), 1, (sum(sizes),), "", "", Path())
+    order = Order(sizes, seed=0, batch_size=batch_size, lanes=lanes)
+    steps = range(start_step, start_step + 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.loader.Process", Undone)
+        patch.setattr("data.worker.Decoder.fill", lambda *_: None)
+        found = {step: [] for step in steps}
+        for rank in range(world):
+            slots = range(batch_size * rank // world, batch_size * (rank + 1) // world)
+            options = {"image_size": 1, "slots": slots, "micro_batch": micro_batch, "processes": processes}
+            loader = TrainLoader(index, order, start_step=start_step, **options)
+            for batch in islice(iter(loader), len(steps) * len(loader.parts)):
+                found[batch.step] += batch.ids.tolist()
+    assert found == {step: np.stack(order.batch(step), 1).tolist() for step in steps}
 
 
 def test_resuming_at_a_step_equals_never_having_stopped(index, order):

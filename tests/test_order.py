@@ -133,6 +133,24 @@ def test_a_mixture_takes_its_shares_of_every_batch_and_each_set_once_an_epoch():
     assert mixture.replacement(3, 9, 0) == tuple(batches[3][9]) and mixture.replacement(3, 9, 1)[1] >= 2
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(shards, st.floats(0.05, 20)), min_size=1, max_size=4), batches, st.integers(0, 40))
+def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(sets, batch, step):
+    sizes, weights = [size for one, _ in sets for size in one], [weight for _, weight in sets]
+    try:
+        mixture = Mixture(sizes, groups=[len(one) for one, _ in sets], weights=weights, seed=0, batch_size=batch)
+    except ValueError as error:
+        assert min(weights) / sum(weights) * batch < 1 and "without a sample" in str(error)
+        return
+    exact = np.array(weights) / sum(weights) * batch
+    assert sum(mixture.shares) == batch and (abs(np.array(mixture.shares) - exact) < 1).all()
+    seen = np.concatenate([np.stack(mixture.batch(n), 1) for n in range(step, step + 8)])
+    assert len(np.unique(seen, axis=0)) == len(seen)
+    assert (seen[:, 2] < np.array(sizes)[seen[:, 1]]).all()
+    group = np.searchsorted(mixture.starts, seen[:, 1], side="right") - 1
+    assert (group.reshape(8, batch) == np.repeat(np.arange(len(sets)), mixture.shares)).all()
+
+
 def test_a_set_too_light_for_the_batch_is_refused():
     with pytest.raises(ValueError, match="leave a set without a sample"):
         Mixture([5, 5], groups=[1, 1], weights=[100, 1], seed=0, batch_size=8)

@@ -238,14 +238,22 @@ def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
 
 
-def test_tars_are_packed_anew_with_labels_from_json(tmp_path):
-    body = tar_of({"a.jpg": picture(1), "a.json": b'{"label": 4}', "a.txt": b"hi", "b.jpg": picture(2)})
-    (tmp_path / "old.tar").write_bytes(body)
-    assert list(tars(tmp_path)) == [Sample("a", picture(1), (4,))]
+def test_tars_of_img2dataset_are_packed_anew_with_labels_from_json(tmp_path):
+    about = b'{"url": "http://x/1.jpg", "caption": "hi", "key": "000000001", "status": "success", "label": 4}'
+    body = tar_of({"000000001.jpg": picture(1), "000000001.json": about, "000000001.txt": b"hi", "2.jpg": picture(2)})
+    (tmp_path / "00000.tar").write_bytes(body)
+    (tmp_path / "00000_stats.json").write_text("{}")
+    (tmp_path / "00000.parquet").write_bytes(b"")
+    assert list(tars(tmp_path)) == [Sample("000000001", picture(1), (4,))], "what has no label is left out"
+    (tmp_path / "00000.tar").write_bytes(tar_of({"a.jpg": picture(1), "a.json": b'{"caption": "hi"}'}))
+    with pytest.raises(DataError, match="no sample has a label"):
+        list(tars(tmp_path))
 
 
-def test_hugging_face_parquet_is_read(tmp_path):
-    rows = [{"image": {"bytes": picture(n), "path": None}, "label": n} for n in range(3)]
+@pytest.mark.parametrize(("image", "label"), [("image", "label"), ("img", "fine_label"), ("jpg", "label")])
+def test_parquet_of_hugging_face_and_of_img2dataset_is_read(tmp_path, image, label):
+    cells = [picture(n) if image == "jpg" else {"bytes": picture(n), "path": None} for n in range(3)]
+    rows = [{image: cell, label: n} for n, cell in enumerate(cells)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-0.parquet")
     assert [(s.image, s.labels) for s in image_parquet(tmp_path)] == [(picture(n), (n,)) for n in range(3)]
 
