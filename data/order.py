@@ -162,9 +162,9 @@ class Order:
 class Mixture:
     """Several sets by weight: every global batch takes as many samples of each, in the order of each.
 
-    The sets are groups of consecutive shards of one index, `groups[g]` shards each; a batch has its share of
-    the first, then of the second … `shares` tells them: the weights', by largest remainder. `options` are
-    `Order`'s, the same for each.
+    The sets are groups of consecutive shards of one index, `groups[g]` shards each. `shares` tells how much of a
+    batch each has: the weights', by largest remainder; its slots are spread evenly over the batch, so that every
+    worker has its part of every set. `options` are `Order`'s, the same for each.
     """
 
     def __init__(
@@ -175,6 +175,8 @@ class Mixture:
             raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
         self.shard_samples, self.batch_size = np.asarray(shard_samples, np.int64), batch_size
         self.shares = shares(batch_size, weights)
+        spread = [(np.arange(share) + 0.5) / share for share in self.shares]
+        self.numbers = np.argsort(np.concatenate(spread), kind="stable")  # of each slot, set by set
         self.starts = np.cumsum([0, *groups])
         self.orders = [
             Order(shard_samples[a:b], seed=int(key_of(seed, a)[0] >> np.uint64(2)), batch_size=share, **options)
@@ -185,14 +187,15 @@ class Mixture:
         """As `Order.batch`; epochs are each set's own."""
         parts = [order.batch(step) for order in self.orders]
         shifted = [(e, shard + start, sample) for (e, shard, sample), start in zip(parts, self.starts, strict=False)]
-        return tuple(map(np.concatenate, zip(*shifted, strict=True)))  # type: ignore[return-value]
+        epoch, shard, sample = (np.concatenate(column)[self.numbers] for column in zip(*shifted, strict=True))
+        return epoch, shard, sample
 
     def replacement(self, step: int, slot: int, attempt: int) -> tuple[int, int, int]:
         """As `Order.replacement`, from the same set."""
-        ends = np.cumsum(self.shares)
-        group = int(np.searchsorted(ends, slot, side="right"))
+        ends, number = np.cumsum(self.shares), int(self.numbers[slot])
+        group = int(np.searchsorted(ends, number, side="right"))
         first = int(ends[group]) - self.shares[group]
-        epoch, shard, sample = self.orders[group].replacement(step, slot - first, attempt)
+        epoch, shard, sample = self.orders[group].replacement(step, number - first, attempt)
         return epoch, shard + int(self.starts[group]), sample
 
 

@@ -65,19 +65,23 @@ def _workers(function: Function, config: dict[str, Any], cluster: ClusterConfig,
         Seat(rank, world, rank, world, 0, LOOPBACK, cluster.cpus_per_worker, cluster.gpus_per_worker)
         for rank in range(world)
     ]
-    return [context.Process(target=_worker, args=(function, config, folder, seat, port)) for seat in seats]
+    master = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    # The forkserver keeps the environment of its own start; credentials may have come since.
+    task = (function, config, folder, dict(os.environ) | master)
+    return [context.Process(target=_worker, args=(*task, seat)) for seat in seats]
 
 
-def _worker(function: Function, config: dict[str, Any], folder: Path, seat: Seat, port: int) -> None:
+def _worker(function: Function, config: dict[str, Any], folder: Path, environment: dict[str, str], seat: Seat) -> None:
     """The life of one worker: leads its own process group, dies with the driver, writes to its own log."""
     os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
     # Who stops a job signals its whole tree; the driver tells the gang when to stop, and kills it if it must.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     threading.Thread(target=_die_with_driver, daemon=True).start()
     log = os.open(folder / f"rank-{seat.rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
-    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     work(function, config, folder, seat)
 
 
