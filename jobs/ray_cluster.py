@@ -321,8 +321,9 @@ def _verdict(error: BaseException, folder: Path, world: int) -> GangError:
     failures = getattr(error, "worker_failures", None)
     if failures is None:
         inner = getattr(error, "controller_failure", error)
-        what = "Train's controller died" if isinstance(inner, ActorDiedError) else "did not start"
-        return GangError(None, "", f"{what}: {type(inner).__name__}: {inner}", str(error))
+        if isinstance(inner, ActorDiedError):
+            return GangError(None, "", "Train's controller died (killed, or crashed)", str(error))
+        return GangError(None, "", f"did not start: {type(inner).__name__}: {inner}", str(error))
     return verdict(folder, world, {rank: _death(failures[rank], records(folder, world).get(rank)) for rank in failures})
 
 

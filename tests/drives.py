@@ -143,6 +143,16 @@ def slowly(clock_s: int = 0) -> None:
     before(train.Trainer, "agree", lambda *args: True, lambda: time.sleep(0.06))
 
 
+def in_no_hurry() -> None:
+    """The first step waits for the file "go" beside the run."""
+
+    def wait() -> None:
+        while not Path("go").exists():
+            time.sleep(0.02)
+
+    before(train.Trainer, "agree", at(1, 0, 0), wait)
+
+
 def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], Any]) -> None:
     """`act` comes first in the calls of a method or function for which `when` says so."""
     original = getattr(owner, name)
@@ -220,18 +230,20 @@ def troubled_probe() -> None:
     evaluate.watched = watched  # type: ignore[assignment]
 
 
-def poison(steps: range) -> None:
-    """The loss of these steps is not a number."""
+def poison(steps: range, factor: float = torch.nan) -> None:
+    """The loss of these steps is not a number, or another one."""
     original = train.Trainer.labelled_loss
 
     def labelled_loss(self: train.Trainer, *args: Any) -> torch.Tensor:
-        return original(self, *args) * (torch.nan if self.step in steps else 1.0)
+        return original(self, *args) * (factor if self.step in steps else 1.0)
 
     train.Trainer.labelled_loss = labelled_loss  # type: ignore[method-assign]
 
 
 def poisoned_stretch() -> None:
+    """Some steps are not numbers, and a later one has a thousand times the loss."""
     poison(range(12, 16))
+    poison(range(35, 36), 1000.0)
 
 
 def poisoned_for_ever() -> None:

@@ -58,6 +58,12 @@ def cluster_directories(family: list[psutil.Process]) -> set[Path]:
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--temp_dir=")}
 
 
+def shared_memory(family: list[psutil.Process]) -> set[Path]:
+    """The files under /dev/shm that the processes have mapped."""
+    maps = (file.path for process in family for file in process.memory_maps())
+    return {Path(path.removesuffix(" (deleted)")) for path in maps if path.startswith("/dev/shm/")}
+
+
 # ------------------------------------------------------------------------ one attempt
 
 
@@ -211,8 +217,9 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
         directories = cluster_directories(family)
         assert len(family) >= 3  # two workers and what carries them
         assert len(directories) == (backend == "ray")
+        shared = shared_memory(family)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
     assert not psutil.wait_procs(family, timeout=20)[1]
-    wait_until(lambda: not any(directory.exists() for directory in directories), 20)
+    wait_until(lambda: not any(path.exists() for path in directories | shared), 20)
