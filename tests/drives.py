@@ -72,7 +72,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     if patch is not None:
         name, *argument = patch.split()
         globals()[name](*map(int, argument))
-    path = folder / "small.yaml"
+    path = folder / f"small-{os.getpid()}.yaml"  # of twenty starts, none reads what another is writing
     path.write_text(recipe)
     sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
     code = __main__.main(sys.argv[1:])
