@@ -42,6 +42,7 @@ from jobs.gang import (
 
 TICK_S = 0.5
 QUIET_S = 3.0
+EVICTED = "killed by Ray's out-of-memory killer"
 NODE_ADDRESS = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by an outside address
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address; Ray appends up to 75 to its temporary directory
@@ -321,8 +322,11 @@ def _verdict(error: BaseException, folder: Path, world: int) -> GangError:
     failures = getattr(error, "worker_failures", None)
     if failures is None:
         inner = getattr(error, "controller_failure", error)
-        what = "Train's controller died" if isinstance(inner, ActorDiedError) else "did not start"
-        return GangError(None, "", f"{what}: {type(inner).__name__}: {inner}", str(error))
+        if isinstance(inner, ActorDiedError):
+            return GangError(None, "", "Train's controller died (killed, or crashed)", str(error))
+        if isinstance(inner, OutOfMemoryError):  # it kills whole families, the controller with them
+            return GangError(None, "", f"{EVICTED}: {str(inner).splitlines()[0]}", str(error))
+        return GangError(None, "", f"did not start: {type(inner).__name__}: {inner}", str(error))
     return verdict(folder, world, {rank: _death(failures[rank], records(folder, world).get(rank)) for rank in failures})
 
 
@@ -331,15 +335,17 @@ def _death(error: BaseException, record: dict[str, Any] | None) -> str:
     nodes = {n["NodeManagerHostname"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
     if record is not None and record["node"] not in nodes:
         return "its node left the cluster"
-    if isinstance(error, OutOfMemoryError) or "OutOfMemoryError" in str(error):
-        return "killed by Ray's out-of-memory killer"
-    if record is not None and _oom_kills(nodes[record["node"]]) > record["oom_kills"]:
+    if isinstance(getattr(error, "health_check_failure", error), OutOfMemoryError):
+        return EVICTED
+    if record is not None and _oom_kills(record["node"], nodes[record["node"]]) > record["oom_kills"]:
         return "its process died, and its node's out-of-memory killer has struck since it started"
     return "its process died (killed, or crashed)"
 
 
-def _oom_kills(node: str) -> int:
-    """The counter of another machine, read by a task there."""
+def _oom_kills(host: str, node: str) -> int:
+    """The counter of a machine, another one's read by a task there."""
+    if host == socket.gethostname():
+        return oom_kills()
     there = ray.remote(num_cpus=0)(oom_kills).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, False))
     try:
         return ray.get(there.remote(), timeout=20)

@@ -80,8 +80,14 @@ def order_of(cfg: TrainConfig, job: dict[str, Any]) -> tuple[data.Index, data.Or
 
 
 def logged(folder: Path, step: int) -> list[str]:
-    """The loss that each attempt reported for the step."""
+    """The loss that each attempt reported for the step, and what the records of spikes know of it."""
     lines = []
+    for spike in read_metrics(folder, "spike"):
+        for found in (found for found in spike["recent"] if found["step"] == step):
+            lines.append(
+                f"attempt {spike['attempt']}: gradient norm {found['grad_norm']:.3g}, loss {found['loss']:.6f} "
+                f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
+            )
     for record in read_metrics(folder):
         first = record["step"] - len(record["losses"]) + 1
         if first <= step <= record["step"]:

@@ -46,10 +46,10 @@ def account(records: Sequence[Mapping[str, Any]]) -> Account:
         windows = [r for r in mine if r["kind"] == "train" and "seconds" in r]
         began = windows[0]["time"] - windows[0]["seconds"] if windows else mine[-1]["time"]
         if number == 0:
-            total.start += began - (start.get("claimed") or start["time"])
+            total.start += max(0.0, began - (start.get("claimed") or start["time"]))
         else:
             before = [r for r in records if r["attempt"] == attempts[number - 1]["attempt"]]
-            total.recovery += began - before[-1]["time"]
+            total.recovery += max(0.0, began - before[-1]["time"])  # a clock may have jumped back
         for window in windows:
             add(total, window, following["step"] if following else window["step"])
         total.other += max(0.0, mine[-1]["time"] - began - sum(window["seconds"] for window in windows))

@@ -69,7 +69,7 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         t.step, t.bad, bad_here = t.step + 1, t.bad + all_bad, bad_here + bad
         losses.append(mean_loss)
         norms.append(norm)
-        t.judge(norm, ids)
+        t.judge(mean_loss, norm, ids)
         t.check_bad()
 
         # 3. what the step asks for

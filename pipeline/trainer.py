@@ -9,7 +9,10 @@ How training starts, first match wins:
 import json
 import math
 import os
+import statistics
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +49,8 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
 LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
 DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction
+RECENT = 64  # steps kept in mind, for the record of a spike
+SPIKE, SPIKE_AFTER = 10.0, 16  # a spike is so many times the median norm of at least so many steps
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
@@ -99,6 +104,7 @@ class Trainer:
         self.engine = self._engine(self.arithmetic)
         self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
         self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.left_out = self._left_out()
         self.ledger = Ledger.start(self.index.digest, cfg.seed)
         self.last_metrics: dict[str, float] = {}
@@ -333,8 +339,21 @@ class Trainer:
         except OSError as error:
             self.telemetry.say(f"old checkpoints stay: {error}")
 
-    def judge(self, norm: float, ids: list[list[int]]) -> None:
-        """Count skipped steps: a non-finite gradient never reaches the weights, too many in a row end the run."""
+    def judge(self, loss: float, norm: float, ids: list[list[int]]) -> None:
+        """Name a step whose gradient jumps; count skipped ones: a non-finite gradient never reaches the weights, too
+        many in a row end the run."""
+        usual = [step["grad_norm"] for step in self.recent if math.isfinite(step["grad_norm"])]
+        limit = SPIKE * statistics.median(usual) if len(usual) >= SPIKE_AFTER else sys.float_info.max
+        calm = not self.recent or self.recent[-1]["grad_norm"] <= limit  # of a stretch, the first step tells it all
+        self.recent.append({"step": self.step, "loss": loss, "grad_norm": norm, "ledger": self.ledger.hex[:12]})
+        if calm and not norm <= limit:
+            usually = f", usual is up to {limit:.3g}" if len(usual) >= SPIKE_AFTER else ""
+            self.telemetry.report(
+                "spike",
+                {"step": self.step, "grad_norm": norm, "limit": limit, "recent": list(self.recent), "ids": ids},
+                f"step {self.step}: gradient norm {norm:.3g}{usually}; look at the batch: "
+                f"python -m jobs replay {self.directory} step={self.step}",
+            )
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return

@@ -72,7 +72,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     if patch is not None:
         name, *argument = patch.split()
         globals()[name](*map(int, argument))
-    path = folder / "small.yaml"
+    path = folder / f"small-{os.getpid()}.yaml"  # of twenty starts, none reads what another is writing
     path.write_text(recipe)
     sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
     code = __main__.main(sys.argv[1:])
@@ -141,6 +141,16 @@ def slowly(clock_s: int = 0) -> None:
     time.time = lambda: now() + clock_s
     processes.TICK_S = 0.1
     before(train.Trainer, "agree", lambda *args: True, lambda: time.sleep(0.06))
+
+
+def in_no_hurry() -> None:
+    """The first step waits for the file "go" beside the run."""
+
+    def wait() -> None:
+        while not Path("go").exists():
+            time.sleep(0.02)
+
+    before(train.Trainer, "agree", at(1, 0, 0), wait)
 
 
 def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], Any]) -> None:
@@ -220,18 +230,20 @@ def troubled_probe() -> None:
     evaluate.watched = watched  # type: ignore[assignment]
 
 
-def poison(steps: range) -> None:
-    """The loss of these steps is not a number."""
+def poison(steps: range, factor: float = torch.nan) -> None:
+    """The loss of these steps is not a number, or another one."""
     original = train.Trainer.labelled_loss
 
     def labelled_loss(self: train.Trainer, *args: Any) -> torch.Tensor:
-        return original(self, *args) * (torch.nan if self.step in steps else 1.0)
+        return original(self, *args) * (factor if self.step in steps else 1.0)
 
     train.Trainer.labelled_loss = labelled_loss  # type: ignore[method-assign]
 
 
 def poisoned_stretch() -> None:
+    """Some steps are not numbers, and a later one has a thousand times the loss."""
     poison(range(12, 16))
+    poison(range(35, 36), 1000.0)
 
 
 def poisoned_for_ever() -> None:

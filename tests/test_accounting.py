@@ -36,5 +36,12 @@ def test_what_a_later_attempt_did_again_is_lost_and_the_way_back_is_recovery() -
     assert found.wall == pytest.approx(55.0)
 
 
+def test_a_clock_that_jumps_back_takes_no_time_away() -> None:
+    records = [start(1, 0, 4100.0, 105.0), window(1, 20, 130.0), start(2, 20, 140.0, 143.0)]
+    back = [{**record, "time": record["time"] - 3600} for record in [records[2], window(2, 30, 155.0)]]
+    found = account([*records[:2], *back])
+    assert found.start == found.recovery == 0.0 and found.compute > 0 and found.ratio < 1
+
+
 def test_a_stage_that_has_not_begun_has_no_account() -> None:
     assert account([]).ratio == 0.0 and account([start(1, 0, 100.0, 105.0)]).wall == 5.0

@@ -339,7 +339,7 @@ def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def test_a_stretch_of_non_finite_steps_is_left_out_once(run) -> None:
+def test_a_stretch_of_non_finite_steps_is_left_out_once_and_spikes_are_kept_for_replay(run, capsys) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, said(run)
     assert "had a non-finite gradient: back to step 10, steps 11 … 15 are left out" in said(run)
     again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
@@ -347,6 +347,14 @@ def test_a_stretch_of_non_finite_steps_is_left_out_once(run) -> None:
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
     assert last.step == 40 and last.updates == 40 - 5 - 1  # five left out, one skipped
     assert [len(record["losses"]) for record in again] == [1] + [4] * 6
+    first, second, jump = read_metrics(stage(run), "spike")
+    assert (first["step"], second["step"], jump["step"]) == (13, 16, 36) and not first["grad_norm"] <= first["limit"]
+    assert [step["step"] for step in jump["recent"]] == [*range(16, 37)] and jump["grad_norm"] > jump["limit"]
+    assert [step["loss"] for step in jump["recent"][1:]] == [x for r in again[1:6] for x in r["losses"]][:20]
+    assert "step 36: gradient norm" in said(run) and f"jobs replay {stage(run)} step=36" in said(run)
+    assert main(["replay", str(stage(run)), "step=15"]) == 0 and main(["replay", str(run), "step=36"]) == 0
+    out = capsys.readouterr().out
+    assert "attempt 2: gradient norm" in out and "(the spike of step 36: " in out
 
 
 def test_when_going_back_does_not_help_the_run_ends_with_70(run) -> None:
@@ -384,7 +392,10 @@ def test_the_time_of_a_run_adds_up(twin) -> None:
 
 @pytest.mark.parametrize("starts", [2, pytest.param(20, marks=SOAK)])
 def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run) -> None:
-    crowd = [start(run) for _ in range(starts)]
+    crowd = [start(run, patch="in_no_hurry") for _ in range(starts)]
+    while sum(process.is_alive() for process in crowd) > 1:
+        time.sleep(0.05)
+    (run.parent / "go").touch()  # all others have ended: nobody found a finished run to skip
     for process in crowd:
         process.join()
     assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1), said(run)

@@ -58,6 +58,12 @@ def cluster_directories(family: list[psutil.Process]) -> set[Path]:
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--temp_dir=")}
 
 
+def shared_memory(family: list[psutil.Process]) -> set[Path]:
+    """The files under /dev/shm that the processes have mapped."""
+    maps = (file.path for process in family for file in process.memory_maps())
+    return {Path(path.removesuffix(" (deleted)")) for path in maps if path.startswith("/dev/shm/")}
+
+
 # ------------------------------------------------------------------------ one attempt
 
 
@@ -116,6 +122,26 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
     assert verdict(tmp_path, 4, {0: "exited", 1: "exited", 3: "exited"}).rank == 3
     died = verdict(tmp_path, 4, {0: "exited", 2: "killed", 3: "exited"})
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
+
+
+def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
+    from ray.exceptions import OutOfMemoryError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    from jobs import gang, ray_cluster
+
+    here = os.uname().nodename
+    monkeypatch.setattr(gang, "VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: [{"NodeManagerHostname": here, "NodeID": "n", "Alive": True}])
+    record, error = {"node": here, "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
+    evicted = WorkerHealthCheckFailedError("", OutOfMemoryError("node running low on memory"))
+    assert ray_cluster._death(error, record) == "its process died (killed, or crashed)"
+    assert ray_cluster._death(evicted, record) == "killed by Ray's out-of-memory killer"
+    whole = ray_cluster._verdict(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
+    assert str(whole) == "the gang: killed by Ray's out-of-memory killer: 8 worker(s) were killed"
+    assert "out-of-memory killer has struck since" in ray_cluster._death(error, record | {"oom_kills": 3})
+    assert ray_cluster._death(error, record | {"node": "elsewhere"}) == "its node left the cluster"
 
 
 # ------------------------------------------------------------------------ what is too small or absent
@@ -211,8 +237,9 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
         directories = cluster_directories(family)
         assert len(family) >= 3  # two workers and what carries them
         assert len(directories) == (backend == "ray")
+        shared = shared_memory(family)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
     assert not psutil.wait_procs(family, timeout=20)[1]
-    wait_until(lambda: not any(directory.exists() for directory in directories), 20)
+    wait_until(lambda: not any(path.exists() for path in directories | shared), 20)

@@ -2,9 +2,13 @@
 test_checkpoint_runs.py)."""
 
 import os
+import random
 import signal
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jobs import campaign
@@ -17,6 +21,7 @@ from pipeline import checkpoint
 from pipeline.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[1]
+SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 
 LENGTH = ["pretrain.steps=240", "pretrain.save_every=60", "pretrain.log_every=2"]  # seconds, so that a fault fits in
@@ -73,16 +78,39 @@ def test_zero_stages_agree_to_rounding_and_loader_processes_to_the_bit(recipe, u
     assert final_files(folder)["ledger"] == final_files(uninterrupted)["ledger"]
 
 
-def test_under_ray_a_killed_worker_leaves_no_trace_either(recipe, uninterrupted, capsys):
-    killed = []
+def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float]) -> None:
+    """In each attempt, some time after it has reported the step: SIGKILL to a worker, or to Ray Train's controller."""
+    attempt = 0
+    for (step, victim), pause in zip(plan, pauses, strict=True):
+        while not (found := [r for r in read_metrics(folder) if r["attempt"] > attempt and r["step"] >= step]):
+            time.sleep(0.01)
+        attempt = found[0]["attempt"]
+        time.sleep(pause)
+        if victim == "controller":
+            family = psutil.Process().children(recursive=True)
+            (pid,) = (p.pid for p in family if " ".join(p.cmdline()).startswith("ray::TrainController"))
+        else:
+            pid = records(folder / "attempts" / f"attempt-{attempt:06d}", 2)[int(victim)]["pid"]
+        os.kill(pid, signal.SIGKILL)
 
-    def kill(folder: Path, number: int) -> None:
-        found = read_metrics(folder.parents[1])
-        if not killed and found and found[-1]["step"] >= 80:
-            killed.append(records(folder, 2)[1]["pid"])
-            os.kill(killed[0], signal.SIGKILL)
 
-    run_campaign(load(recipe, "cluster.backend=ray"), only="pretrain", also=kill)
-    out = capsys.readouterr().out
-    assert killed and "dashboard: http://127.0.0." in out and "worker 1 on" in out and "restarting from step 60" in out
-    assert_same(pretrain_of(recipe), uninterrupted)
+@pytest.mark.timeout(9000)
+@pytest.mark.parametrize("rounds", [1, pytest.param(17, marks=pytest.mark.slow)])
+def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(rounds, recipe, uninterrupted, capsys):
+    """A worker and three controllers a round, each in an attempt of its own."""
+    rng = random.Random(SEED)
+    for number in range(rounds):
+        loaded = load(recipe, "cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}")
+        folder = loaded.directory(loaded.stage("pretrain"))
+        first = ((80, "1"), (rng.randrange(62, 100), "controller"))
+        plan = [*first, (rng.randrange(122, 160), "controller"), (rng.randrange(182, 200), "controller")]
+        pauses = [rng.random() * 0.1 for _ in plan]
+        killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
+        killer.start()
+        run_campaign(loaded, only="pretrain")
+        killer.join(timeout=1)
+        out = capsys.readouterr().out
+        assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
+        assert "worker 1 on" in out and "(killed, or crashed); restarting from step 60" in out
+        assert out.count("the gang: Train's controller died (killed, or crashed); restarting from step") == 3
+        assert_same(folder, uninterrupted)
