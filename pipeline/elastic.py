@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline import config
 from pipeline.engine import Engine
+from pipeline.stage import TrainConfig, exact_gradient_bytes
+from pipeline.telemetry import Telemetry, read_metrics
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
@@ -147,3 +150,27 @@ class ExactEngine(Engine):
                 found.append(time.monotonic() - began)
         tree, plain = (statistics.median(found) for found in seconds.values())
         return tree, plain
+
+
+def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
+    """Collective: measure and say it, and what the bits depend on that has changed since the attempt before."""
+    tree_s, plain_s = engine.price()
+    if dist.get_rank():
+        return
+    world = dist.get_world_size()
+    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
+    line = (
+        f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
+        f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
+    )
+    before, now = read_metrics(telemetry.directory, "exact")[-1:], conditions()
+    telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
+    for changed in [config.differences({key: old[key] for key in now}, now) for old in before]:
+        if changed:
+            telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
+
+
+def conditions() -> dict[str, Any]:
+    """What the last bits of a gradient depend on beside the config."""
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": kind}

@@ -63,6 +63,54 @@ def memory_gb() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+# FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
+
+
+def peak_flops(device: Any) -> float | None:
+    """Of the GPU that we run on; None where there is none, or one that the table lacks."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAK.items() if known in name), None)
+
+
+class Window:
+    """The steps since the last report: losses, gradient norms, and what the loop waited for."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the next window now."""
+        self.since = time.monotonic()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.waits: list[Any] = []  # data.Wait of every micro-batch
+        self.stalled_s = self.evaluated_s = 0.0  # by checkpoints, by evaluations
+
+    def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> dict[str, Any]:
+        """What the window comes to; `samples` are all workers', `flops` one worker's."""
+        elapsed = time.monotonic() - self.since
+        waited = {f"wait_{w}": sum(getattr(wait, f"{w}_s") for wait in self.waits) / elapsed for w in WAITS}
+        return {
+            "loss": self.losses[-1],
+            "losses": self.losses,
+            "grad_norm": self.norms[-1],
+            "grad_norms": self.norms,
+            "images_per_s": samples / elapsed,
+            "tflops_per_worker": flops / elapsed / 1e12,
+            "mfu": flops / elapsed / peak if peak else None,
+            "wait": sum(waited.values()),
+            **waited,
+            "seconds": elapsed,
+            "stalled_s": self.stalled_s,
+            "evaluated_s": self.evaluated_s,
+            "eta_s": steps_left * elapsed / len(self.losses),
+        }
+
+
 class Telemetry:
     """The lead's pen; on other workers only `say` writes (what they alone have seen)."""
 

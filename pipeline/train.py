@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import data
 import models
 from pipeline import checkpoint, config
 from pipeline.accounting import account
@@ -32,15 +30,12 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     asked: list[int] = []
     _catch_sigterm(asked)
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
-    since, bad_here = time.monotonic(), 0
-    losses: list[float] = []
-    norms: list[float] = []
-    waits: list[data.Wait] = []
     first, saved = t.step + 1, t.step or -1
+    t.window.clear()
 
     while t.step < t.steps:
-        if t.step in t.left_out:
-            t.step = t.left_out.stop
+        if t.step in t.health.left_out:
+            t.step = t.health.left_out.stop
             batches = t.micro_batches()
             continue
 
@@ -52,10 +47,9 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         for _ in range(accumulation):
             t.phases.enter("data", t.step, shard)
             batch = next(batches)
-            waits.append(batch.wait)
+            t.window.waits.append(batch.wait)
             assert batch.step == t.step, f"the loader is at step {batch.step}, the loop at {t.step}"
-            t.count_bad(batch, bad_here + bad)
-            bad += len(batch.bad)
+            bad += t.health.count_bad(batch)
             ids += batch.ids.tolist()
             loss = loss + t.forward_backward(batch)
             t.phases.enter("reduce", t.step)
@@ -66,18 +60,17 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
         mean_loss, all_bad, stopping, written = t.agree(loss, bad, stop)
         norm = t.engine.gradient_norm()
         t.ledger = t.ledger.update(t.step, *planned)
-        t.step, t.bad, bad_here = t.step + 1, t.bad + all_bad, bad_here + bad
-        losses.append(mean_loss)
-        norms.append(norm)
-        t.judge(mean_loss, norm, ids)
-        t.check_bad()
+        t.step, t.bad = t.step + 1, t.bad + all_bad
+        t.window.losses.append(mean_loss)
+        t.window.norms.append(norm)
+        t.health.judge(t.step, mean_loss, norm, t.ledger.hex, ids)
+        t.health.check_bad(t.bad, t.step * cfg.batch_size, job.train)
 
         # 3. what the step asks for
         last = t.step == t.steps
-        if t.step % cfg.log_every == 0 or last or t.step == first:
-            t.report(losses, norms, rate, since, waits)
-            since, losses, norms, waits = time.monotonic(), [], [], []
-        if t.saver.in_flight and written:
+        if t.step % cfg.log_every == 0 or last or stopping or t.step == first:
+            t.report(rate)
+        if t.saves.saver.in_flight and written:
             t.finish_save()
         if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:
             t.evaluate()
@@ -90,7 +83,7 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
 
     if saved != t.step:
         t.begin_save()
-    if t.saver.in_flight:
+    if t.saves.saver.in_flight:
         t.finish_save()
     with t.engine.averaged() if cfg.polyak else nullcontext():
         t.evaluate(f"  of the weights averaged by {cfg.polyak}" if cfg.polyak else "")
@@ -121,7 +114,7 @@ def finish(t: Trainer) -> dict[str, Any]:
 
 def _hand_on(t: Trainer) -> dict[str, Any]:
     """The lead's part of the end: weights, and what the stage says of itself."""
-    last = checkpoint.committed(t.saver.folder)[0]
+    last = checkpoint.committed(t.saves.saver.folder)[0]
     manifest = checkpoint.read_manifest(last)
     models.save_weights(export(last, t.model_config), t.directory, t.model_config)
     spent = account(read_metrics(t.directory, None))

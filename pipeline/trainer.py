@@ -1,4 +1,4 @@
-"""What the training loop is made of: start, micro-batch, agreement, save, judgement, evaluation, report.
+"""What the training loop is made of: start, micro-batch, agreement, save, evaluation, report.
 
 How training starts, first match wins:
 1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world;
@@ -6,13 +6,8 @@ How training starts, first match wins:
 3. random weights from `seed`.
 """
 
-import json
-import math
 import os
-import statistics
-import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,32 +21,24 @@ import data
 import models
 from data import Ledger
 from pipeline import checkpoint, config
-from pipeline.durable import write_atomic
-from pipeline.elastic import ExactEngine
+from pipeline.elastic import ExactEngine, say_price
 from pipeline.engine import Engine, deepspeed_config, join_group
-from pipeline.errors import CheckpointError, Diverged, WentBack
 from pipeline.evaluate import accuracy, features, normalise, probe, watched
+from pipeline.health import Health
 from pipeline.losses import LOSSES, dense_targets, mixup
+from pipeline.saves import Saves
 from pipeline.stage import (
     Arithmetic,
     TrainConfig,
     batch_arithmetic,
-    exact_gradient_bytes,
     recomputed_blocks,
     steps_of,
     training_order,
 )
-from pipeline.telemetry import Telemetry, log_line, memory_gb, read_metrics
+from pipeline.telemetry import Telemetry, Window, log_line, memory_gb, peak_flops
 from pipeline.watchdog import Phases
 
-# FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
-LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
 DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction
-RECENT = 64  # steps kept in mind, for the record of a spike
-SPIKE, SPIKE_AFTER = 10.0, 16  # a spike is so many times the median norm of at least so many steps
-BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
 @dataclass(frozen=True)
@@ -102,13 +89,13 @@ class Trainer:
         self.model_config = models.from_dict(job.model)
         self.check_classes()
         self.engine = self._engine(self.arithmetic)
-        self.saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
-        self.step = self.bad = self.skipped_in_a_row = self.failed_saves = 0
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self.left_out = self._left_out()
+        self.window = Window()
+        saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
+        self.saves = Saves(cfg, saver, self.telemetry, self.window)
+        self.health = Health(cfg, self.directory, saver.folder, self.telemetry)
+        self.step = self.bad = 0
         self.ledger = Ledger.start(self.index.digest, cfg.seed)
         self.last_metrics: dict[str, float] = {}
-        self.stalled_s = self.evaluated_s = 0.0  # by checkpoints and evaluations, since the last report
         self.start()
 
     def check_classes(self) -> None:
@@ -150,21 +137,13 @@ class Trainer:
         made = partial(ExactEngine, parts=cfg.exact_parts) if cfg.exact_parts else Engine
         return made(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
-    def _left_out(self) -> range:
-        """The steps that an earlier attempt found to be non-finite; empty where none has. Collective."""
-        path, found = self.directory / LEFT_OUT, [[0, 0]]
-        if self.rank == 0 and path.exists():
-            found = [json.loads(path.read_text())]
-        dist.broadcast_object_list(found, src=0)
-        return range(*found[0])
-
     # ------------------------------------------------------------------------------------------ how training starts
 
     def start(self) -> None:
         """Resume, or start from weights or seed; say which, and what is therefore ignored, in one line."""
         cfg, job = self.cfg, self.job
         with self.phases.led("restore", 0, self.rank == 0):
-            found = checkpoint.restore(self.engine, self.saver.folder, job.attempt, self.telemetry.say)
+            found = checkpoint.restore(self.engine, self.saves.saver.folder, job.attempt, self.telemetry.say)
         if found is not None:
             changed = config.differences(found.config, config.tagged(cfg, "forbid"))
             assert found.key == job.key, (
@@ -189,23 +168,7 @@ class Trainer:
             start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
             self.telemetry.report("start", start)
         if isinstance(self.engine, ExactEngine):
-            self.say_what_exactness_costs(self.engine)
-
-    def say_what_exactness_costs(self, engine: ExactEngine) -> None:
-        """Collective: measure and say it, and what the bits depend on that has changed since the attempt before."""
-        tree_s, plain_s = engine.price()
-        if self.rank:
-            return
-        mb = sum(engine.sizes.values()) * exact_gradient_bytes(self.cfg, self.world) / 1e6
-        line = (
-            f"exact in {self.cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {self.world} "
-            f"workers (one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
-        )
-        before, now = read_metrics(self.directory, "exact")[-1:], conditions(self.device)
-        self.telemetry.report("exact", {"step": self.step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
-        for changed in [config.differences({key: old[key] for key in now}, now) for old in before]:
-            if changed:
-                self.telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
+            say_price(self.engine, cfg, self.telemetry, self.step)
 
     # ------------------------------------------------------------------------------------------ pieces of a step
 
@@ -264,7 +227,7 @@ class Trainer:
 
     def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
         """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
-        status = torch.tensor([0.0, bad, stop, self.saver.written], dtype=torch.float64, device=self.device)
+        status = torch.tensor([0.0, bad, stop, self.saves.saver.written], dtype=torch.float64, device=self.device)
         status[0] = loss
         dist.all_reduce(status)
         total, bad_sum, stops, written = status.tolist()
@@ -274,9 +237,7 @@ class Trainer:
     def begin_save(self) -> None:
         """Snapshot now; a save still in flight is finished first."""
         self.phases.enter("save", self.step)
-        if self.saver.in_flight:
-            self.finish_save()
-        self.saver.begin(
+        self.saves.begin(
             self.engine,
             checkpoint.Manifest(
                 step=self.step,
@@ -293,110 +254,11 @@ class Trainer:
                 metrics=self.last_metrics,
             ),
         )
-        self.stalled_s += self.saver.stalled_s
 
     def finish_save(self) -> None:
-        """Collective: commit the save in flight and prune; too many failures in a row end the run."""
+        """Collective: commit the save in flight."""
         self.phases.enter("save", self.step)
-        began = time.monotonic()
-        done = self.saver.finish()
-        self.stalled_s += time.monotonic() - began
-        values = {
-            "step": self.saver.manifest.step,
-            "stalled_s": self.saver.stalled_s,
-            "took_s": self.saver.took_s,
-        }
-        if done is not None:
-            self.failed_saves = 0
-            size = sum(file["bytes"] for file in done.files.values())
-            if self.rank == 0:
-                self.telemetry.report(
-                    "checkpoint",
-                    {**values, "bytes": size, "ledger": done.ledger},
-                    f"checkpoint step {done.step} committed: {len(done.files)} files, {size / 1e6:.1f} MB, "
-                    f"loop stalled {self.saver.stalled_s:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
-                )
-                self.prune()
-            return
-        self.failed_saves += 1
-        if self.rank == 0:
-            self.telemetry.report(
-                "checkpoint_failed",
-                {**values, "error": self.saver.failure},
-                f"checkpoint step {values['step']} FAILED ({self.saver.failure}); training goes on from memory, the "
-                f"one before it stays; {self.failed_saves} of {self.cfg.max_failed_saves} failures in a row",
-            )
-        if self.failed_saves >= self.cfg.max_failed_saves:
-            raise CheckpointError(
-                f"{self.failed_saves} saves in a row failed, the last: {self.saver.failure}\n"
-                f"  make room under {self.saver.folder}, then run the same command again"
-            )
-
-    def prune(self) -> None:
-        """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
-        try:
-            checkpoint.prune(self.saver.folder, self.cfg.keep, self.cfg.keep_every)
-        except OSError as error:
-            self.telemetry.say(f"old checkpoints stay: {error}")
-
-    def judge(self, loss: float, norm: float, ids: list[list[int]]) -> None:
-        """Name a step whose gradient jumps; count skipped ones: a non-finite gradient never reaches the weights, too
-        many in a row end the run."""
-        usual = [step["grad_norm"] for step in self.recent if math.isfinite(step["grad_norm"])]
-        limit = SPIKE * statistics.median(usual) if len(usual) >= SPIKE_AFTER else sys.float_info.max
-        calm = not self.recent or self.recent[-1]["grad_norm"] <= limit  # of a stretch, the first step tells it all
-        self.recent.append({"step": self.step, "loss": loss, "grad_norm": norm, "ledger": self.ledger.hex[:12]})
-        if calm and not norm <= limit:
-            usually = f", usual is up to {limit:.3g}" if len(usual) >= SPIKE_AFTER else ""
-            self.telemetry.report(
-                "spike",
-                {"step": self.step, "grad_norm": norm, "limit": limit, "recent": list(self.recent), "ids": ids},
-                f"step {self.step}: gradient norm {norm:.3g}{usually}; look at the batch: "
-                f"python -m jobs replay {self.directory} step={self.step}",
-            )
-        if math.isfinite(norm):
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        self.telemetry.say(
-            f"step {self.step}: gradient not finite, step skipped, weights unchanged; "
-            f"first samples (epoch, shard, sample) {ids[:4]}"
-        )
-        if self.skipped_in_a_row >= self.cfg.max_skipped:
-            self.go_back_or_end()
-
-    def go_back_or_end(self) -> None:
-        """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
-        found = checkpoint.committed(self.saver.folder)
-        last = checkpoint.step_of(found[0]) if found else 0
-        what = f"{self.skipped_in_a_row} steps in a row up to {self.step} had a non-finite gradient"
-        if self.left_out and last <= self.left_out.stop:  # nothing was committed since we went back
-            raise Diverged(
-                f"{what}, and leaving out steps {self.left_out.start + 1} … {self.left_out.stop} had not helped\n"
-                f"  the last good weights are in {self.saver.folder}\n"
-                "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
-            )
-        dist.barrier()  # everybody has looked before anything changes
-        if self.rank == 0:
-            write_atomic(self.directory / LEFT_OUT, json.dumps([last, self.step]))
-        dist.barrier()
-        raise WentBack(f"{what}: back to step {last}, steps {last + 1} … {self.step} are left out")
-
-    def count_bad(self, batch: data.Batch, before: int) -> None:
-        """Name this worker's first and every thousandth bad sample."""
-        for number, bad in enumerate(batch.bad, start=before + 1):
-            if number == 1 or number % 1000 == 0:
-                self.telemetry.say(f"bad sample {number} replaced: {bad.shard} {bad.key}: {bad.reason}")
-
-    def check_bad(self) -> None:
-        """Raise DataError when more samples are bad than a healthy set can have."""
-        allowed = self.cfg.data.max_bad_fraction * max(self.step * self.cfg.batch_size, BAD_GRACE)
-        if self.bad > allowed:
-            raise data.DataError(
-                f"{self.bad} bad samples among {self.step * self.cfg.batch_size} seen, more than max_bad_fraction "
-                f"{self.cfg.data.max_bad_fraction} allows\n  see log.txt for names; "
-                f"python -m jobs data check {' or '.join(self.job.train)} lists them all"
-            )
+        self.saves.finish()
 
     def evaluate(self, remark: str = "") -> None:
         """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
@@ -419,7 +281,7 @@ class Trainer:
             shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
             line = f"evaluate step {self.step}  {shown}{remark}"
             self.telemetry.report("evaluate", {"step": self.step, **values}, line)
-        self.evaluated_s += time.monotonic() - began
+        self.window.evaluated_s += time.monotonic() - began
 
     def _samples(self, path: str) -> Iterator[data.EvaluationBatch]:
         ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
@@ -434,50 +296,23 @@ class Trainer:
         )
         return watched(samples, self.phases, self.step)
 
-    def report(
-        self, losses: list[float], norms: list[float], rate: float, since: float, waits: list[data.Wait]
-    ) -> None:
-        """The log line and its record, with the loss and gradient norm of every step since the one before."""
-        elapsed, steps = time.monotonic() - since, len(losses)
-        seconds = {part: sum(getattr(wait, f"{part}_s") for wait in waits) for part in WAITS}
-        parts = {f"wait_{part}": waited / elapsed for part, waited in seconds.items()}
-        speed = steps * self.cfg.batch_size / elapsed
-        flops = models.training_flops(self.model_config, 1) * speed / self.world
-        peak = next(
-            (v for k, v in PEAK.items() if self.device.type == "cuda" and k in torch.cuda.get_device_name()),
-            None,
-        )
+    def report(self, rate: float) -> None:
+        """The log line and its record, of the steps since the one before."""
+        samples = self.cfg.batch_size * len(self.window.losses)
+        flops = models.training_flops(self.model_config, 1) * samples / self.world
         values = {
             "step": self.step,
             "steps": self.steps,
-            "loss": losses[-1],
-            "losses": losses,
             "lr": rate,
-            "grad_norm": norms[-1],
-            "grad_norms": norms,
-            "images_per_s": speed,
-            "tflops_per_worker": flops / 1e12,
-            "mfu": flops / peak if peak else None,
-            "wait": sum(parts.values()),
-            **parts,
-            "seconds": elapsed,
-            "stalled_s": self.stalled_s,
-            "evaluated_s": self.evaluated_s,
+            **self.window.values(samples, flops, peak_flops(self.device), self.steps - self.step),
             "memory_gb": memory_gb(),
-            "eta_s": (self.steps - self.step) * elapsed / steps,
             "world": self.world,
             "samples_seen": self.step * self.cfg.batch_size,
             "bad_samples": self.bad,
             "ledger": self.ledger.hex,
         }
         self.telemetry.report("train", values, log_line(values))
-        self.stalled_s = self.evaluated_s = 0.0
-
-
-def conditions(device: torch.device) -> dict[str, Any]:
-    """What the last bits of a gradient depend on beside the config."""
-    kind = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": kind}
+        self.window.clear()
 
 
 def config_seed(*parts: int) -> int:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from jobs.cluster import ClusterConfig, run_gang
+from pipeline.elastic import say_price
 from pipeline.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.stage import TrainConfig
 from pipeline.telemetry import Telemetry
-from pipeline.trainer import Trainer
 from tests import ranks
 
 PLAIN = {"zero": 2, "precision": "fp32", "parts": 0}
@@ -61,13 +61,14 @@ def test_a_non_finite_gradient_changes_nothing(results, world):
 
 
 def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path, monkeypatch):
-    engine = SimpleNamespace(price=lambda: (0.25, 0.125), sizes={"w": 1_000_000})
-    t: Any = SimpleNamespace(rank=0, world=2, step=0, device=torch.device("cpu"), directory=tmp_path)
-    t.cfg, t.telemetry = TrainConfig(steps=1, exact_parts=4, precision="fp32"), Telemetry(tmp_path, 0, 1)
+    engine: Any = SimpleNamespace(price=lambda: (0.25, 0.125), sizes={"w": 1_000_000})
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    cfg, telemetry = TrainConfig(steps=1, exact_parts=4, precision="fp32"), Telemetry(tmp_path, 0, 1)
     for threads in (1, 1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        Trainer.say_what_exactness_costs(t, engine)
-    t.telemetry.close()
+        say_price(engine, cfg, telemetry, 0)
+    telemetry.close()
     text = (tmp_path / "log.txt").read_text()
     assert text.count("waits 0.250s for the sum over 2 workers (one all-reduce: 0.125s); up to 14.0 MB") == 3
     assert text.count("the bits may differ from here on: threads: 1 → 2") == text.count("may differ") == 1
