@@ -71,17 +71,27 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
     return iter(webdataset.WebLoader(found, batch_size=None, num_workers=processes) if processes else found)
 
 
-def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterator:
+def with_pillow(data, box, flip):
+    """Crop and resize in one call, which reads only what it needs of the decoded image."""
     import numpy as np
     from PIL import Image
 
-    def decode(data, box, flip):
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        y, x, h, w = box(image.height, image.width)
-        image = image.resize((SIZE, SIZE), Image.BILINEAR, (x, y, x + w, y + h))
-        return np.asarray(image.transpose(Image.FLIP_LEFT_RIGHT) if flip else image)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    y, x, h, w = box(image.height, image.width)
+    image = image.resize((SIZE, SIZE), Image.BILINEAR, (x, y, x + w, y + h))
+    return np.asarray(image.transpose(Image.FLIP_LEFT_RIGHT) if flip else image)
 
-    return webdataset_with(decode, shards, processes)
+
+def random_pillow(data, number: int):
+    """The same with everything drawn from a number."""
+    from data.augment import AugmentConfig, Draws, inception_box
+
+    draws = Draws(number)
+    return with_pillow(data, lambda h, w: inception_box(h, w, draws, AugmentConfig()), draws.uniform() < 0.5)
+
+
+def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterator:
+    return webdataset_with(with_pillow, shards, processes)
 
 
 def usual(shards: list[str], folder: str) -> Iterator:
@@ -164,6 +174,108 @@ def dali(shards: list[str], folder: str) -> Iterator:
         yield made.run()
 
 
+def jpegs(shards: list[str]) -> list[bytes]:
+    from data import tars
+
+    return [sample.read() for sample in tars(shards)]
+
+
+def grain(shards: list[str], folder: str) -> Iterator:
+    """From memory: grain reads ArrayRecord or what one gives it, but no tars."""
+    from absl import flags
+    from grain import python as pygrain
+
+    flags.FLAGS(["loader"])  # its processes refuse to start before
+    found = pygrain.MapDataset.source(jpegs(shards)).seed(0).shuffle().repeat()
+    found = found.random_map(lambda data, rng: random_pillow(data, int(rng.integers(2**60)))).batch(BATCH)
+    return iter(found.to_iter_dataset().mp_prefetch(pygrain.MultiprocessingOptions(num_workers=PROCESSES)))
+
+
+def streaming(shards: list[str], folder: str) -> Iterator:
+    import random
+
+    import torch
+    from streaming import MDSWriter, StreamingDataset
+
+    class Crops(StreamingDataset):
+        def __getitem__(self, at):
+            return random_pillow(super().__getitem__(at)["jpg"], random.getrandbits(60)).copy()
+
+    place = tempfile.mkdtemp(dir=folder)
+    with MDSWriter(out=place, columns={"jpg": "bytes"}) as writer:
+        for data in jpegs(shards):
+            writer.write({"jpg": data})
+    found = Crops(local=place, shuffle=True, batch_size=BATCH, epoch_size=1 << 17)
+    return iter(torch.utils.data.DataLoader(found, BATCH, num_workers=PROCESSES))
+
+
+def energon(shards: list[str], folder: str) -> Iterator:
+    import random
+    import shutil
+
+    import numpy as np
+    import torch
+    from megatron import energon
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    @energon.stateless
+    def cook(sample):
+        return energon.ImageSample(**energon.basic_sample_keys(sample), image=sample["jpg"])
+
+    class Crops(energon.DefaultTaskEncoder):
+        decoder = None
+
+        def encode_sample(self, sample):
+            return random_pillow(sample.image, random.getrandbits(60))
+
+        def batch(self, samples):
+            return torch.from_numpy(np.stack(samples))
+
+        cookers = (energon.Cooker(cook),)
+
+    place = Path(tempfile.mkdtemp(dir=folder))
+    names = [Path(shutil.copy(shard, place)).name for shard in shards]
+    WebdatasetPreparator.prepare_dataset(place, names, split_parts_ratio=[("train", 1.0)], workers=1)
+    (place / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {}\n"
+    )
+    workers = energon.WorkerConfig(rank=0, world_size=1, num_workers=PROCESSES)
+    options = {"batch_size": BATCH, "shuffle_buffer_size": 100, "max_samples_per_sequence": 100}
+    found = energon.get_train_dataset(place, worker_config=workers, task_encoder=Crops(), **options)
+    return iter(energon.get_loader(found))
+
+
+def ffcv(shards: list[str], folder: str) -> Iterator:
+    """Encoded again, at quality 90 and full size, into its own file."""
+    import numpy as np
+    from ffcv.fields import RGBImageField
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor
+    from ffcv.writer import DatasetWriter
+    from PIL import Image
+
+    class Photos:
+        def __init__(self):
+            self.jpegs = jpegs(shards)
+
+        def __len__(self):
+            return len(self.jpegs)
+
+        def __getitem__(self, at):
+            return (np.asarray(Image.open(io.BytesIO(self.jpegs[at])).convert("RGB")),)
+
+    path = Path(folder, "ffcv.beton")
+    if not path.exists():
+        DatasetWriter(str(path), {"image": RGBImageField("jpg", jpeg_quality=90)}, num_workers=1).from_indexed_dataset(
+            Photos()
+        )
+    steps = [RandomResizedCropRGBImageDecoder((SIZE, SIZE), scale=(0.05, 1)), RandomHorizontalFlip(), ToTensor()]
+    loader = Loader(str(path), BATCH, PROCESSES, True, OrderOption.RANDOM, pipelines={"image": steps}, drop_last=True)
+    while True:
+        yield from loader
+
+
 CONTENDERS = {
     "webdataset + Pillow": pillow,
     "webdataset + Pillow + torchvision": usual,
@@ -176,6 +288,10 @@ CONTENDERS = {
     "webdataset + torchvision.io": torchvision,
     "tf.data, decode and crop": tfdata,
     "DALI on the CPU": dali,
+    "grain + Pillow": grain,
+    "MosaicML Streaming + Pillow": streaming,
+    "Megatron Energon + Pillow": energon,
+    "FFCV, encoded again": ffcv,
 }
 
 HERE = ("webdataset + Pillow", "webdataset + Pillow, likewise", "webdataset + OpenCV")  # need no other Python
