@@ -20,7 +20,7 @@ _HOMES = {
     "page": ("write_page",),
     "packing": ("pack",),
     "reader": ("check_sizes", "without_unusable"),
-    "worker": ("BadSample",),
+    "worker": ("BadSample", "images_per_cpu_s"),
     "sources": (
         "Sample",
         "cifar",

@@ -1,5 +1,7 @@
 """`python -m jobs plan recipe.yaml`: what would run, how the batch falls on the workers, and what it costs."""
 
+from math import ceil
+
 import data
 import models
 from jobs.campaign import Campaign, Stage
@@ -7,6 +9,9 @@ from jobs.stage import reference
 from pipeline.errors import PatchlineError
 from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.telemetry import amount
+
+GPU_FLOPS = 0.4 * 989e12  # an H100 in bf16 at 40 % of its peak
+CPU_RATE = 900.0  # ImageNet-1k photographs that a core decodes in a second: benchmarks/README.md, "Data plane"
 
 
 def plan(campaign: Campaign) -> list[str]:
@@ -61,10 +66,11 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
         if a.batch_size == a.world * a.micro_batch * a.accumulation
         else f"  batch   {a.batch_size} over {a.world} workers unevenly, {a.accumulation} micro-batches each"
     ]
-    sets = {name: (samples_of(campaign, path), weight) for name, (path, weight) in cfg.data.sets().items()}
-    counts = [count for count, _ in sets.values()]
-    found = sum(filter(None, counts)) if all(counts) else None
-    samples, sure = found or cfg.data.samples, "" if found else " (as the recipe says; the data is not there yet)"
+    sets = {name: (index_of(campaign, path), weight) for name, (path, weight) in cfg.data.sets().items()}
+    found = [index for index, _ in sets.values() if index]
+    whole = len(found) == len(sets)
+    samples = sum(index.samples for index in found) if whole else cfg.data.samples
+    sure = "" if whole else " (as the recipe says; the data is not there yet)"
     if samples is None and cfg.steps is None:
         return [*lines, f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"]
     steps = steps_of(cfg, samples or 0)
@@ -73,10 +79,12 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes})")
     if cfg.data.mixture:
         shares = data.shares(cfg.batch_size, [weight for _, weight in sets.values()])
-        for (name, (count, _)), share in zip(sets.items(), shares, strict=True):
-            more = f", {steps * share / count:.2f} passes over {count:,} samples" if count else ""
+        for (name, (index, _)), share in zip(sets.items(), shares, strict=True):
+            more = f", {steps * share / index.samples:.2f} passes over {index.samples:,} samples" if index else ""
             lines.append(f"  mixture {name}: {share} of every batch{more}")
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
+    if campaign.cluster.gpus_per_worker:
+        lines.append(f"  feed    {feed_line(campaign, stage, found)}")
     optim, schedule = cfg.optim, cfg.optim.schedule
     lines.append(
         f"  optim   {optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
@@ -91,9 +99,30 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
     return lines
 
 
-def samples_of(campaign: Campaign, path: str) -> int | None:
-    """Samples of a set, None where it has not been made yet."""
+def feed_line(campaign: Campaign, stage: Stage, sets: list[data.Index]) -> str:
+    """Whether the decoding processes of a worker keep up with its GPU, and what to type where they do not."""
+    cfg, cluster = stage.config, campaign.cluster
+    local = next((index for index in sets if not index.remote), None)
+    rate = data.images_per_cpu_s(local, max(stage.model.image_size), cfg.data.augment) if local else None
+    needed = GPU_FLOPS / models.training_flops(stage.model, 1)
+    cores = ceil(needed / (rate or CPU_RATE))
+    source = "measured here on this set" if rate else "assumed; the set is not here to measure"
+    line = (
+        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at 40 %) takes {needed:,.0f} images/s, a core decodes "
+        f"{rate or CPU_RATE:,.0f} ({source}): "
+    )
+    if min(cfg.data.processes, cluster.cpus_per_worker) >= cores:
+        return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
+    more = "" if cores < cluster.cpus_per_worker else f" cluster.cpus_per_worker={cores + 1}"
+    return line + (
+        f"data.processes={cfg.data.processes} on {cluster.cpus_per_worker} cores CANNOT FEED IT; "
+        f"type {stage.name}.data.processes={cores}{more}, or pack with --restarts"
+    )
+
+
+def index_of(campaign: Campaign, path: str) -> data.Index | None:
+    """A set's index, None where it has not been made yet."""
     try:
-        return data.load_index(campaign.resolve(path) or "").samples
+        return data.load_index(campaign.resolve(path) or "")
     except (data.DataError, PatchlineError):
         return None

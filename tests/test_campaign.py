@@ -10,6 +10,7 @@ import torch
 import models
 from jobs import campaign
 from jobs.__main__ import main
+from jobs.plan import GPU_FLOPS
 from pipeline import checkpoint
 from pipeline.telemetry import read_metrics
 
@@ -56,6 +57,24 @@ def test_plan_tells_what_would_run(recipe, capsys):
     assert "16 = 2 workers × micro_batch 4 × accumulation 2" in out
     assert "would run" in out and "parameters" in out and "GMACs" in out
     assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
+    assert "feed" not in out, "no GPU to feed"
+
+
+def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypatch):
+    def said(*options: str) -> str:
+        assert main(["plan", str(recipe), "cluster.gpus_per_worker=1", *options]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  feed"))
+
+    assert "measured here on this set" in said()
+    monkeypatch.setattr("data.worker.images_per_cpu_s", lambda *_: 1000.0)
+    monkeypatch.setattr("jobs.plan.models.training_flops", lambda _, images: GPU_FLOPS / 3500 * images)
+    line = said()
+    assert "takes 3,500 images/s" in line and "CANNOT FEED IT" in line
+    assert "pretrain.data.processes=4 cluster.cpus_per_worker=5," in line
+    assert "CANNOT" in said("pretrain.data.processes=4"), "four processes on one core"
+    assert "keeps up" in said("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
+    monkeypatch.setattr("data.worker.images_per_cpu_s", lambda *_: None)
+    assert "a core decodes 900 (assumed" in said()
 
 
 @pytest.mark.parametrize(
