@@ -9,7 +9,7 @@ from typing import Literal
 import cv2
 import numpy as np
 
-from data.decode import Box, decode_crop, decode_whole, read_header
+from data.decode import Box, Header, decode_crop, decode_whole, read_header
 from data.draws import Draws
 from data.preprocess import resize_small
 
@@ -59,6 +59,14 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
     return 0, 0, height, width
 
 
+def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
+    """The box of a training crop (all of the image for `crop: none`), and whether to flip it."""
+    box = (0, 0, header.height, header.width)
+    if cfg.crop == "inception":
+        box = inception_box(header.height, header.width, draws, cfg)
+    return box, cfg.flip and draws.uniform() < 0.5
+
+
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
     """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
     header = read_header(data)
@@ -66,12 +74,10 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         image = resize_small(decode_whole(data), image_size * 8 // 7)
         y, x = draws.below(image.shape[0] - image_size + 1), draws.below(image.shape[1] - image_size + 1)
         image = image[y : y + image_size, x : x + image_size]
+        flip = cfg.flip and draws.uniform() < 0.5
     else:
-        box = (0, 0, header.height, header.width)
-        if cfg.crop == "inception":
-            box = inception_box(header.height, header.width, draws, cfg)
+        box, flip = draw(header, draws, cfg)
         image = decode_crop(data, header, box, image_size if cfg.reduced else 0)
-    flip = cfg.flip and draws.uniform() < 0.5
     if image.shape[:2] == out.shape[:2]:
         out[:] = image[:, ::-1] if flip else image
     elif flip:

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from itertools import count, pairwise
 from mmap import mmap
@@ -15,12 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 from time import perf_counter
+from typing import Literal
 
 import torch
 
 from data.augment import AugmentConfig
 from data.cache import Ahead, CacheConfig
 from data.errors import DataError
+from data.gpu import decode_rows, torchcodec
 from data.index import Index
 from data.order import Mixture, Order
 from data.reader import Reader
@@ -80,6 +83,7 @@ class TrainLoader:
         timeout_s: float = 120.0,
         verify: bool = True,
         cache: CacheConfig | None = None,
+        decode: Literal["cpu", "gpu"] = "cpu",  # gpu: the images of a batch are on the GPU, see data.gpu
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
@@ -91,7 +95,11 @@ class TrainLoader:
         self.layout = Layout(max(map(len, self.parts)), image_size, max_labels)
         self.cache = cache or CacheConfig()
         reader = Reader(index, verify=verify, cache=self.cache)
-        self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader)
+        self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
+        if decode == "gpu":
+            self.refused = copy(self.decoder)  # decodes here what the GPU did not
+            self.refused.leave_encoded = False
+            self.decode, self.device = torchcodec(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def memory_bytes(self) -> int:
@@ -151,9 +159,24 @@ class TrainLoader:
         start = perf_counter()
         rows = task[2] - task[1]
         images, labels, ids = (copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset))
+        bad = done.bad
+        if done.encoded:
+            images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode, self.device)
+            for row in refused:
+                more = self.decode_here(task, row, images, labels, ids)
+                bad += tuple(one for one in more if one not in done.bad)  # what the row's process had replaced before
+        images = images.to(self.device) if self.decoder.leave_encoded else images
         part = waited_s / max(done.storage_s + done.decode_s, 1e-9)
         wait = Wait(done.storage_s * part, done.decode_s * part, perf_counter() - start)
-        return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, done.bad, wait)
+        return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, bad, wait)
+
+    def decode_here(self, task: Task, row: int, *batch: torch.Tensor) -> tuple[BadSample, ...]:
+        """Fill one row of (images, labels, ids) as `decode: cpu` would, replacements included."""
+        arrays = self.layout.arrays(bytearray(self.layout.bytes))
+        done = self.refused.run((task[0], task[1] + row, task[1] + row + 1), *arrays)
+        for to, array in zip(batch, arrays, strict=True):
+            to[row] = torch.from_numpy(array[0])
+        return done.bad
 
 
 def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:

@@ -18,8 +18,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from data.augment import AugmentConfig, augment
-from data.decode import BadImage
+from data.augment import AugmentConfig, augment, draw
+from data.decode import BadImage, Box, read_header
 from data.draws import Draws
 from data.errors import DataError
 from data.index import Index
@@ -30,6 +30,7 @@ from data.tar import parse_labels
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
 MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
+MOST_PIXELS = 1 << 22  # of an image that is left encoded: 12 MB each once decoded
 SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
 
 Task = tuple[int, int, int]  # step, first slot, slot after the last
@@ -67,12 +68,24 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """A row that begins with the `bytes` of a JPEG, left to the loader to decode and crop."""
+
+    row: int
+    bytes: int
+    sides: tuple[int, int]  # height, width
+    box: Box
+    flip: bool
+
+
+@dataclass(frozen=True)
 class Done:
     """What a task came to, besides its arrays; seconds of this process."""
 
     bad: tuple[BadSample, ...]
     storage_s: float
     decode_s: float
+    encoded: tuple[Encoded, ...] = ()
 
 
 class Decoder:
@@ -86,9 +99,11 @@ class Decoder:
         cfg: AugmentConfig,
         seed: int,
         reader: Reader,
+        leave_encoded: bool = False,
     ):
         self.index, self.order, self.layout, self.cfg, self.seed = index, order, layout, cfg, seed
-        self.reader = reader
+        self.reader, self.leave_encoded = reader, leave_encoded
+        self.encoded: list[Encoded] = []  # of the task at hand
         self.step, self.ids = -1, np.empty((0, 3), np.int64)  # the last global batch asked for
         self.storage_s = 0.0
 
@@ -101,9 +116,10 @@ class Decoder:
         ids[: stop - first] = self.ids[first:stop]
         keys = self.keys(ids[: stop - first])
         bad: list[BadSample] = []
+        self.encoded = []
         for row in range(stop - first):
             for attempt in range(1, MAX_REPLACEMENTS + 1):
-                problem = self.fill(ids[row], int(keys[row]), images[row], labels[row])
+                problem = self.fill(row, ids[row], int(keys[row]), images[row], labels[row])
                 if problem is None:
                     break
                 bad.append(problem)
@@ -114,13 +130,14 @@ class Decoder:
                     f"{MAX_REPLACEMENTS} bad samples in a row, the last {bad[-1].key} of {bad[-1].shard}: "
                     f"{bad[-1].reason}; `python -m jobs data check` lists them"
                 )
-        return Done(tuple(bad), self.storage_s, perf_counter() - start - self.storage_s)
+        decode_s = perf_counter() - start - self.storage_s
+        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded))
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         """What each sample's augmentation is drawn from."""
         return key_of(SEED_DOMAIN, self.seed, *ids.T)
 
-    def fill(self, ids: np.ndarray, key: int, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
+    def fill(self, row: int, ids: np.ndarray, key: int, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
         """Read and decode one sample into its row; returns what is wrong with it, if anything is."""
         shard, sample = int(ids[1]), int(ids[2])
         start = perf_counter()
@@ -128,12 +145,25 @@ class Decoder:
         self.storage_s += perf_counter() - start
         try:
             found = read_labels(raw, self.index.classes, self.layout.max_labels)
-            augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
+            if not (self.leave_encoded and self.leave(row, encoded, key, image)):
+                augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
         except BadImage as error:
             return BadSample(self.index.shards[shard].name, name, str(error))
         labels[:] = -1
         labels[: len(found)] = found
         return None
+
+    def leave(self, row: int, data: bytes, key: int, image: np.ndarray) -> bool:
+        """Copy a JPEG into its row, with its draws beside it; False where it does not fit or is out of the ordinary."""
+        header = read_header(data)
+        if header.kind != "jpeg" or header.channels != 3 or header.height * header.width > MOST_PIXELS:
+            return False
+        if len(data) > image.nbytes:
+            return False
+        image.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+        box, flip = draw(header, Draws(key), self.cfg)
+        self.encoded.append(Encoded(row, len(data), (header.height, header.width), box, flip))
+        return True
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: int = 128) -> float | None:

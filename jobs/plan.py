@@ -111,12 +111,14 @@ def feed_line(campaign: Campaign, stage: Stage, sets: list[data.Index]) -> str:
         f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at 40 %) takes {needed:,.0f} images/s, a core decodes "
         f"{rate or CPU_RATE:,.0f} ({source}): "
     )
+    if cfg.data.decode == "gpu":
+        return line + "data.decode=gpu, not judged"
     if min(cfg.data.processes, cluster.cpus_per_worker) >= cores:
         return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
     more = "" if cores < cluster.cpus_per_worker else f" cluster.cpus_per_worker={cores + 1}"
     return line + (
         f"data.processes={cfg.data.processes} on {cluster.cpus_per_worker} cores CANNOT FEED IT; "
-        f"type {stage.name}.data.processes={cores}{more}, or pack with --restarts"
+        f"type {stage.name}.data.processes={cores}{more}, pack with --restarts, or {stage.name}.data.decode=gpu"
     )
 
 

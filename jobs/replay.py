@@ -70,9 +70,10 @@ def rebuild(cfg: TrainConfig, job: dict[str, Any], step: int) -> tuple[np.ndarra
         augment=cfg.data.augment,
         max_labels=cfg.data.max_labels,
         cache=cfg.data.cache,
+        decode=cfg.data.decode,
     )
     batch = next(iter(loader))
-    return batch.images.permute(0, 2, 3, 1).numpy(), batch.labels.numpy(), batch.ids.numpy(), list(batch.bad)
+    return batch.images.permute(0, 2, 3, 1).cpu().numpy(), batch.labels.numpy(), batch.ids.numpy(), list(batch.bad)
 
 
 def order_of(cfg: TrainConfig, job: dict[str, Any]) -> tuple[data.Index, data.Order | data.Mixture]:

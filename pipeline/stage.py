@@ -43,11 +43,12 @@ class DataConfig:
     max_labels: int = 1  # labels a sample has at most
     max_bad_fraction: float = 1e-3  # of the samples seen, judged from the 10,000th on; past it, exit 65
     processes: int = 0  # decoding processes a worker
+    decode: Literal["cpu", "gpu"] = "cpu"  # gpu: nvJPEG in the training process; other pixels than cpu's
     timeout_s: float = 120.0  # without a batch
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="train mixture preprocess augment lanes shuffle_block tail max_labels",
+        forbid="train mixture preprocess augment lanes shuffle_block tail max_labels decode",
         warn="evaluate max_bad_fraction",
         free="samples processes timeout_s cache",
     )
@@ -58,6 +59,10 @@ class DataConfig:
         )
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
+        require(
+            self.decode == "cpu" or (self.augment.crop != "random" and not self.augment.randaug_layers),
+            "data.decode=gpu crops, resizes and flips; augment.crop=random and randaug_layers need data.decode=cpu",
+        )
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
     def sets(self) -> dict[str, tuple[str, float]]:

@@ -190,6 +190,7 @@ class Trainer:
                 processes=cfg.data.processes,
                 timeout_s=cfg.data.timeout_s,
                 cache=cfg.data.cache,
+                decode=cfg.data.decode,
             )
         )
 
