@@ -71,7 +71,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     processes.multiprocessing.get_context = lambda name: original("fork")  # type: ignore[assignment]
     if patch is not None:
         name, *argument = patch.split()
-        globals()[name](*map(int, argument))
+        globals()[name](*(int(one) if one.lstrip("-").isdigit() else one for one in argument))
     path = folder / f"small-{os.getpid()}.yaml"  # of twenty starts, none reads what another is writing
     path.write_text(recipe)
     sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
@@ -170,24 +170,25 @@ def at(attempt: int, step: int | None = None, rank: int | None = None) -> Callab
     return lambda t, *args: t.job.attempt == attempt and step in (None, t.step) and rank in (None, t.rank)
 
 
-def hanging() -> None:
-    """Every attempt hangs elsewhere: a frozen worker, at the start, a reader, a collective, an evaluation, the end."""
-    before(train.Trainer, "agree", at(1, 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    before(train.Trainer, "_engine", lambda t, *args: t.job.attempt == 2 and os.environ["RANK"] == "1", sleep)
-    before(checkpoint, "choose", lambda folder, attempt, *args: attempt == 3, sleep)
-    before(train.Trainer, "agree", at(5, 31), sleep)
-    before(train, "_hand_on", at(7), sleep)
+def hanging(places: str) -> None:
+    """The first attempt hangs at the first of the places, the second at the second …"""
+    attempts = {place: number for number, place in enumerate(places.split(","), 1)}
+    before(train.Trainer, "agree", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before(train.Trainer, "_engine", lambda t, *args: t.job.attempt == attempts.get("build") and t.rank == 1, sleep)
+    before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
+    before(train.Trainer, "agree", at(attempts.get("collective", 0), 31), sleep)
+    before(train, "_hand_on", at(attempts["finish"]), sleep)
     batches, samples = train.Trainer.micro_batches, train.Trainer._samples
 
     def micro_batches(self: train.Trainer) -> Any:
         for batch in batches(self):
-            if batch.step == 22 and at(4, rank=1)(self):
+            if batch.step == 22 and at(attempts["data"], rank=1)(self):
                 sleep()
             yield batch
 
     def judged(self: train.Trainer, path: str) -> Any:
         for batch in samples(self, path):
-            if at(6, rank=1)(self):
+            if at(attempts.get("evaluate", 0), rank=1)(self):
                 sleep()
             yield batch
 
