@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
@@ -158,6 +158,7 @@ class Ahead:
         self.cache, self.step = Cache(cfg), step
         self.changed = threading.Condition()
         self.stopped = False
+        self.failure: StorageError | None = None  # why nothing arrives
         self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
         self.thread.start()
 
@@ -184,7 +185,13 @@ class Ahead:
                 step += 1
 
     def fetch(self, shard: int) -> None:
-        if self.stopped:
+        url = self.index.location(shard)
+        if self.stopped or "://" not in url:  # a mixture may have sets here and sets elsewhere
             return
-        with suppress(DataError, StorageError, OSError):  # whoever needs the shard meets and reports it
-            self.cache.path(self.index.location(shard), self.index.shards[shard])
+        try:
+            self.cache.path(url, self.index.shards[shard])
+            self.failure = None
+        except StorageError as error:
+            self.failure = error
+        except (DataError, OSError):
+            return  # whoever needs the shard meets and reports it

@@ -105,6 +105,23 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     assert "very-secret" not in str(error.value) and "train-000000.tar: no answer (" in caplog.text
 
 
+def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty, tmp_path):
+    faulty.fault = lambda path: "stall"
+    cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
+    with pytest.raises(StorageError, match=r"://images/set/train-00000\d.tar: no answer after 2 attempts"):
+        take(faulty.index, cache, steps=1, processes=1, timeout_s=1.0)
+
+
+def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
+    """As in a mixture of sets here and sets elsewhere."""
+    order = Order(local.shard_samples, seed=0, batch_size=40)
+    ahead = cache_module.Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
+    ahead.fetch(0)
+    ahead.stop()
+    ahead.thread.join()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
     cache = Cache(CacheConfig(str(tmp_path), **PATIENT))
     with pytest.raises(DataError, match="no such shard"):
