@@ -124,7 +124,8 @@ class Cache:
             if attempt == 2:  # by now somebody waits
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
             time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        hint = "credentials come from the environment" if "Credentials" in reason else "run again"
+        denied = reason == "PermissionError" or "Credentials" in reason
+        hint = "credentials come from the environment" if denied else "run again"
         raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
 
     def make_room(self, size: int) -> None:

@@ -103,6 +103,7 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     with pytest.raises(StorageError, match=r"://images/set/train-000000.tar: no answer after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value) and "train-000000.tar: no answer (" in caplog.text
+    assert ("credentials come from the environment" in str(error.value)) == (code == 403)
 
 
 def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty, tmp_path):
@@ -204,6 +205,13 @@ def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):
     with pytest.raises(DataError, match=message) as error:
         build_index(source, output=tmp_path)
     assert "secret" not in str(error.value)
+
+
+def test_a_key_in_the_url_that_runs_read_from_is_refused_too(local, tmp_path):
+    for at, message in (("s3://me:secret@b/set", "a key in the URL"), ("http://host/set", "is refused")):
+        with pytest.raises(DataError, match=message) as error:
+            build_index(local.directory, output=tmp_path, at=at)
+        assert "secret" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:

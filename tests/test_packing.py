@@ -77,6 +77,20 @@ def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):
     assert one.read(2, 1) == other.read(2, 1) == ("s00021", picture(21), b"1")
 
 
+def test_what_a_stopped_index_command_found_is_not_taken_for_another_folder(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for number, folder in enumerate((one, other)):
+        folder.mkdir()
+        entries = {f"{n}.{kind}": body for n in "ab" for kind, body in (("png", picture(number)), ("cls", b"1"))}
+        (folder / "0.tar").write_bytes(tar_of(entries))
+    (one / "1.tar").write_bytes(b"not a tar")
+    assert (one / "0.tar").stat().st_size == (other / "0.tar").stat().st_size
+    with pytest.raises(DataError, match=r"1\.tar"):
+        build_index(one, output=tmp_path / "index", name="set")
+    found = build_index(other, output=tmp_path / "index", name="set")
+    assert found.digest == build_index(other, output=tmp_path / "fresh", name="set").digest
+
+
 def test_shards_are_plain_webdataset(tmp_path):
     pack(samples(7), tmp_path, shard_samples=10)
     read = list(webdataset.WebDataset(str(tmp_path / "train-000000.tar"), shardshuffle=False))
