@@ -59,8 +59,8 @@ class Cache:
     Files are named by their digest and evicted by last use; one that is mapped stays readable when it goes.
     """
 
-    def __init__(self, cfg: CacheConfig):
-        self.cfg = cfg
+    def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = bool):
+        self.cfg, self.stopped = cfg, stopped  # nobody waits for what is being fetched any more
         self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
 
     def path(self, url: str, shard: Shard) -> Path:
@@ -110,6 +110,8 @@ class Cache:
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
         """What the storage answers; patient with all but a missing file, a refused address and a missing client."""
         for attempt in range(self.cfg.attempts):
+            if self.stopped():
+                raise StorageError(f"{redacted(url)}: left where it was")
             try:
                 return ask()
             except FileNotFoundError:
@@ -156,7 +158,7 @@ class Ahead:
 
     def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
         self.index, self.order, self.slots, self.cfg = index, order, slots, cfg
-        self.cache, self.step = Cache(cfg), step
+        self.cache, self.step = Cache(cfg, lambda: self.stopped), step  # else the process waits for them to end
         self.changed = threading.Condition()
         self.stopped = False
         self.failure: StorageError | None = None  # why nothing arrives

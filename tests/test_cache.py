@@ -123,6 +123,19 @@ def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_path, monkeypatch):
+    asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
+    elsewhere, first = replace(local, directory="s3://b"), threading.Event()
+    slow = cache_module.read_range
+    monkeypatch.setattr("data.cache.read_range", lambda *given: (first.set(), time.sleep(0.1), slow(*given))[2])
+    order = Order(local.shard_samples, seed=0, batch_size=40)
+    ahead = cache_module.Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
+    assert first.wait(10)
+    ahead.stop()
+    ahead.thread.join()
+    assert len(asked) == 1 and [part.stat().st_size > 0 for part in tmp_path.glob("*.part")] == [True]
+
+
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
     cache = Cache(CacheConfig(str(tmp_path), **PATIENT))
     with pytest.raises(DataError, match="no such shard"):
