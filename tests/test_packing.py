@@ -243,6 +243,16 @@ def test_a_journal_of_other_samples_is_not_trusted(tmp_path):
     assert made.samples == 8
 
 
+def test_labels_corrected_after_a_stop_are_in_the_shards_that_were_finished_before(tmp_path):
+    wrong = [*samples(16), Sample("last", picture(0), (7,))]
+    with pytest.raises(DataError, match="labels"):
+        pack(wrong, tmp_path / "one", shard_samples=5, classes=5)
+    right = [replace(sample, labels=(0,)) for sample in wrong]
+    pack(right, tmp_path / "one", shard_samples=5, classes=5)
+    pack(right, tmp_path / "two", shard_samples=5, classes=5)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
 @pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
