@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
@@ -26,6 +26,7 @@ from data.remote import forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
+ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
 
 
 def state_folder() -> Path:
@@ -135,14 +136,22 @@ class Cache:
         if size > self.cfg.limit_bytes:
             raise DataError(f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}")
         with locked(self.directory / "eviction.lock"):
-            held = [(path.stat(), path) for path in self.directory.glob("*.tar")]
-            coming = sum(path.stat().st_size for path in self.directory.glob("*.part"))
-            total = sum(status.st_size for status, _ in held) + coming + size
+            held = [*files(self.directory, "*.tar"), *files(self.directory, "*.part")]
+            total = sum(status.st_size for status, _ in held) + size
+            young = time.time() - ABANDONED_S
+            held = [(status, path) for status, path in held if path.suffix == ".tar" or status.st_mtime < young]
             for status, path in sorted(held, key=lambda pair: pair[0].st_mtime_ns):
                 if total <= self.cfg.limit_bytes:
                     break
                 path.unlink(missing_ok=True)
                 total -= status.st_size
+
+
+def files(directory: Path, pattern: str) -> Iterator[tuple[os.stat_result, Path]]:
+    """What is there now: others rename and delete meanwhile."""
+    for path in directory.glob(pattern):
+        with suppress(FileNotFoundError):
+            yield path.stat(), path
 
 
 @contextmanager

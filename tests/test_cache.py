@@ -298,6 +298,23 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
         Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
 
 
+def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, monkeypatch):
+    contents = [os.urandom(400), os.urandom(401)]
+    for age, asks in ((0, 18), (7200, 9)):  # pieces of 100 bytes: both shards twice, or once
+        directory = tmp_path / str(age)
+        directory.mkdir()
+        part = directory / f"{'0' * 64}.part"
+        part.write_bytes(bytes(500))
+        os.utime(part, (time.time() - age, time.time() - age))
+        cache = Cache(CacheConfig(str(directory), limit_bytes=1000))
+        asked = 0
+        for content in contents * 2:
+            pieces = fake_storage(monkeypatch, content)
+            cache.path("s3://b/x", shard_of(content))
+            asked += len(pieces)
+        assert part.exists() == (age == 0) and asked == asks
+
+
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
