@@ -65,13 +65,20 @@ class Cache:
         self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
 
     def path(self, url: str, shard: Shard) -> Path:
-        """Raises StorageError where the storage does not answer, DataError where it has another shard."""
+        """Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
+        another shard that the storage has."""
         path = self.directory / f"{shard.sha256}.tar"
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             with locked(self.directory / f"{shard.sha256}.lock"):
                 if not path.exists():
-                    self.fetch(url, shard, path)
+                    try:
+                        self.fetch(url, shard, path)
+                    except OSError as error:
+                        raise StorageError(
+                            f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
+                            f"({self.cfg.limit_bytes}) or name another cache.directory"
+                        ) from None
         os.utime(path)  # last use
         return path
 

@@ -315,6 +315,16 @@ def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, mon
         assert part.exists() == (age == 0) and asked == asks
 
 
+def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    fake_storage(monkeypatch, b"x")
+    monkeypatch.setattr("data.cache.os.replace", full)
+    with pytest.raises(StorageError, match=r"No space left on device; make room, lower cache\.limit_bytes"):
+        Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(b"x"))
+
+
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
