@@ -26,6 +26,7 @@ from data.remote import forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
+ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
 
 
 def state_folder() -> Path:
@@ -59,18 +60,25 @@ class Cache:
     Files are named by their digest and evicted by last use; one that is mapped stays readable when it goes.
     """
 
-    def __init__(self, cfg: CacheConfig):
-        self.cfg = cfg
+    def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = bool):
+        self.cfg, self.stopped = cfg, stopped  # nobody waits for what is being fetched any more
         self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
 
     def path(self, url: str, shard: Shard) -> Path:
-        """Raises StorageError where the storage does not answer, DataError where it has another shard."""
+        """Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
+        another shard that the storage has."""
         path = self.directory / f"{shard.sha256}.tar"
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             with locked(self.directory / f"{shard.sha256}.lock"):
                 if not path.exists():
-                    self.fetch(url, shard, path)
+                    try:
+                        self.fetch(url, shard, path)
+                    except OSError as error:
+                        raise StorageError(
+                            f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
+                            f"({self.cfg.limit_bytes}) or name another cache.directory"
+                        ) from None
         os.utime(path)  # last use
         return path
 
@@ -110,6 +118,8 @@ class Cache:
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
         """What the storage answers; patient with all but a missing file, a refused address and a missing client."""
         for attempt in range(self.cfg.attempts):
+            if self.stopped():
+                raise StorageError(f"{redacted(url)}: left where it was")
             try:
                 return ask()
             except FileNotFoundError:
@@ -124,7 +134,8 @@ class Cache:
             if attempt == 2:  # by now somebody waits
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
             time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        hint = "credentials come from the environment" if "Credentials" in reason else "run again"
+        denied = reason == "PermissionError" or "Credentials" in reason
+        hint = "credentials come from the environment" if denied else "run again"
         raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
 
     def make_room(self, size: int) -> None:
@@ -132,14 +143,22 @@ class Cache:
         if size > self.cfg.limit_bytes:
             raise DataError(f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}")
         with locked(self.directory / "eviction.lock"):
-            held = [(path.stat(), path) for path in self.directory.glob("*.tar")]
-            coming = sum(path.stat().st_size for path in self.directory.glob("*.part"))
-            total = sum(status.st_size for status, _ in held) + coming + size
+            held = [*files(self.directory, "*.tar"), *files(self.directory, "*.part")]
+            total = sum(status.st_size for status, _ in held) + size
+            young = time.time() - ABANDONED_S
+            held = [(status, path) for status, path in held if path.suffix == ".tar" or status.st_mtime < young]
             for status, path in sorted(held, key=lambda pair: pair[0].st_mtime_ns):
                 if total <= self.cfg.limit_bytes:
                     break
                 path.unlink(missing_ok=True)
                 total -= status.st_size
+
+
+def files(directory: Path, pattern: str) -> Iterator[tuple[os.stat_result, Path]]:
+    """What is there now: others rename and delete meanwhile."""
+    for path in directory.glob(pattern):
+        with suppress(FileNotFoundError):
+            yield path.stat(), path
 
 
 @contextmanager
@@ -155,9 +174,10 @@ class Ahead:
 
     def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
         self.index, self.order, self.slots, self.cfg = index, order, slots, cfg
-        self.cache, self.step = Cache(cfg), step
+        self.cache, self.step = Cache(cfg, lambda: self.stopped), step  # else the process waits for them to end
         self.changed = threading.Condition()
         self.stopped = False
+        self.failure: StorageError | None = None  # why nothing arrives
         self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
         self.thread.start()
 
@@ -184,7 +204,13 @@ class Ahead:
                 step += 1
 
     def fetch(self, shard: int) -> None:
-        if self.stopped:
+        url = self.index.location(shard)
+        if self.stopped or "://" not in url:  # a mixture may have sets here and sets elsewhere
             return
-        with suppress(DataError, StorageError, OSError):  # whoever needs the shard meets and reports it
-            self.cache.path(self.index.location(shard), self.index.shards[shard])
+        try:
+            self.cache.path(url, self.index.shards[shard])
+            self.failure = None
+        except StorageError as error:
+            self.failure = error
+        except (DataError, OSError):
+            return  # whoever needs the shard meets and reports it

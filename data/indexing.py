@@ -46,11 +46,13 @@ def build_index(
     urls = [one for one in given if "://" in one]
     if urls and (len(urls) < len(given) or output is None):
         raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
+    if at and "://" in at:
+        check_kept(at)
     cache = Cache(CacheConfig())
     directory, sizes = remote_tars(urls, cache, workers) if urls else local_tars(source)
     folder = Path(output or directory)
     folder.mkdir(parents=True, exist_ok=True)
-    with Journal(folder / f"{name or Path(directory).name}{SUFFIX}", classes) as journal:
+    with Journal(folder / f"{name or Path(directory).name}{SUFFIX}", classes, directory) as journal:
         todo = [shard for shard, size in sizes.items() if not journal.has(shard, size)]
         jobs = [(cache if urls else None, directory, shard, sizes[shard], folder, classes) for shard in todo]
         errors = []
@@ -63,6 +65,13 @@ def build_index(
             raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
         journal.keep(sizes)
         return journal.finish(at or directory)
+
+
+def check_kept(url: str) -> None:
+    """Raise DataError unless a URL may be read, and be written into an index."""
+    check_url(url)
+    if redacted(url) != url:
+        raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; give it by the environment")
 
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> Found:
@@ -83,9 +92,7 @@ def remote_tars(urls: list[str], cache: Cache, workers: int) -> Found:
     named: list[str] = []
     sizes: dict[str, int] = {}
     for url in (one for pattern in urls for one in braceexpand(pattern)):
-        check_url(url)
-        if redacted(url) != url:
-            raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; give it by the environment")
+        check_kept(url)
         if url.endswith(".tar") and "*" not in url:
             named.append(url)
         else:

@@ -117,6 +117,10 @@ class TrainLoader:
             for batch in batches:
                 ahead.reached(batch.step)
                 yield batch
+        except DataError:
+            if ahead.failure:  # a process that waits for the storage is as silent as one that hangs
+                raise ahead.failure from None
+            raise
         finally:
             ahead.stop()
             batches.close()

@@ -92,10 +92,6 @@ class Order:
         """Steps that one pass over the samples takes; whole when the tail is dropped."""
         return self.used / self.batch_size
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch that the first slot of this step's batch belongs to."""
-        return step * self.batch_size // self.used
-
     def batch(self, step: int) -> Ids:
         """(epoch, shard, sample) of every slot of global batch `step`: int64 arrays of `batch_size`."""
         return self._at(*self._places(step))

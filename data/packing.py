@@ -66,8 +66,15 @@ def is_done(journal: Journal, path: Path, group: list[Sample]) -> bool:
     """Whether an earlier try finished this very shard."""
     if not (path.exists() and journal.has(path.name, path.stat().st_size)):
         return False
-    keys = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)["key"]
-    return [key.decode() for key in keys] == [sample.key for sample in group]
+    table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
+    with open(path, "rb") as file, mapped(file) as tar:  # labels may have been corrected since
+        found = [(row["key"].decode(), bytes(tar[row["label"] :][: row["label_size"]])) for row in table]
+    return found == [(sample.key, label_of(sample)) for sample in group]
+
+
+def label_of(sample: Sample) -> bytes:
+    """The content of its .cls."""
+    return " ".join(map(str, sample.labels)).encode()
 
 
 def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
@@ -112,10 +119,10 @@ def write_shard(
         # PAX: its extra headers appear only for names over 100 bytes, so that usual tars stay plain ustar
         writer = TarWriter(file, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT")
         for sample in group:
-            image, labels = sample.read(), " ".join(map(str, sample.labels)).encode()
+            image = sample.read()
             if restarts and image[:2] == b"\xff\xd8":
                 image = add_restarts(image)
-            writer.write({"__key__": sample.key, sample.extension: image, "cls": labels})
+            writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
         writer.close()
     with open(path, "rb") as file, mapped(file) as tar:
         found = walk(tar, path.name)

@@ -251,7 +251,7 @@ def resume_conflict(campaign: Campaign, stage: Stage) -> list[str]:
     if campaign.directory(stage).exists():
         return []
     folders = campaign.run.glob(f"{stage.name}-*")
-    for folder in sorted(folders, key=lambda p: sorted(a.name for a in p.glob("attempts/*"))[-1:], reverse=True):
+    for folder in sorted(folders, key=_last_attempt, reverse=True):
         record = folder / "stage.json"
         if record.exists() and not (folder / "done.json").exists() and any((folder / "checkpoints").glob("step-*")):
             old = json.loads(record.read_text())

@@ -8,9 +8,9 @@ from jobs.campaign import Campaign, Stage
 from jobs.stage import reference
 from pipeline.errors import PatchlineError
 from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
-from pipeline.telemetry import amount
+from pipeline.telemetry import PEAK, amount
 
-GPU_FLOPS = 0.4 * 989e12  # an H100 in bf16 at 40 % of its peak
+GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 900.0  # ImageNet-1k photographs that a core decodes in a second: benchmarks/README.md, "Data plane"
 
 

@@ -17,6 +17,7 @@ class Saves:
     def __init__(self, cfg: TrainConfig, saver: checkpoint.Saver, telemetry: Telemetry, window: Window) -> None:
         self.cfg, self.saver, self.telemetry, self.window = cfg, saver, telemetry, window
         self.failed = 0  # in a row
+        self.last = -1  # step of the newest commit
 
     def begin(self, engine: Engine, manifest: checkpoint.Manifest) -> None:
         """Snapshot now; a save still in flight is finished first."""
@@ -33,7 +34,7 @@ class Saves:
         if done is None:
             self._count_failure()
             return
-        self.failed = 0
+        self.failed, self.last = 0, done.step
         if dist.get_rank() == 0:
             size = sum(file["bytes"] for file in done.files.values())
             self.telemetry.report(

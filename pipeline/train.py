@@ -30,7 +30,7 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     asked: list[int] = []
     _catch_sigterm(asked)
     batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
-    first, saved = t.step + 1, t.step or -1
+    first, t.saves.last = t.step + 1, t.step or -1
     t.window.clear()
 
     while t.step < t.steps:
@@ -76,14 +76,15 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
             t.evaluate()
         if t.step % cfg.save_every == 0 or last or stopping:
             t.begin_save()
-            saved = t.step
         if stopping and not last:
             t.finish_save()
-            raise Preempted(f"stopped at step {t.step} after committing it; run the same command again to go on")
+            how = "after committing it" if t.saves.last == t.step else "which could not be committed"
+            raise Preempted(f"stopped at step {t.step} {how}; run the same command again to go on")
 
-    if saved != t.step:
-        t.begin_save()
     if t.saves.saver.in_flight:
+        t.finish_save()
+    while t.saves.last != t.step:  # the stage hands on what is committed; so many failures in a row end it
+        t.begin_save()
         t.finish_save()
     with t.engine.averaged() if cfg.polyak else nullcontext():
         t.evaluate(f"  of the weights averaged by {cfg.polyak}" if cfg.polyak else "")

@@ -105,6 +105,19 @@ def full_disk_for_a_while() -> None:
     checkpoint.write_file = refuse  # type: ignore[attr-defined]
 
 
+def full_disk_at_the_end(step: int, times: int) -> None:
+    """The lead cannot write its file of this step so many times."""
+    original, left = checkpoint.write_file, [times]
+
+    def refuse(path: Path, blob: bytes) -> None:
+        if int(path.parent.name.split("-")[1]) == step and path.stem == "rank-00000" and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, blob)
+
+    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+
+
 def fates(seed: int) -> dict[str, tuple[str, str]]:
     """What befalls five saves: (file whose write is hit, how)."""
     rng = random.Random(seed)

@@ -103,6 +103,37 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     with pytest.raises(StorageError, match=r"://images/set/train-000000.tar: no answer after 3 attempts") as error:
         cache.path(faulty.index.location(0), faulty.index.shards[0])
     assert "very-secret" not in str(error.value) and "train-000000.tar: no answer (" in caplog.text
+    assert ("credentials come from the environment" in str(error.value)) == (code == 403)
+
+
+def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty, tmp_path):
+    faulty.fault = lambda path: "stall"
+    cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
+    with pytest.raises(StorageError, match=r"://images/set/train-00000\d.tar: no answer after 2 attempts"):
+        take(faulty.index, cache, steps=1, processes=1, timeout_s=1.0)
+
+
+def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
+    """As in a mixture of sets here and sets elsewhere."""
+    order = Order(local.shard_samples, seed=0, batch_size=40)
+    ahead = cache_module.Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
+    ahead.fetch(0)
+    ahead.stop()
+    ahead.thread.join()
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_path, monkeypatch):
+    asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
+    elsewhere, first = replace(local, directory="s3://b"), threading.Event()
+    slow = cache_module.read_range
+    monkeypatch.setattr("data.cache.read_range", lambda *given: (first.set(), time.sleep(0.1), slow(*given))[2])
+    order = Order(local.shard_samples, seed=0, batch_size=40)
+    ahead = cache_module.Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
+    assert first.wait(10)
+    ahead.stop()
+    ahead.thread.join()
+    assert len(asked) == 1 and [part.stat().st_size > 0 for part in tmp_path.glob("*.part")] == [True]
 
 
 def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
@@ -189,6 +220,13 @@ def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):
     assert "secret" not in str(error.value)
 
 
+def test_a_key_in_the_url_that_runs_read_from_is_refused_too(local, tmp_path):
+    for at, message in (("s3://me:secret@b/set", "a key in the URL"), ("http://host/set", "is refused")):
+        with pytest.raises(DataError, match=message) as error:
+            build_index(local.directory, output=tmp_path, at=at)
+        assert "secret" not in str(error.value) and not list(tmp_path.iterdir())
+
+
 def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:
     asked: list[tuple[int, int]] = []
 
@@ -258,6 +296,33 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
     remote.forget_credentials()
     with pytest.raises(DataError, match="gs:// needs a client: pip install gcsfs"):
         Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
+
+
+def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, monkeypatch):
+    contents = [os.urandom(400), os.urandom(401)]
+    for age, asks in ((0, 18), (7200, 9)):  # pieces of 100 bytes: both shards twice, or once
+        directory = tmp_path / str(age)
+        directory.mkdir()
+        part = directory / f"{'0' * 64}.part"
+        part.write_bytes(bytes(500))
+        os.utime(part, (time.time() - age, time.time() - age))
+        cache = Cache(CacheConfig(str(directory), limit_bytes=1000))
+        asked = 0
+        for content in contents * 2:
+            pieces = fake_storage(monkeypatch, content)
+            cache.path("s3://b/x", shard_of(content))
+            asked += len(pieces)
+        assert part.exists() == (age == 0) and asked == asks
+
+
+def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    fake_storage(monkeypatch, b"x")
+    monkeypatch.setattr("data.cache.os.replace", full)
+    with pytest.raises(StorageError, match=r"No space left on device; make room, lower cache\.limit_bytes"):
+        Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(b"x"))
 
 
 def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):

@@ -275,6 +275,22 @@ def test_too_many_failed_saves_in_a_row_exit_74(run) -> None:
     assert "No space left on device" in said(run) and "restarting" not in said(run)
 
 
+def test_a_stage_does_not_end_before_its_last_step_is_committed(twin, run) -> None:
+    assert finish(run, patch="full_disk_at_the_end 40 2") == 0, said(run)
+    assert said(run).count("checkpoint step 40 FAILED") == 2 and "checkpoint step 40 committed" in said(run)
+    assert_same(run, twin)
+    forget(run)
+    assert finish(run, patch="full_disk_at_the_end 40 9") == 74, said(run)
+    assert not (stage(run) / "weights.safetensors").exists()
+
+
+def test_a_stop_whose_save_fails_does_not_say_that_it_committed(run) -> None:
+    process = start(run, "pretrain.log_every=1", "pretrain.max_failed_saves=9", patch="full_disk")
+    at_step(run, process, 3, lambda: os.kill(process.pid, signal.SIGTERM))
+    process.join()
+    assert process.exitcode == 75 and "which could not be committed" in said(run), said(run)
+
+
 def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> None:
     assert finish(run, patch="full_log") == 0, said(run)
     text = (stage(run) / "log.txt").read_text()

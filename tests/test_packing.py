@@ -77,6 +77,20 @@ def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):
     assert one.read(2, 1) == other.read(2, 1) == ("s00021", picture(21), b"1")
 
 
+def test_what_a_stopped_index_command_found_is_not_taken_for_another_folder(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for number, folder in enumerate((one, other)):
+        folder.mkdir()
+        entries = {f"{n}.{kind}": body for n in "ab" for kind, body in (("png", picture(number)), ("cls", b"1"))}
+        (folder / "0.tar").write_bytes(tar_of(entries))
+    (one / "1.tar").write_bytes(b"not a tar")
+    assert (one / "0.tar").stat().st_size == (other / "0.tar").stat().st_size
+    with pytest.raises(DataError, match=r"1\.tar"):
+        build_index(one, output=tmp_path / "index", name="set")
+    found = build_index(other, output=tmp_path / "index", name="set")
+    assert found.digest == build_index(other, output=tmp_path / "fresh", name="set").digest
+
+
 def test_shards_are_plain_webdataset(tmp_path):
     pack(samples(7), tmp_path, shard_samples=10)
     read = list(webdataset.WebDataset(str(tmp_path / "train-000000.tar"), shardshuffle=False))
@@ -227,6 +241,16 @@ def test_a_journal_of_other_samples_is_not_trusted(tmp_path):
     others = [Sample(f"x{s.key[1:]}", s.image, s.labels) for s in samples(8)]
     assert Reader(made := pack(others, tmp_path, shard_samples=5)).read(0, 0)[0] == "x00000"
     assert made.samples == 8
+
+
+def test_labels_corrected_after_a_stop_are_in_the_shards_that_were_finished_before(tmp_path):
+    wrong = [*samples(16), Sample("last", picture(0), (7,))]
+    with pytest.raises(DataError, match="labels"):
+        pack(wrong, tmp_path / "one", shard_samples=5, classes=5)
+    right = [replace(sample, labels=(0,)) for sample in wrong]
+    pack(right, tmp_path / "one", shard_samples=5, classes=5)
+    pack(right, tmp_path / "two", shard_samples=5, classes=5)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 @pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
