@@ -19,7 +19,7 @@ _HOMES = {
     "order": ("Ledger", "Mixture", "Order", "shares"),
     "page": ("write_page",),
     "packing": ("pack",),
-    "reader": ("check_sizes", "without_unusable"),
+    "reader": ("check_sizes",),
     "worker": ("BadSample", "images_per_cpu_s"),
     "sources": (
         "Sample",

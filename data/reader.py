@@ -7,7 +7,6 @@ import os
 import resource
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import replace
 from hashlib import sha256
 from typing import BinaryIO
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
-from data.index import Index, Shard, digest_of
+from data.index import Index, Shard
 from data.tar import MAX_BYTES
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
@@ -34,13 +33,6 @@ def unusable(index: Index) -> dict[int, str]:
         if size != shard.bytes:
             wrong[number] = f"{place}: {size} bytes, the index says {shard.bytes}"
     return wrong
-
-
-def without_unusable(index: Index) -> tuple[Index, list[str]]:
-    """The index without its missing and short shards, under its own digest, and what is wrong with them."""
-    wrong = unusable(index)
-    kept = tuple(shard for number, shard in enumerate(index.shards) if number not in wrong)
-    return replace(index, shards=kept, digest=digest_of(kept, index.class_counts)), list(wrong.values())
 
 
 def check_sizes(index: Index) -> None:

@@ -11,7 +11,7 @@ from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, recom
 from pipeline.telemetry import PEAK, amount
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
-CPU_RATE = 900.0  # ImageNet-1k photographs that a core decodes in a second: benchmarks/README.md, "Data plane"
+CPU_RATE = 650.0  # ImageNet-1k photographs that a core decodes in a second: benchmarks/README.md, "Data plane"
 
 
 def plan(campaign: Campaign) -> list[str]:

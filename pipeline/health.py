@@ -17,14 +17,14 @@ from pipeline.errors import Diverged, WentBack
 from pipeline.stage import TrainConfig
 from pipeline.telemetry import Telemetry
 
-LEFT_OUT = "left-out.json"  # [first, stop) of the steps, counted from 0, that went non-finite and are not tried again
+LEFT_OUT = "left-out.json"  # stretches [first, stop) of steps, counted from 0, that went non-finite; not tried again
 RECENT = 64  # steps kept in mind, for the record of a spike
 SPIKE, SPIKE_AFTER = 10.0, 16  # a spike is so many times the median norm of at least so many steps
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
 class Health:
-    """Judges every step on every worker alike; `left_out` are the steps that an earlier attempt gave up."""
+    """Judges every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
 
     def __init__(self, cfg: TrainConfig, directory: Path, checkpoints: Path, telemetry: Telemetry) -> None:
         self.cfg, self.directory, self.checkpoints, self.telemetry = cfg, directory, checkpoints, telemetry
@@ -33,13 +33,20 @@ class Health:
         self.bad_here = 0  # bad samples of this worker
         self.left_out = self._left_out()
 
-    def _left_out(self) -> range:
+    def _left_out(self) -> list[range]:
         """Collective: the lead's reading of the file; empty where there is none."""
-        path, found = self.directory / LEFT_OUT, [[0, 0]]
+        path = self.directory / LEFT_OUT
+        found: list[list[list[int]]] = [[]]
         if dist.get_rank() == 0 and path.exists():
             found = [json.loads(path.read_text())]
         dist.broadcast_object_list(found, src=0)
-        return range(*found[0])
+        return [range(*stretch) for stretch in found[0]]
+
+    def next_step(self, step: int) -> int:
+        """`step`, or the first after it that is not left out."""
+        while step in (stretch := next((one for one in self.left_out if step in one), range(0))):
+            step = stretch.stop
+        return step
 
     def judge(self, step: int, loss: float, norm: float, ledger: str, ids: list[list[int]]) -> None:
         """Name a step whose gradient jumps; count skipped ones: a non-finite gradient never reaches the weights, too
@@ -69,18 +76,21 @@ class Health:
 
     def _go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
-        found = checkpoint.committed(self.checkpoints)
-        last = checkpoint.step_of(found[0]) if found else 0
-        what = f"{self.skipped} steps in a row up to {step} had a non-finite gradient"
-        if self.left_out and last <= self.left_out.stop:  # nothing was committed since we went back
+        decided = [0]  # by the lead: others may still see an older listing of a shared folder
+        if dist.get_rank() == 0 and (found := checkpoint.committed(self.checkpoints)):
+            decided = [checkpoint.step_of(found[0])]
+        dist.broadcast_object_list(decided, src=0)
+        last, what = decided[0], f"{self.skipped} steps in a row up to {step} had a non-finite gradient"
+        newest = self.left_out[-1] if self.left_out else range(-1)
+        if last <= newest.stop:  # nothing was committed since we went back
             raise Diverged(
-                f"{what}, and leaving out steps {self.left_out.start + 1} … {self.left_out.stop} had not helped\n"
+                f"{what}, and leaving out steps {newest.start + 1} … {newest.stop} had not helped\n"
                 f"  the last good weights are in {self.checkpoints}\n"
                 "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
             )
-        dist.barrier()  # everybody has looked before anything changes
         if dist.get_rank() == 0:
-            write_atomic(self.directory / LEFT_OUT, json.dumps([last, step]))
+            stretches = [*self.left_out, range(last, step)]
+            write_atomic(self.directory / LEFT_OUT, json.dumps([[one.start, one.stop] for one in stretches]))
         dist.barrier()
         raise WentBack(f"{what}: back to step {last}, steps {last + 1} … {step} are left out")
 

@@ -34,8 +34,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     t.window.clear()
 
     while t.step < t.steps:
-        if t.step in t.health.left_out:
-            t.step = t.health.left_out.stop
+        if t.health.next_step(t.step) != t.step:
+            t.step = t.health.next_step(t.step)
             batches = t.micro_batches()
             continue
 

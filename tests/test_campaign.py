@@ -74,7 +74,7 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
     assert "CANNOT" in said("pretrain.data.processes=4"), "four processes on one core"
     assert "keeps up" in said("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
     monkeypatch.setattr("data.worker.images_per_cpu_s", lambda *_: None)
-    assert "a core decodes 900 (assumed" in said()
+    assert "a core decodes 650 (assumed" in said()
 
 
 @pytest.mark.parametrize(

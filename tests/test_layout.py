@@ -24,6 +24,9 @@ HEAVY = {
     "cv2": "data",
     "fsspec": "data",
     "s3fs": "data",
+    "gcsfs": "data",
+    "adlfs": "data",
+    "torchcodec": "data",
 }
 
 
