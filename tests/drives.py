@@ -190,7 +190,7 @@ def hanging(places: str) -> None:
     before(train.Trainer, "_engine", lambda t, *args: t.job.attempt == attempts.get("build") and t.rank == 1, sleep)
     before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train.Trainer, "agree", at(attempts.get("collective", 0), 31), sleep)
-    before(train, "_hand_on", at(attempts["finish"]), sleep)
+    before(train, "_hand_on", at(attempts.get("finish", 0)), sleep)
     batches, samples = train.Trainer.micro_batches, train.Trainer._samples
 
     def micro_batches(self: train.Trainer) -> Any:
