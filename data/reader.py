@@ -20,24 +20,18 @@ from data.tar import MAX_BYTES
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 
 
-def unusable(index: Index) -> dict[int, str]:
-    """Local shards that are missing or not of the size they were indexed with: what is wrong."""
-    wrong = {}
+def check_sizes(index: Index) -> None:
+    """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
+    wrong = []
     for number, shard in enumerate(index.shards):
         place = index.location(number)
         try:
             size = shard.bytes if "://" in place else os.stat(place).st_size
         except OSError as error:
-            wrong[number] = f"{place}: {error.strerror}"
+            wrong.append(f"{place}: {error.strerror}")
             continue
         if size != shard.bytes:
-            wrong[number] = f"{place}: {size} bytes, the index says {shard.bytes}"
-    return wrong
-
-
-def check_sizes(index: Index) -> None:
-    """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
-    wrong = list(unusable(index).values())
+            wrong.append(f"{place}: {size} bytes, the index says {shard.bytes}")
     if wrong:
         more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         raise DataError(

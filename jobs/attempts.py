@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cluster
-from jobs.gang import Function, GangError, frozen, records
+from jobs.gang import Function, GangError, blame, frozen, node_of, records
 from jobs.stage import Context
 from pipeline import checkpoint
 from pipeline.errors import PatchlineError, Preempted
@@ -74,13 +74,12 @@ def judge(watch: Watch, context: Context) -> None:
         return  # the cluster is clearing up
     found = watch.look(lambda rank: frozen(known.get(rank, {})))
     if found is not None:
-        log = watch.folder / f"rank-{found.rank:05d}.log"
-        stack = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
-        raise GangError(found.rank, known.get(found.rank, {}).get("node", "an unknown node"), found.cause, stack)
+        raise blame(watch.folder, found.rank, known, found.cause)
     slow = watch.slow()
     if slow is not None:
-        node = known.get(slow[0], {}).get("node", "an unknown node")
-        context.say(f"worker {slow[0]} on {node} is slow: the others waited for it alone in {slow[1]:.0%} of the looks")
+        rank, share = slow
+        node = node_of(known, rank)
+        context.say(f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks")
 
 
 def last_step(directory: Path) -> int:

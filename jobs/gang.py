@@ -192,9 +192,7 @@ def verdict(folder: Path, world: int, dead: Mapping[int, str]) -> GangError:
     silent = [rank for rank in sorted(dead) if "ended" not in left.get(rank, {})]
     if silent or not failed:
         rank = (silent or sorted(dead) or [0])[0]
-        log, node = _path(folder, rank, ".log"), left.get(rank, {}).get("node", "an unknown node")
-        stack = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
-        return GangError(rank, node, dead.get(rank, "ended without a word"), stack)
+        return blame(folder, rank, left, dead.get(rank, "ended without a word"))
     first = min(failed, key=lambda record: (record["exit_code"] is None, record["ended"]))
     cause = f"{first['kind']}: {first['error']}".rstrip(": ")
     return GangError(
@@ -205,6 +203,18 @@ def verdict(folder: Path, world: int, dead: Mapping[int, str]) -> GangError:
         exit_code=first["exit_code"],
         kind=first["kind"],
     )
+
+
+def blame(folder: Path, rank: int, left: Mapping[int, Mapping[str, Any]], cause: str) -> GangError:
+    """The verdict on a worker that cannot speak for itself, with the stacks that its log holds."""
+    log = _path(folder, rank, ".log")
+    stack = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+    return GangError(rank, node_of(left, rank), cause, stack)
+
+
+def node_of(left: Mapping[int, Mapping[str, Any]], rank: int) -> str:
+    """Where a worker runs, as far as its record says."""
+    return left.get(rank, {}).get("node", "an unknown node")
 
 
 def bury(folder: Path, world: int, timeout_s: float = 10.0) -> None:

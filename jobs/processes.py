@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -38,18 +39,18 @@ def run(function: Function, config: dict[str, Any], *, cluster: ClusterConfig, f
     """Run the gang to its end; raises GangError when a worker fails, and leaves none alive either way."""
     _require_gpus(cluster)
     workers = _workers(function, config, cluster, folder)
-    kills = oom_kills()
+    kills = deque([oom_kills()], maxlen=20)  # ten seconds of looks: a large process takes a while to die
     try:
         for worker in workers:
             worker.start()
         while _running(workers):
-            kills = oom_kills()
+            kills.append(oom_kills())
             wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=TICK_S)
             on_tick()
         ended = {rank: worker.exitcode for rank, worker in enumerate(workers)}
     finally:
         _kill(workers)
-    dead = {rank: died(code, oom_kills() > kills) for rank, code in ended.items() if code}
+    dead = {rank: died(code, oom_kills() > kills[0]) for rank, code in ended.items() if code}
     if dead:
         raise verdict(folder, cluster.workers, dead)
 

@@ -24,8 +24,9 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     task = json.loads((folder / "task.json").read_text())
     cfg, job = config.build(TrainConfig, task["config"], "config"), task["job"]
     number = parse(step)
-    images, labels, ids, bad = rebuild(cfg, job, number - 1)
-    index, _ = order_of(cfg, job)
+    index, order = order_of(cfg, job)
+    image_size = models.from_dict(job["model"]).image_size[0]
+    images, labels, ids, bad = rebuild(cfg, index, order, image_size, number - 1)
     shards = [index.shards[shard].name for shard in ids[:, 1]]
     if target:
         np.savez(target, images=images, labels=labels, ids=ids)
@@ -56,13 +57,14 @@ def parse(step: str) -> int:
     return int(text)
 
 
-def rebuild(cfg: TrainConfig, job: dict[str, Any], step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Any]]:
+def rebuild(
+    cfg: TrainConfig, index: data.Index, order: data.Order | data.Mixture, image_size: int, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Any]]:
     """(images (B, S, S, 3) uint8, labels (B, L), ids (B, 3), bad samples) of the step, counted from 0."""
-    index, order = order_of(cfg, job)
     loader = data.TrainLoader(
         index,
         order,
-        image_size=models.from_dict(job["model"]).image_size[0],
+        image_size=image_size,
         slots=range(cfg.batch_size),
         micro_batch=cfg.batch_size,
         start_step=step,

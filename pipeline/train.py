@@ -34,8 +34,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
     t.window.clear()
 
     while t.step < t.steps:
-        if t.health.next_step(t.step) != t.step:
-            t.step = t.health.next_step(t.step)
+        if (step := t.health.next_step(t.step)) != t.step:
+            t.step = step
             batches = t.micro_batches()
             continue
 

@@ -10,7 +10,7 @@ import pytest
 import data
 from jobs import campaign
 from jobs.__main__ import main
-from jobs.replay import rebuild
+from jobs.replay import order_of, rebuild
 from pipeline import checkpoint, config
 from pipeline.stage import TrainConfig
 
@@ -70,7 +70,8 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     assert len(np.unique(ids, axis=0)) == len(ids), "no sample comes twice in a pass over its set"
 
     task = json.loads((folder / "task.json").read_text())
-    _, labels, _, bad = rebuild(config.build(TrainConfig, task["config"], "config"), task["job"], 7)
+    cfg = config.build(TrainConfig, task["config"], "config")
+    _, labels, _, bad = rebuild(cfg, *order_of(cfg, task["job"]), 16, 7)
     assert ((labels[:, 0] >= 5) == high[7]).all() and not bad
 
     (folder / "done.json").unlink()
