@@ -83,6 +83,7 @@ void jpeg_finish_compress(Compress*);
 namespace {
 
 constexpr int kVersion = 62, kRgb = 2;
+constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
 constexpr unsigned kMargin = 8;  // pixels around the region, so that chroma upsampling sees the same neighbours
 
 struct Jump : ErrorManager {
@@ -144,29 +145,29 @@ Layout read_layout(const uint8_t* data, size_t size) {
     return found;
 }
 
-// The smallest run of 4 or more blocks that divides a row of them: restart markers then never straddle rows.
+// A short run of blocks that divides a row of them: restart markers then never straddle rows.
 unsigned choose_interval(unsigned mcus_per_row) {
-    for (unsigned run = 4; run < mcus_per_row; run++)
+    for (unsigned run : {2, 3, 5})
         if (mcus_per_row % run == 0) return run;
-    return mcus_per_row;
+    return 1;
 }
 
 // With restart markers that divide its rows, cut what is not wanted out of the bytes themselves, so that not even
 // its Huffman codes are read. `cut` then holds a whole, smaller JPEG, and x and y move; or nothing changes.
-void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsigned w, unsigned h,
+void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsigned w, unsigned h, unsigned margin,
                 std::vector<uint8_t>& cut) {
     const Layout layout = read_layout(data, size);
     if (!layout.scan_at || !layout.sequential || !layout.interval || layout.mcus_per_row % layout.interval) return;
     const unsigned per_row = layout.mcus_per_row / layout.interval, run = layout.interval * layout.mcu_width;
-    const auto from = [](unsigned at, unsigned mcu, unsigned unit) { return at > mcu ? (at - mcu) / unit : 0; };
-    const auto to = [](unsigned end, unsigned mcu, unsigned unit, unsigned all) {
-        const unsigned found = (end + mcu + unit - 1) / unit;  // one more block on each side, for its neighbours
+    const auto from = [margin](unsigned at, unsigned unit) { return at > margin ? (at - margin) / unit : 0; };
+    const auto to = [margin](unsigned end, unsigned unit, unsigned all) {
+        const unsigned found = (end + margin + unit - 1) / unit;
         return found < all ? found : all;
     };
     const unsigned rows = (layout.height + layout.mcu_height - 1) / layout.mcu_height;
-    const unsigned first = from(y, layout.mcu_height, layout.mcu_height);
-    const unsigned last = to(y + h, layout.mcu_height, layout.mcu_height, rows);
-    const unsigned left = from(x, layout.mcu_width, run), right = to(x + w, layout.mcu_width, run, per_row);
+    const unsigned first = from(y, layout.mcu_height), last = to(y + h, layout.mcu_height, rows);
+    unsigned left = from(x, run), right = to(x + w, run, per_row);
+    if (right == left + 1 && per_row > 1) left ? left-- : right++;  // two columns of chroma are upsampled otherwise
     if (first >= last || left >= right) return;  // the region is outside: two headers disagree
     if (last - first == rows && right - left == per_row) return;
     std::vector<size_t> starts{layout.scan_at};  // of the bytes between markers
@@ -205,10 +206,10 @@ extern "C" {
 // Write rows y … y+h−1, columns x … x+w−1 of the image at 1/denom scale as RGB; 0, or 1 if not decodable.
 int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, unsigned y, unsigned w, unsigned h,
                   uint8_t* out) {
-    thread_local std::vector<uint8_t> line(3 * 65536);  // the widest that JPEG allows
+    thread_local std::vector<uint8_t> line(3 * 65536 + 64);  // the widest that JPEG allows
     std::vector<uint8_t> cut;
     unsigned full_x = x * denom, full_y = y * denom;
-    cut_region(data, size, full_x, full_y, w * denom, h * denom, cut);
+    cut_region(data, size, full_x, full_y, w * denom, h * denom, kNear * denom, cut);
     x = full_x / denom;
     y = full_y / denom;
     Decompress image;
@@ -231,7 +232,8 @@ int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, 
     unsigned left = x > kMargin ? x - kMargin : 0, width = x + w + kMargin - left;
     if (left + width > image.out_width) width = image.out_width - left;
     if (width < image.out_width) jpeg_crop_scanline(&image, &left, &width);
-    uint8_t* pixels = line.data();
+    // Where a line starts at a multiple of 32, libjpeg-turbo writes it past the cache, and the copy waits for memory.
+    uint8_t* pixels = line.data() + (-reinterpret_cast<uintptr_t>(line.data()) & 31) + 16;
     if (y) jpeg_skip_scanlines(&image, y);
     for (unsigned row = 0; row < h; row++) {
         jpeg_read_scanlines(&image, &pixels, 1);
