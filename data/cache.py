@@ -62,6 +62,7 @@ class Cache:
 
     def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = bool):
         self.cfg, self.stopped = cfg, stopped  # nobody waits for what is being fetched any more
+        self.progress: Callable[[], object] = bool  # called when a piece has come, here or to whom we wait for
         self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
 
     def path(self, url: str, shard: Shard) -> Path:
@@ -70,7 +71,7 @@ class Cache:
         path = self.directory / f"{shard.sha256}.tar"
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
-            with locked(self.directory / f"{shard.sha256}.lock"):
+            with self.turn(path):
                 if not path.exists():
                     try:
                         self.fetch(url, shard, path)
@@ -81,6 +82,19 @@ class Cache:
                         ) from None
         os.utime(path)  # last use
         return path
+
+    @contextmanager
+    def turn(self, path: Path) -> Iterator[None]:
+        """Hold the lock on one shard; while another process fetches it, pass on that its file grows."""
+        part, seen = path.with_suffix(".part"), -1
+        with open(path.with_suffix(".lock"), "w") as file:
+            while not taken(file):
+                time.sleep(0.1)
+                with suppress(FileNotFoundError):
+                    if (size := part.stat().st_size) != seen:
+                        seen = size
+                        self.progress()
+            yield
 
     def fetch(self, url: str, shard: Shard, path: Path) -> None:
         """Download to `.part`, going on where it broke off; rename when size and digest are right."""
@@ -93,7 +107,9 @@ class Cache:
                 while file.tell() < shard.bytes:
                     piece = self.read(url, file.tell(), min(file.tell() + PIECE, shard.bytes))
                     file.write(piece)
+                    file.flush()
                     digest.update(piece)
+                    self.progress()
             if digest.hexdigest() == shard.sha256:
                 os.replace(part, path)
                 return
@@ -159,6 +175,15 @@ def files(directory: Path, pattern: str) -> Iterator[tuple[os.stat_result, Path]
     for path in directory.glob(pattern):
         with suppress(FileNotFoundError):
             yield path.stat(), path
+
+
+def taken(file: IO) -> bool:
+    """Try to take the lock on a file, without waiting."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -60,9 +60,9 @@ class TrainLoader:
     """Iterates the micro-batches of this worker's `slots` of every global batch from `start_step` on.
 
     The pixels depend on index, order, image size, augmentation and seed alone: not on the number of workers,
-    `processes`, `micro_batch`, or where the run started. A process that dies, or is silent for `timeout_s`,
-    is replaced and its micro-batches are decoded again. Tensors are pinned where there is CUDA. Raises
-    DataError and StorageError.
+    `processes`, `micro_batch`, or where the run started. A process that dies, or is silent for `timeout_s` while
+    no piece of the shard that it waits for arrives, is replaced and its micro-batches are decoded again. Tensors
+    are pinned where there is CUDA. Raises DataError and StorageError.
     """
 
     def __init__(
@@ -237,12 +237,9 @@ class Process:
         """Wait for the oldest task, replacing the process where it dies or says nothing for `timeout_s`."""
         task, offset = self.pending[0]
         for _ in range(RESTARTS + 1):
-            try:
-                if self.connection.poll(timeout_s):
-                    answer = self.connection.recv()
+            with suppress(EOFError, OSError):
+                if (answer := self.hear(timeout_s)) is not None:
                     break
-            except (EOFError, OSError):
-                pass
             self.restart()
         else:
             raise DataError(
@@ -254,6 +251,13 @@ class Process:
         self.pending.popleft()
         self.free.append(offset)
         return task, offset, answer
+
+    def hear(self, timeout_s: float) -> Done | Exception | None:
+        """The next answer; None where nothing came for `timeout_s`, not even word that a shard is arriving."""
+        while self.connection.poll(timeout_s):
+            if (answer := self.connection.recv()) is not None:
+                return answer
+        return None
 
     def restart(self) -> None:
         self.stop()

@@ -203,6 +203,7 @@ def main(connection: Connection, memory: mmap) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a mapped shard holds a file
     cv2.setNumThreads(1)  # the loader chose how many processes there are
     decoder: Decoder = connection.recv()
+    decoder.reader.cache.progress = lambda: connection.send(None)  # a slow storage is no hang
     while True:
         task, offset = connection.recv()
         answer: Done | Exception

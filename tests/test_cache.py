@@ -113,6 +113,23 @@ def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty
         take(faulty.index, cache, steps=1, processes=1, timeout_s=1.0)
 
 
+def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, tmp_path, monkeypatch):
+    """Each shard takes twice `timeout_s` to arrive, in pieces."""
+    calls = []
+
+    def slow(*piece):
+        calls.append(piece)
+        time.sleep(0.25)
+        return remote.read_range(*piece)
+
+    size = max(shard.bytes for shard in faulty.index.shards)
+    monkeypatch.setattr(cache_module, "read_range", slow)
+    monkeypatch.setattr(cache_module, "PIECE", size // 16)
+    cache = CacheConfig(str(tmp_path), fetchers=8, **PATIENT)
+    found = take(faulty.index, cache, steps=1, processes=1, timeout_s=2.0)
+    assert torch.equal(found, take(local, None, steps=1)) and len(calls) > 16
+
+
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     """As in a mixture of sets here and sets elsewhere."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
