@@ -9,7 +9,7 @@ from typing import Any
 
 _HOMES = {
     "augment": ("AugmentConfig",),
-    "cache": ("CacheConfig",),
+    "cache": ("CacheConfig", "wanted"),
     "doctor": ("Report", "advice", "check", "repair"),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),

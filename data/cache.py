@@ -194,6 +194,14 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
+    """(remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
+    steps = (order.batch(later)[1][slots.start : slots.stop] for later in range(step, step + cfg.ahead + 1))
+    shards = set().union(*(np.unique(one).tolist() for one in steps))
+    sizes = [index.shards[shard].bytes for shard in shards if "://" in index.location(shard)]
+    return len(sizes), sum(sizes)
+
+
 class Ahead:
     """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
 

@@ -17,12 +17,14 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
 from data.errors import DataError
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
+TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
 
 
@@ -62,8 +64,13 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 def size_of(url: str, timeout_s: float) -> int:
     """Bytes of what a URL names; raises as `read_range`."""
     if url.startswith("https:"):
-        with ask_https(url, timeout_s, method="HEAD") as answer:
-            return int(answer.headers["Content-Length"])
+        with ask_https(url, timeout_s, headers={"Range": "bytes=0-0"}) as answer:
+            size = answer.headers.get("Content-Range", "").rpartition("/")[2] or answer.headers.get(
+                "Content-Length", ""
+            )
+        if not size.isdigit():
+            raise Refused(f"{redacted(url)}: the server does not say how long it is; copy the shards to this machine")
+        return int(size)
     with denied_as_such():
         return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
 
@@ -116,13 +123,26 @@ def client(scheme: str, timeout_s: float) -> Any:
         made = fsspec.filesystem({"az": "abfs"}.get(scheme, scheme), **options)
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {CLIENTS[scheme]}") from None
+    try:
+        ask_once(scheme, made)
+    except AttributeError as error:
+        name = CLIENTS[scheme]
+        raise DataError(
+            f"{scheme}://: {name} {version(name)} is not known to retry as we do ({error}); "
+            f"pip install {name}=={TESTED[name]}, the version that was tested"
+        ) from None
+    return made
+
+
+def ask_once(scheme: str, made: Any) -> None:
+    """Turn off the client's own retries; raises AttributeError where it keeps them elsewhere."""
     if scheme == "s3":
-        made.retries = 1  # s3fs' own loop around botocore's
+        made.retries = min(made.retries, 1)  # s3fs' own loop around botocore's
     elif scheme == "gs":
         made._request = partial(type(made)._request.__wrapped__, made)  # without gcsfs' six tries in 35 s
     else:
-        made.service_client._config.retry_policy.total_retries = 0  # Azure's take 83 s
-    return made
+        policy = made.service_client._config.retry_policy
+        policy.total_retries = min(policy.total_retries, 0)  # Azure's take 83 s
 
 
 # ------------------------------------------------------------------------------------------------ https
@@ -131,7 +151,7 @@ def client(scheme: str, timeout_s: float) -> Any:
 def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     with ask_https(url, timeout_s, headers={"Range": f"bytes={start}-{stop - 1}"}) as answer:
         if answer.status != 206 and start:
-            raise OSError("the server ignores byte ranges")
+            raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
         try:
             return answer.read(stop - start)
         except http.client.IncompleteRead as error:

@@ -7,7 +7,15 @@ import models
 from jobs.campaign import Campaign, Stage
 from jobs.stage import reference
 from pipeline.errors import PatchlineError
-from pipeline.stage import TrainConfig, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
+from pipeline.stage import (
+    TrainConfig,
+    batch_arithmetic,
+    cache_line,
+    memory_estimate,
+    recomputed_blocks,
+    steps_of,
+    training_order,
+)
 from pipeline.telemetry import PEAK, amount
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
@@ -82,6 +90,9 @@ def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
         for (name, (index, _)), share in zip(sets.items(), shares, strict=True):
             more = f", {steps * share / index.samples:.2f} passes over {index.samples:,} samples" if index else ""
             lines.append(f"  mixture {name}: {share} of every batch{more}")
+    if whole and any(index.remote for index in found):
+        index, order = training_order(cfg, found)
+        lines.append(f"  cache   a worker needs {cache_line(index, order, a.slots(0), 0, cfg.data)}")
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, found)}")

@@ -216,6 +216,19 @@ def training_order(cfg: TrainConfig, sets: Sequence[data.Index]) -> tuple[data.I
     return index, data.Mixture(index.shard_samples, groups=groups, weights=weights, **options)
 
 
+def cache_line(index: data.Index, order: data.Order | data.Mixture, slots: range, step: int, cfg: DataConfig) -> str:
+    """Whether the shards that these slots read ahead fit the cache of a node, and what to type where they do not."""
+    count, size = data.wanted(index, order, slots, step, cfg.cache)
+    last, limit = step + cfg.cache.ahead, cfg.cache.limit_bytes
+    line = f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last}; the cache keeps {limit / 2**30:.3g} GiB"
+    if size <= limit:
+        return line
+    return (
+        f"{line}: THEY DO NOT FIT and are fetched again and again; "
+        f"type data.cache.limit_bytes={size} or more, or a smaller data.cache.ahead"
+    )
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """How a global batch falls on the workers."""

@@ -31,6 +31,7 @@ from pipeline.stage import (
     Arithmetic,
     TrainConfig,
     batch_arithmetic,
+    cache_line,
     recomputed_blocks,
     steps_of,
     training_order,
@@ -167,6 +168,9 @@ class Trainer:
             )
             start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
             self.telemetry.report("start", start)
+        if self.index.remote and self.rank == 0:
+            here = range(self.arithmetic.slots(int(os.environ["LOCAL_WORLD_SIZE"]) - 1).stop)
+            self.telemetry.say(f"this node needs {cache_line(self.index, self.order, here, self.step, cfg.data)}")
         if isinstance(self.engine, ExactEngine):
             say_price(self.engine, cfg, self.telemetry, self.step)
 

@@ -130,6 +130,17 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
     assert torch.equal(found, take(local, None, steps=1)) and len(calls) > 16
 
 
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty, recipe, local, capsys):
+    total = sum(shard.bytes for shard in local.shards)
+    options = [f"pretrain.data.train={faulty.index.tables / 'train.index.json'}", "pretrain.data.evaluate=null"]
+    for limit, fits in ((total, True), (total - 1, False)):
+        assert main(["plan", str(recipe), *options, f"pretrain.data.cache.limit_bytes={limit}"]) == 0
+        said = capsys.readouterr().out
+        assert "a worker needs 8 shards, 0.00" in said
+        assert (f"THEY DO NOT FIT and are fetched again and again; type data.cache.limit_bytes={total}" in said) != fits
+
+
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     """As in a mixture of sets here and sets elsewhere."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
@@ -212,6 +223,8 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
     )
     faulty.fault = lambda path: 503 if len(faulty.gets) % 3 == 1 else None
     run_campaign(loaded, only="pretrain", quiet=True)
+    said = (loaded.directory(loaded.stage("pretrain")) / "log.txt").read_text()
+    assert "this node needs 8 shards, 0.00" in said and "the cache keeps 200 GiB" in said
     assert {path.stem for path in cache.glob("*.tar")} <= {shard.sha256 for shard in local.shards}
     assert list(cache.glob("*.tar")) and len(faulty.gets) > 1
     order, ledger = Order(local.shard_samples, seed=0, batch_size=16), Ledger.start(local.digest, 0)
@@ -315,6 +328,19 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
         Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
 
 
+@pytest.mark.parametrize(("scheme", "package"), remote.CLIENTS.items())
+def test_a_client_whose_retries_are_not_where_they_were_is_named(scheme, package, monkeypatch):
+    monkeypatch.setattr("fsspec.filesystem", lambda *_, **options: object())
+    remote.forget_credentials()
+    with pytest.raises(DataError, match=rf"{package} \S+ is not known .*pip install {package}==2026"):
+        remote.client(scheme, 1.0)
+
+
+def test_the_clients_that_are_named_as_tested_are_those_of_the_constraints():
+    pinned = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    assert {f"{name}=={number}" for name, number in remote.TESTED.items()} <= set(pinned)
+
+
 def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, monkeypatch):
     contents = [os.urandom(400), os.urandom(401)]
     for age, asks in ((0, 18), (7200, 9)):  # pieces of 100 bytes: both shards twice, or once
@@ -375,16 +401,17 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
                 self.send_header("Location", f"https://127.0.0.1:{self.server.server_address[1]}/x")
                 self.end_headers()
                 return
-            if self.command == "HEAD":
+            if self.path in ("/mute.tar", "/whole.tar"):
                 self.send_response(200)
-                self.send_header("Content-Length", str(len(files[self.path])))
+                if self.path == "/whole.tar":
+                    self.send_header("Content-Length", "1000000")
                 return self.end_headers()
-            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            content = files[self.path]
             self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}")
             self.end_headers()
-            self.wfile.write(files[self.path][int(first) : int(last) + 1])
-
-        do_HEAD = do_GET
+            self.wfile.write(content[first : last + 1])
 
         def log_message(self, *_):
             pass
@@ -401,6 +428,11 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
     assert remote.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
     found = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
     assert (found.digest, found.directory) == (local.digest, url)
+    with pytest.raises(DataError, match=r"/mute.tar: the server does not say how long it is; copy"):
+        build_index([f"{url}/mute.tar"], output=tmp_path / "none", name="train")
+    assert remote.size_of(f"{url}/whole.tar", 5.0) == 1_000_000
+    with pytest.raises(DataError, match=r"/whole.tar: the server ignores byte ranges; copy"):
+        remote.read_range(f"{url}/whole.tar", 10, 20, 5.0)
     with pytest.raises(DataError, match=r"127.0.0.1 is not public"):
         remote.read_range(f"{url}/away", 0, 10, 5.0)
     server.shutdown()
