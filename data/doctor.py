@@ -6,11 +6,13 @@ HTML file. A sample counts as bad exactly where training would replace it.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,9 +31,19 @@ from data.worker import read_labels
 GRID = 24  # images kept for the page
 
 
+class Spread(Counter[float]):
+    """How often each value of some measure came; a few thousand counters, however many the images."""
+
+    def quantile(self, q: float) -> float:
+        """The least value that a part `q` of all does not exceed; raises IndexError where there is none."""
+        values = sorted(self)
+        reached = np.cumsum([self[value] for value in values])
+        return values[int(np.searchsorted(reached, q * reached[-1]))]
+
+
 @dataclass
 class ShardReport:
-    """What is in one shard; the arrays have a row for every good sample."""
+    """What is in one shard; all but `samples` is of the good ones."""
 
     name: str
     samples: int = 0
@@ -41,9 +53,10 @@ class ShardReport:
     classes: Counter[int] = field(default_factory=Counter)
     damaged: int = 0  # JPEGs that decode, with warnings
     first_bad: dict[str, str] = field(default_factory=dict)  # reason → the first key
-    sides: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))  # height, width
-    sizes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # bytes
-    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # of the encoded image
+    good: int = 0
+    size: int = 0  # bytes of their images
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    hashes: array = field(default_factory=lambda: array("Q"))  # of the encoded images, until they are compared
     grid: list[tuple[str, bytes]] = field(default_factory=list)  # key and classes, image
 
 
@@ -53,6 +66,7 @@ class Report:
 
     index: Index
     shards: list[ShardReport]
+    duplicates: int  # good samples whose very bytes another one has already
 
     @property
     def bad(self) -> Counter[str]:
@@ -64,13 +78,16 @@ class Report:
 
     @property
     def good(self) -> int:
-        return sum(len(shard.sizes) for shard in self.shards)
+        return sum(shard.good for shard in self.shards)
 
     @property
-    def duplicates(self) -> int:
-        """Good samples whose very bytes another one has already."""
-        hashes = np.concatenate([shard.hashes for shard in self.shards])
-        return len(hashes) - len(np.unique(hashes))
+    def spreads(self) -> dict[str, Spread]:
+        """Sides, shape and size of the good images, by name."""
+        found: dict[str, Spread] = {}
+        for shard in self.shards:
+            for name, spread in shard.spreads.items():
+                found.setdefault(name, Spread()).update(spread)
+        return found
 
     @property
     def ok(self) -> bool:
@@ -79,8 +96,8 @@ class Report:
 
     def lines(self, world: int = 1) -> list[str]:
         """The report for a terminal: one fact a line, always in the same order; advice for so many workers."""
-        classes, sizes = self.classes, np.concatenate([shard.sizes for shard in self.shards])
-        found = [f"{len(self.shards)} shards  {self.good:,} good samples  {sizes.sum() / 1e6:,.1f} MB of images"]
+        classes, size = self.classes, sum(shard.size for shard in self.shards)
+        found = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
         found += [f"shard {shard.name}: {shard.problem}" for shard in self.shards if shard.problem]
         for reason, count in self.bad.most_common():
             shard = next(shard for shard in self.shards if reason in shard.bad)
@@ -119,7 +136,42 @@ def check(
         (replace(index, shards=(shard,), class_counts=()), grid, decode)
         for shard, grid in zip(index.shards, shown, strict=True)
     ]
-    return Report(index, list(run_jobs(check_shard, jobs, workers, report)))
+    shards, repeated = [], Repeated()
+    for shard in run_jobs(check_shard, jobs, workers, report):
+        repeated.add(shard.hashes)
+        shard.hashes = array("Q")
+        shards.append(shard)
+    return Report(index, shards, repeated.count())
+
+
+class Repeated:
+    """Counts what comes again among any number of 64-bit hashes, kept on disk in 256 parts by their last byte."""
+
+    def __init__(self) -> None:
+        self.folder = TemporaryDirectory(prefix="patchline-hashes-")
+
+    def add(self, hashes: array) -> None:
+        found = np.array(hashes, np.uint64)
+        for part in np.unique(found & np.uint64(255)):
+            with open(Path(self.folder.name, str(part)), "ab") as file:
+                file.write(found[found & np.uint64(255) == part].tobytes())
+
+    def count(self) -> int:
+        """Hashes that came before; this is the end of the files."""
+        with self.folder:
+            parts = (np.fromfile(path, np.uint64) for path in Path(self.folder.name).iterdir())
+            return sum(len(part) - len(np.unique(part)) for part in parts)
+
+
+def measures(height: int, width: int, size: int) -> dict[str, float]:
+    """What is counted of an image, under the names that reports show; coarse enough to repeat."""
+    return {
+        "height": height,
+        "width": width,
+        "shorter side": min(height, width),
+        "width / height": round(width / height, 2),
+        "kB": round(size / 1000, 1),
+    }
 
 
 def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
@@ -127,7 +179,6 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
     index, grid, decode = job
     known = index.shards[0]
     report = ShardReport(known.name)
-    sides, sizes, hashes = [], [], []
     try:
         with open_shard(index, 0) as file, mapped(file) as tar:
             if len(tar) != known.bytes:
@@ -146,17 +197,17 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
                     report.first_bad.setdefault(str(error), key)
                     continue
                 report.classes.update(set(found))
-                sides.append((header.height, header.width))
-                sizes.append(len(image))
-                hashes.append(int.from_bytes(blake2b(image, digest_size=8).digest(), "little"))
+                report.good += 1
+                report.size += len(image)
+                for name, value in measures(header.height, header.width, len(image)).items():
+                    report.spreads.setdefault(name, Spread())[value] += 1
+                report.hashes.frombytes(blake2b(image, digest_size=8).digest())
                 if len(report.grid) < grid:
                     report.grid.append((f"{key[-24:]}: {', '.join(map(str, found))}", image))
     except OSError as error:
         report.problem = str(error.strerror)
     except DataError as error:  # of a remote shard: gone, or another one
         report.problem = str(error)
-    report.sides = np.array(sides, np.int32).reshape(-1, 2)
-    report.sizes, report.hashes = np.array(sizes, np.int64), np.array(hashes, np.uint64)
     return report
 
 

@@ -7,7 +7,6 @@ from io import BytesIO
 from pathlib import Path
 
 import cv2
-import numpy as np
 from jinja2 import Environment
 from matplotlib.figure import Figure
 
@@ -32,7 +31,7 @@ td:first-child, td:last-child, th:first-child, th:last-child { text-align: left 
 <h2>Shards{{ more }}</h2>
 <table><tr><th>shard<th>samples<th>good<th>bad<th>problem
 {% for s in shards %}
-<tr><td>{{ s.name }}<td>{{ s.samples }}<td>{{ s.sizes | length }}<td>{{ s.bad.total() }}<td>{{ s.problem }}
+<tr><td>{{ s.name }}<td>{{ s.samples }}<td>{{ s.good }}<td>{{ s.bad.total() }}<td>{{ s.problem }}
 {% endfor %}
 </table>
 <h2>Samples</h2>
@@ -59,22 +58,19 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
 
 def chart(report: Report) -> str:
     """Samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
-    sides = np.concatenate([shard.sides for shard in report.shards])
+    spreads = report.spreads
     counts = sorted((report.classes[c] for c in range(report.index.classes)), reverse=True)
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
     axes[0].fill_between(range(len(counts)), counts, step="mid")
     axes[0].set(title="samples a class, most first", xlabel="class, by rank", ylim=(0, None))
-    spreads = {
-        "shorter side, pixels": sides.min(1, initial=1 << 30),
-        "width / height": sides[:, 1] / np.maximum(sides[:, 0], 1),
-        "kB an image": np.concatenate([shard.sizes for shard in report.shards]) / 1000,
-    }
-    for axis, (title, values) in zip(axes[1:], spreads.items(), strict=True):
-        if len(values):
-            low, high = values.min(), np.quantile(values, 0.99)  # the longest tail would flatten all else
-            axis.hist(values, bins=40, range=(low, high) if high > low else (low - 0.5, low + 0.5))
-            title += f", median {np.median(values):.4g}"
+    for axis, name in zip(axes[1:], ("shorter side", "width / height", "kB"), strict=True):
+        title = f"{name} of an image"
+        if name in spreads:
+            low, high = min(spreads[name]), spreads[name].quantile(0.99)  # the longest tail would flatten all else
+            around = (low, high) if high > low else (low - 0.5, low + 0.5)
+            axis.hist(list(spreads[name]), bins=40, range=around, weights=list(spreads[name].values()))
+            title += f", median {spreads[name].quantile(0.5):.4g}"
         axis.set(title=title, ylabel="images")
     png = BytesIO()
     figure.savefig(png, format="png", dpi=110)

@@ -156,17 +156,10 @@ def repair(index: data.Index, options: argparse.Namespace) -> None:
 
 def spreads(report: Any) -> list[str]:
     """How image sides, bytes and classes are spread."""
-    import numpy as np
-
-    sides = np.concatenate([shard.sides for shard in report.shards])
-    sizes = np.concatenate([shard.sizes for shard in report.shards])
-    if not len(sizes):
-        return []
-    columns = {"height": sides[:, 0], "width": sides[:, 1], "bytes an image": sizes}
     found = [
-        f"{name}: 1 % {low:.0f}, median {middle:.0f}, 99 % {high:.0f}"
-        for name, values in columns.items()
-        for low, middle, high in [np.percentile(values, [1, 50, 99])]
+        f"{name}: "
+        + ", ".join(f"{what} {spread.quantile(q):g}" for what, q in (("1 %", 0.01), ("median", 0.5), ("99 %", 0.99)))
+        for name, spread in report.spreads.items()
     ]
     ranked = report.classes.most_common()
     shown = [("most", ranked[:5]), ("least", ranked[:-6:-1])]
