@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +17,7 @@ from braceexpand import braceexpand
 
 from data.cache import Cache, CacheConfig
 from data.errors import DataError
-from data.index import SUFFIX, Index, Journal, Shard, mapped, write_table
+from data.index import SUFFIX, Index, Journal, Shard, mapped, table_name, write_table
 from data.remote import check_url, list_tars, redacted, size_of
 from data.tar import parse_labels, walk
 
@@ -50,6 +51,9 @@ def build_index(
         check_kept(at)
     cache = Cache(CacheConfig())
     directory, sizes = remote_tars(urls, cache, workers) if urls else local_tars(source)
+    meeting = [shard for shard, count in Counter(map(table_name, sizes)).items() if count > 1]
+    if meeting:
+        raise DataError(f"two shards would share the table {meeting[0]}; rename one, or index their folders apart")
     folder = Path(output or directory)
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / f"{name or Path(directory).name}{SUFFIX}", classes, directory) as journal:
@@ -72,6 +76,8 @@ def check_kept(url: str) -> None:
     check_url(url)
     if redacted(url) != url:
         raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; give it by the environment")
+    if "//" in url.partition("://")[2]:
+        raise DataError(f"{url}: two slashes in a row are one to some clients; keep the shards under another key")
 
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> Found:
@@ -102,9 +108,13 @@ def remote_tars(urls: list[str], cache: Cache, workers: int) -> Found:
         sizes |= zip(named, asked, strict=True)
     if not sizes:
         raise DataError(f"{', '.join(urls)}: no *.tar there")
-    directory = os.path.commonpath([url.rpartition("/")[0] for url in sizes]).replace(":/", "://", 1)
-    if "://" not in directory:
+    columns = takewhile(
+        lambda column: len(set(column)) == 1, zip(*(url.split("/")[:-1] for url in sizes), strict=False)
+    )
+    shared = [column[0] for column in columns]
+    if len(shared) < 3:
         raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
+    directory = "/".join(shared)
     return directory, {url.removeprefix(directory + "/"): size for url, size in sizes.items()}
 
 

@@ -47,7 +47,7 @@ def pack(
         shards = finished = 0
         for number, group in enumerate(cut(samples, shard_samples, shard_bytes)):
             path = directory / f"{name}-{number:06d}.tar"
-            if not is_done(journal, path, group):
+            if not is_done(journal, path, group, restarts):
                 running.append(pool.submit(write_shard, path, group, classes, restarts))
             shards, finished = number + 1, finished + len(group)
             while len(running) >= workers:
@@ -62,14 +62,21 @@ def pack(
         return journal.finish(directory)
 
 
-def is_done(journal: Journal, path: Path, group: list[Sample]) -> bool:
-    """Whether an earlier try finished this very shard."""
+def is_done(journal: Journal, path: Path, group: list[Sample], restarts: bool) -> bool:
+    """Whether an earlier try finished this very shard, and nothing in it has been corrected since."""
     if not (path.exists() and journal.has(path.name, path.stat().st_size)):
         return False
     table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
-    with open(path, "rb") as file, mapped(file) as tar:  # labels may have been corrected since
+    with open(path, "rb") as file, mapped(file) as tar:
         found = [(row["key"].decode(), bytes(tar[row["label"] :][: row["label_size"]])) for row in table]
-    return found == [(sample.key, label_of(sample)) for sample in group]
+    if found != [(sample.key, label_of(sample)) for sample in group]:
+        return False
+    written = path.stat().st_mtime
+    return all(
+        (restarts or sample.size == row["image_size"])
+        and not (isinstance(sample.image, Path) and sample.image.stat().st_mtime > written)
+        for sample, row in zip(group, table, strict=True)
+    )
 
 
 def label_of(sample: Sample) -> bytes:

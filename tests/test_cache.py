@@ -242,6 +242,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
         (["https://user:secret@host/a.tar"], "https://host/a.tar: a key in the URL"),
         (["https://host/a.tar?sig=secret"], "https://host/a.tar: a key in the URL"),
         (["pipe://host/a.tar"], "is refused"),
+        (["https://host/set//a.tar"], "https://host/set//a.tar: two slashes in a row"),
     ],
 )
 def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import cv2
@@ -108,6 +109,15 @@ def test_existing_tars_are_indexed_beside_or_apart_from_them(photos, tmp_path, c
     apart = ["--output", str(tmp_path / "apart"), "--name", "two", "--at", "s3://bucket/set", "--workers", "2"]
     assert main(["index", *tars, *apart]) == 0
     assert data.load_index(tmp_path / "apart" / "two.index.json").location(0) == "s3://bucket/set/set-000000.tar"
+
+
+def test_two_shards_whose_tables_would_be_one_are_refused(photos, tmp_path, capsys):
+    main(["pack", "folder", str(photos), str(tmp_path / "a"), "--name", "b"])
+    shutil.copy(tmp_path / "a" / "b-000000.tar", tmp_path / "a--b-000000.tar")
+    capsys.readouterr()
+    tars = [str(tmp_path / "a" / "b-000000.tar"), str(tmp_path / "a--b-000000.tar")]
+    assert main(["index", *tars, "--output", str(tmp_path / "index")]) == 65
+    assert "two shards would share the table a--b-000000.npy; rename one" in capsys.readouterr().err
 
 
 def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp_path, capsys):

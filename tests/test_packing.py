@@ -1,7 +1,9 @@
 """Packing is deterministic, resumable, and makes the same index that indexing its tars does."""
 
 import io
+import os
 import tarfile
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -30,6 +32,8 @@ from data.sources import (
     path_table,
     tars,
 )
+
+needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 
 def picture(value: int, size: int = 8) -> bytes:
@@ -251,7 +255,21 @@ def test_labels_corrected_after_a_stop_are_in_the_shards_that_were_finished_befo
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-@pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
+@pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=needs_binding)])
+def test_images_corrected_after_a_stop_are_too(tmp_path, restarts):
+    for name in "abcd":
+        (tmp_path / f"{name}.jpg").write_bytes(picture(1))
+    given = [Sample(name, tmp_path / f"{name}.jpg", (0,)) for name in "abcd"]
+    with pytest.raises(DataError, match="labels"):
+        pack([*given, Sample("e", picture(0), (7,))], tmp_path / "one", shard_samples=2, classes=5, restarts=restarts)
+    (tmp_path / "c.jpg").write_bytes(picture(2))
+    os.utime(tmp_path / "c.jpg", (time.time() + 5, time.time() + 5))
+    for folder in ("one", "two"):
+        pack(given, tmp_path / folder, shard_samples=2, classes=5, restarts=restarts)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@needs_binding
 def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
     image = cv2.imencode(".jpg", noise)[1].tobytes()
