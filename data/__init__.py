@@ -13,7 +13,7 @@ _HOMES = {
     "doctor": ("Report", "advice", "check", "repair"),
     "errors": ("DataError", "StorageError"),
     "evaluation": ("EvaluationBatch", "EvaluationSet"),
-    "index": ("Index", "Shard", "join", "load_index"),
+    "index": ("Index", "Shard", "join", "load_index", "without"),
     "indexing": ("build_index",),
     "loader": ("Batch", "TrainLoader", "Wait"),
     "order": ("Ledger", "Mixture", "Order", "shares"),

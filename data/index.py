@@ -103,6 +103,21 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     return JoinedIndex(shards, len(counts), counts, digest, "", Path(), tuple(sets))
 
 
+def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
+    """The sets with the shards of these names emptied, so that the others keep their numbers.
+
+    Raises DataError on a name that no set has.
+    """
+    unknown = sorted(set(names) - {shard.name for one in sets for shard in one.shards})
+    if unknown:
+        raise DataError(f"data.drop names {', '.join(unknown)}; shards have names like {sets[0].shards[0].name}")
+    found = []
+    for one in sets:
+        shards = tuple(replace(shard, samples=0, bytes=0) if shard.name in names else shard for shard in one.shards)
+        found.append(replace(one, shards=shards, digest=digest_of(shards, one.class_counts)))
+    return found
+
+
 def table_name(shard: str) -> str:
     """The file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")

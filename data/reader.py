@@ -22,22 +22,24 @@ MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three 
 
 def check_sizes(index: Index) -> None:
     """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
-    wrong = []
+    wrong: dict[str, str] = {}
     for number, shard in enumerate(index.shards):
         place = index.location(number)
+        if not shard.samples + shard.bytes:  # left out, see `index.without`
+            continue
         try:
             size = shard.bytes if "://" in place else os.stat(place).st_size
         except OSError as error:
-            wrong.append(f"{place}: {error.strerror}")
+            wrong[shard.name] = f"{place}: {error.strerror}"
             continue
         if size != shard.bytes:
-            wrong.append(f"{place}: {size} bytes, the index says {shard.bytes}")
+            wrong[shard.name] = f"{place}: {size} bytes, the index says {shard.bytes}"
     if wrong:
+        names = ", ".join(list(wrong)[:10]) + ", …" * (len(wrong) > 10)
         more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise DataError(
-            "\n".join([f"{len(wrong)} of {len(index.shards)} shards cannot be used:", *wrong[:10], *more])
-            + "\nrestore them, or run `python -m jobs index` on what is there"
-        )
+        way_out = "restore them, run `python -m jobs index` on what is there, or train without them: "
+        lines = [f"{len(wrong)} of {len(index.shards)} shards cannot be used:", *list(wrong.values())[:10], *more]
+        raise DataError("\n".join([*lines, f"{way_out}data.drop=[{names}]"]))
 
 
 class Reader:
@@ -114,7 +116,10 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
-        raise DataError(f"{place}: its sha256 is not the one in the index: corrupt or replaced; restore or re-index it")
+        raise DataError(
+            f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
+            "restore it, index it again, or train without it by data.drop"
+        )
     with suppress(OSError):  # without a mark the next process looks for itself
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

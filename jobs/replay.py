@@ -5,6 +5,7 @@ RUN is a run directory with one trained stage, or a stage's folder.
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     task = json.loads((folder / "task.json").read_text())
     cfg, job = config.build(TrainConfig, task["config"], "config"), task["job"]
     number = parse(step)
+    cfg = dropped(cfg, folder, number)
     index, order = order_of(cfg, job)
     image_size = models.from_dict(job["model"]).image_size[0]
     images, labels, ids, bad = rebuild(cfg, index, order, image_size, number - 1)
@@ -76,6 +78,13 @@ def rebuild(
     )
     batch = next(iter(loader))
     return batch.images.permute(0, 2, 3, 1).cpu().numpy(), batch.labels.numpy(), batch.ids.numpy(), list(batch.bad)
+
+
+def dropped(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
+    """The config with the `data.drop` of the attempt that computed the step: it may have changed since."""
+    starts = [start for start in read_metrics(folder, "start") if start["step"] < step]
+    drop = starts[-1].get("drop", ()) if starts else cfg.data.drop
+    return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
 
 
 def order_of(cfg: TrainConfig, job: dict[str, Any]) -> tuple[data.Index, data.Order | data.Mixture]:

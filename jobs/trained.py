@@ -21,8 +21,13 @@ INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Attempts until the stage is done. Raises Preempted, or StageFailed with the code the worker wanted."""
     batch_arithmetic(cfg, context.cluster.workers)
-    for path in filter(None, (*training_sets(cfg, context), context.resolve(cfg.data.evaluate))):
-        data.check_sizes(data.load_index(path))
+    indexed = [data.load_index(path) for path in training_sets(cfg, context)]
+    sets = data.without(indexed, cfg.data.drop)
+    for index in (*sets, *map(data.load_index, filter(None, [context.resolve(cfg.data.evaluate)]))):
+        data.check_sizes(index)
+    if cfg.data.drop:
+        samples, left = (sum(index.samples for index in some) for some in (indexed, sets))
+        context.say(f"data.drop: {len(cfg.data.drop)} shards, {samples - left:,} of {samples:,} samples, are not read")
     return until_done(context, lambda: attempt(cfg, context))
 
 

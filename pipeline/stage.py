@@ -33,6 +33,7 @@ class DataConfig:
 
     train: str | None = None  # the set's index, or its folder; or
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets by name, which share their labels
+    drop: tuple[str, ...] = ()  # shards of these sets to do without: lost or corrupt ones, by name; steps stay
     samples: int | None = None  # what `plan` counts with while an index is not there
     evaluate: str | None = None
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
@@ -49,7 +50,7 @@ class DataConfig:
 
     RESUME: ClassVar[Tags] = tags(
         forbid="train mixture preprocess augment lanes shuffle_block tail max_labels decode",
-        warn="evaluate max_bad_fraction",
+        warn="drop evaluate max_bad_fraction",
         free="samples processes timeout_s cache",
     )
 
@@ -205,7 +206,8 @@ def trained_model(cfg: TrainConfig, source: Any = None) -> Any:
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[data.Index]) -> tuple[data.Index, data.Order | data.Mixture]:
-    """The set that is trained on, `cfg.data.sets()` as one, and the order of its samples."""
+    """The set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and the order of its samples."""
+    sets = data.without(sets, cfg.data.drop)
     given = {"lanes": cfg.data.lanes, "shuffle_block": cfg.data.shuffle_block, "tail": cfg.data.tail}
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size}
     options |= {name: value for name, value in given.items() if value is not None}
@@ -271,7 +273,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
 
 
 def steps_of(cfg: TrainConfig, samples: int) -> int:
-    """Optimizer steps of the stage (big_vision utils.steps: passes · samples / batch, rounded)."""
+    """Optimizer steps of the stage (big_vision utils.steps: passes · samples / batch, rounded); `data.drop` counts."""
     if cfg.steps is not None:
         return cfg.steps
     assert cfg.passes is not None

@@ -85,7 +85,7 @@ class Trainer:
         paths = {*job.train, job.evaluate, job.probe_train, job.probe_test} - {None}
         self.sets = {path: data.load_index(path) for path in paths}
         self.index, self.order = training_order(cfg, [self.sets[path] for path in job.train])
-        self.steps = steps_of(cfg, self.index.samples)
+        self.steps = steps_of(cfg, sum(self.sets[path].samples for path in job.train))
         self.arithmetic = batch_arithmetic(cfg, self.world)
         self.model_config = models.from_dict(job.model)
         self.check_classes()
@@ -166,7 +166,13 @@ class Trainer:
                 f"attempt {job.attempt}: {text}; {self.world} workers × micro_batch {a.micro_batch} × accumulation "
                 f"{a.accumulation} = batch {a.batch_size}, {self.steps} steps, ZeRO {cfg.zero} {cfg.precision}"
             )
-            start = {"step": self.step, "text": text, "world": self.world, "claimed": job.claimed}
+            start = {
+                "step": self.step,
+                "text": text,
+                "world": self.world,
+                "claimed": job.claimed,
+                "drop": cfg.data.drop,
+            }
             self.telemetry.report("start", start)
         if self.index.remote and self.rank == 0:
             here = range(self.arithmetic.slots(int(os.environ["LOCAL_WORLD_SIZE"]) - 1).stop)

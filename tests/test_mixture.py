@@ -83,6 +83,35 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     assert (again.step, again.ledger, again.files) == (24, whole.ledger, whole.files)
 
 
+def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count_says_so(mixed, tmp_path, capsys):
+    def ids(step: int) -> np.ndarray:
+        assert main(["replay", str(folder), f"step={step}", "--to", str(tmp_path / "batch.npz")]) == 0
+        return np.load(tmp_path / "batch.npz")["ids"]
+
+    assert main(["run", str(mixed)]) == 0
+    loaded = campaign.load(mixed, [])
+    folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
+    number = len(data.load_index(shards / "high").shards) + 3
+    early, late = ids(4), ids(20)
+    assert (late[:, 1] == number).any()
+    shutil.rmtree(checkpoint.committed(folder / "checkpoints")[0])
+    (folder / "done.json").unlink()
+    lost = (shards / "low" / "low-000003.tar").rename(tmp_path / "lost.tar")
+    capsys.readouterr()
+    assert main(["run", str(mixed)]) == 65
+    assert "train without them: data.drop=[low-000003.tar]" in capsys.readouterr().err
+    assert main(["run", str(mixed), "pretrain.data.drop=[low-3.tar]"]) == 65
+    assert "data.drop names low-3.tar; shards have names like high-000000.tar" in capsys.readouterr().err
+    assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
+    said = capsys.readouterr().out
+    assert "data.drop: 1 shards, 50 of 1,442 samples, are not read" in said
+    assert "resuming with a changed" in said and "resumed from step 16" in said
+    mended, high = ids(20), late[:, 1] < number - 3
+    assert (mended[:, 1] != number).all() and np.array_equal(mended[high], late[high])
+    lost.rename(shards / "low" / "low-000003.tar")
+    assert np.array_equal(ids(4), early), "computed before the shard was lost"
+
+
 def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):
     sets = f"a: {{train: {shards}/train, weight: 3}}, b: {{train: {shards}/test, weight: 1}}"
     given = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}", "pretrain.steps=30"]
