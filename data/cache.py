@@ -40,7 +40,7 @@ class CacheConfig:
     """Where remote shards are kept on a node, and how patient fetching is."""
 
     directory: str = ""  # default: the user's cache folder, or PATCHLINE_CACHE
-    limit_bytes: int = 200 << 30
+    limit_bytes: int = 200 << 30  # besides what is being fetched
     attempts: int = 8  # of one piece, without any progress between them
     backoff_s: float = 0.5  # doubled each time, with full jitter (Brooker 2015), 30 s at most
     timeout_s: float = 30.0  # of one request that is silent
@@ -50,8 +50,12 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.directory and not Path(self.directory).expanduser().is_absolute():  # workers live in other folders
             raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
-        if min(self.limit_bytes, self.attempts, self.timeout_s, self.fetchers) <= 0 or self.ahead < 0:
-            raise ValueError(f"cache: limit_bytes, attempts, timeout_s and fetchers must be positive: {self}")
+        for name in ("limit_bytes", "attempts", "timeout_s", "fetchers", "backoff_s", "ahead"):
+            low = 0 if name in ("backoff_s", "ahead") else 1e-9
+            if getattr(self, name) < low:
+                raise ValueError(
+                    f"cache.{name} is {getattr(self, name)}, expected {'0 or more' if not low else 'more than 0'}"
+                )
 
 
 class Cache:
@@ -69,16 +73,16 @@ class Cache:
         """Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
         another shard that the storage has."""
         path = self.directory / f"{shard.sha256}.tar"
-        if not path.exists():
+        if not is_whole(path, shard):
             self.directory.mkdir(parents=True, exist_ok=True)
             with self.turn(path):
-                if not path.exists():
+                if not is_whole(path, shard):
                     try:
                         self.fetch(url, shard, path)
                     except OSError as error:
                         raise StorageError(
                             f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
-                            f"({self.cfg.limit_bytes}) or name another cache.directory"
+                            f"({self.cfg.limit_bytes}), name another cache.directory, or run again"
                         ) from None
         os.utime(path)  # last use
         return path
@@ -89,6 +93,8 @@ class Cache:
         part, seen = path.with_suffix(".part"), -1
         with open(path.with_suffix(".lock"), "w") as file:
             while not taken(file):
+                if self.stopped():
+                    raise StorageError(f"{path.name}: another process fetches it")
                 time.sleep(0.1)
                 with suppress(FileNotFoundError):
                     if (size := part.stat().st_size) != seen:
@@ -110,6 +116,7 @@ class Cache:
                     file.flush()
                     digest.update(piece)
                     self.progress()
+                os.fsync(file.fileno())  # or a power cut may leave its name with nothing under it
             if digest.hexdigest() == shard.sha256:
                 os.replace(part, path)
                 return
@@ -149,7 +156,8 @@ class Cache:
                 reason = type(error).__name__
             if attempt == 2:  # by now somebody waits
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
-            time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
+            if attempt + 1 < self.cfg.attempts:
+                time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
         denied = reason == "PermissionError" or "Credentials" in reason
         hint = "credentials come from the environment" if denied else "run again"
         raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
@@ -157,7 +165,10 @@ class Cache:
     def make_room(self, size: int) -> None:
         """Delete the longest unused shards until `size` more bytes are within the limit."""
         if size > self.cfg.limit_bytes:
-            raise DataError(f"a shard of {size} bytes does not fit the cache's limit_bytes {self.cfg.limit_bytes}")
+            raise DataError(
+                f"a shard of {size} bytes does not fit the cache's {self.cfg.limit_bytes}; "
+                f"type data.cache.limit_bytes={size} or more, or pack smaller shards"
+            )
         with locked(self.directory / "eviction.lock"):
             held = [*files(self.directory, "*.tar"), *files(self.directory, "*.part")]
             total = sum(status.st_size for status, _ in held) + size
@@ -175,6 +186,13 @@ def files(directory: Path, pattern: str) -> Iterator[tuple[os.stat_result, Path]
     for path in directory.glob(pattern):
         with suppress(FileNotFoundError):
             yield path.stat(), path
+
+
+def is_whole(path: Path, shard: Shard) -> bool:
+    """Whether the cache has a shard; a file of another size is what a power cut left of it."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size == shard.bytes
+    return False
 
 
 def taken(file: IO) -> bool:

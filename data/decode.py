@@ -60,9 +60,11 @@ def read_jpeg(data: bytes) -> Header:
     while data[at + 1] != 0xDA:  # start of scan
         if data[at] != 0xFF:
             raise BadImage("broken JPEG header")
-        if data[at + 1] in (0xFF, 0x01):
-            at += 1 if data[at + 1] == 0xFF else 2
+        if data[at + 1] == 0xFF:
+            at += 1
             continue
+        if data[at + 1] < 0xC0 or 0xD0 <= data[at + 1] <= 0xD9:  # what has no length has no business here
+            raise BadImage("broken JPEG header")
         if data[at + 1] in FRAMES:
             header = Header("jpeg", *struct.unpack_from(">HHB", data, at + 5))
         at += 2 + struct.unpack_from(">H", data, at + 2)[0]
@@ -119,7 +121,10 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     """
     y, x, h, w = box
     if header.kind != "jpeg" or header.channels == 4:
-        return decode_whole(data)[y : y + h, x : x + w]
+        image = decode_whole(data)
+        if image.shape[:2] != (header.height, header.width):
+            raise BadImage("sides other than in its header")
+        return image[y : y + h, x : x + w]
     d = reduction(min(h, w), covering)
     if d > 1:
         y, x, h, w = (y + d // 2) // d, (x + d // 2) // d, (h + d // 2) // d, (w + d // 2) // d

@@ -1,7 +1,7 @@
 """Look at every sample of a set before a run does: what is bad and why, what there is, how it is spread.
 
 `check` reads and decodes everything, `repair` packs what is good into a new set, `data.page` shows it as one
-HTML file. A sample counts as bad exactly where training would replace it.
+HTML file. A sample counts as bad exactly where training with enough `max_labels` would replace it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class ShardReport:
     bad: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     classes: Counter[int] = field(default_factory=Counter)
+    most_labels: int = 0  # of one sample
     damaged: int = 0  # JPEGs that decode, with warnings
     first_bad: dict[str, str] = field(default_factory=dict)  # reason → the first key
     good: int = 0
@@ -66,28 +67,25 @@ class Report:
 
     index: Index
     shards: list[ShardReport]
-    duplicates: int  # good samples whose very bytes another one has already
+    classes: Counter[int] = field(default_factory=Counter)
+    spreads: dict[str, Spread] = field(default_factory=dict)  # sides, shape and size of the good images
+    duplicates: int = 0  # good samples whose very bytes another one has already
 
     @property
     def bad(self) -> Counter[str]:
         return sum((shard.bad for shard in self.shards), Counter())
 
     @property
-    def classes(self) -> Counter[int]:
-        return sum((shard.classes for shard in self.shards), Counter())
-
-    @property
     def good(self) -> int:
         return sum(shard.good for shard in self.shards)
 
-    @property
-    def spreads(self) -> dict[str, Spread]:
-        """Sides, shape and size of the good images, by name."""
-        found: dict[str, Spread] = {}
-        for shard in self.shards:
-            for name, spread in shard.spreads.items():
-                found.setdefault(name, Spread()).update(spread)
-        return found
+    def add(self, shard: ShardReport) -> None:
+        """Keep a shard's report, its counters only as part of the whole set's."""
+        self.classes.update(shard.classes)
+        for name, spread in shard.spreads.items():
+            self.spreads.setdefault(name, Spread()).update(spread)
+        shard.classes, shard.spreads, shard.hashes = Counter(), {}, array("Q")
+        self.shards.append(shard)
 
     @property
     def ok(self) -> bool:
@@ -104,6 +102,9 @@ class Report:
             found.append(f"bad: {count} × {reason}, first {shard.first_bad[reason]} of {shard.name}")
         for what, count in sum((shard.refused for shard in self.shards), Counter()).most_common():
             found.append(f"refused: {count} × {what}")
+        most = max((shard.most_labels for shard in self.shards), default=1)
+        if most > 1:
+            found.append(f"labels: up to {most} a sample; a run needs data.max_labels={most}, or replaces the others")
         found.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
         found.append(f"duplicates: {self.duplicates}")
         empty = [c for c in range(self.index.classes) if not classes[c]]
@@ -136,12 +137,12 @@ def check(
         (replace(index, shards=(shard,), class_counts=()), grid, decode)
         for shard, grid in zip(index.shards, shown, strict=True)
     ]
-    shards, repeated = [], Repeated()
+    found, repeated = Report(index, []), Repeated()
     for shard in run_jobs(check_shard, jobs, workers, report):
         repeated.add(shard.hashes)
-        shard.hashes = array("Q")
-        shards.append(shard)
-    return Report(index, shards, repeated.count())
+        found.add(shard)
+    found.duplicates = repeated.count()
+    return found
 
 
 class Repeated:
@@ -198,6 +199,7 @@ def check_shard(job: tuple[Index, int, bool]) -> ShardReport:
                     continue
                 report.classes.update(set(found))
                 report.good += 1
+                report.most_labels = max(report.most_labels, len(found))
                 report.size += len(image)
                 for name, value in measures(header.height, header.width, len(image)).items():
                     report.spreads.setdefault(name, Spread())[value] += 1

@@ -55,18 +55,15 @@ class EvaluationSet:
         rank: int = 0,
         world: int = 1,
         max_labels: int = 1,
-        limit: int | None = None,  # only the first so many samples
-        threads: int = 1,
-        verify: bool = True,
+        threads: int | None = None,  # that decode; None: as many as torch computes with
         cache: CacheConfig | None = None,
     ):
         self.index, self.ops, self.batch_size, self.max_labels = index, ops, batch_size, max_labels
-        total = index.samples if limit is None else min(limit, index.samples)
-        share = -(-total // world)
-        self.rows = range(min(rank * share, total), min((rank + 1) * share, total))
+        share = -(-index.samples // world)
+        self.rows = range(index.samples)[rank * share : (rank + 1) * share]
         self.batches = -(-share // batch_size)
         self.starts = np.cumsum([0, *index.shard_samples])
-        self.reader, self.threads = Reader(index, verify=verify, cache=cache), threads
+        self.reader, self.threads = Reader(index, cache=cache), threads or torch.get_num_threads()
         example = preprocess(np.zeros((1024, 1024, 3), np.uint8), ops)  # all images come out like it
         self.shape, self.dtype = example.shape, example.dtype
 

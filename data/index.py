@@ -46,6 +46,7 @@ class Index:
     digest: str
     directory: str  # where the tars are: a path, or a URL
     tables: Path = field(compare=False)  # where their tables are
+    refused: dict[str, int] = field(default_factory=dict, compare=False)  # members of the tars that were passed over
 
     @property
     def samples(self) -> int:
@@ -85,7 +86,7 @@ class Index:
 class JoinedIndex(Index):
     """Several sets as one: their shards one set after the other, each named by where it is; labels are shared."""
 
-    sets: tuple[Index, ...] = field(compare=False)
+    sets: tuple[Index, ...] = field(default=(), compare=False)
 
     def table(self, shard: int) -> np.ndarray:
         for one in self.sets:
@@ -100,22 +101,31 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     shards = tuple(replace(one.shards[n], name=one.location(n)) for one in sets for n in range(len(one.shards)))
     counts = tuple(map(sum, zip_longest(*(one.class_counts for one in sets), fillvalue=0)))
     digest = sha256(json.dumps([[one.digest for one in sets], list(weights)]).encode()).hexdigest()
-    return JoinedIndex(shards, len(counts), counts, digest, "", Path(), tuple(sets))
+    return JoinedIndex(shards, len(counts), counts, digest, "", Path(), sets=tuple(sets))
 
 
 def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
     """The sets with the shards of these names emptied, so that the others keep their numbers.
 
-    Raises DataError on a name that no set has.
+    A name may have folders in front, as far as it takes to tell shards apart. Raises DataError unless each is of one
+    shard.
     """
-    unknown = sorted(set(names) - {shard.name for one in sets for shard in one.shards})
-    if unknown:
-        raise DataError(f"data.drop names {', '.join(unknown)}; shards have names like {sets[0].shards[0].name}")
+    emptied: list[set[int]] = [set() for _ in sets]
+    for name in names:
+        ends = [(at, n) for at, one in enumerate(sets) for n in range(len(one.shards)) if is_called(one, n, name)]
+        if len(ends) != 1:
+            which = ", ".join(sets[at].location(n) for at, n in ends[:3]) or f"as {sets[0].location(0)} is called"
+            raise DataError(f"data.drop: {len(ends)} shards are called {name}, expected one: {which}")
+        emptied[ends[0][0]].add(ends[0][1])
     found = []
-    for one in sets:
-        shards = tuple(replace(shard, samples=0, bytes=0) if shard.name in names else shard for shard in one.shards)
+    for one, gone in zip(sets, emptied, strict=True):
+        shards = tuple(replace(shard, samples=0, bytes=0) if n in gone else shard for n, shard in enumerate(one.shards))
         found.append(replace(one, shards=shards, digest=digest_of(shards, one.class_counts)))
     return found
+
+
+def is_called(index: Index, shard: int, name: str) -> bool:
+    return f"/{index.location(shard)}".endswith(f"/{name}")
 
 
 def table_name(shard: str) -> str:
@@ -149,7 +159,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
     if "://" not in directory:
         directory = str((path.parent / directory).resolve())
-    return Index(shards, len(counts), counts, digest, directory, path.parent.resolve())
+    return Index(shards, len(counts), counts, digest, directory, path.parent.resolve(), raw.get("refused", {}))
 
 
 def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
@@ -196,8 +206,7 @@ class Journal:
         self.path, self.classes = path, classes
         self.partial = path.with_name(path.name + ".partial")
         self.setting = setting  # what must be equal for the old lines to be of use
-        self.records: dict[str, tuple[Shard, dict[int, int]]] = {}
-        self.refused: Counter[str] = Counter()
+        self.records: dict[str, tuple[Shard, dict[int, int], dict[str, int]]] = {}
 
     def __enter__(self) -> Journal:
         lines = self.partial.read_text().splitlines() if self.partial.exists() else []
@@ -221,8 +230,7 @@ class Journal:
         return shard in self.records and self.records[shard][0].bytes == size
 
     def add(self, shard: Shard, counts: dict[int, int], refused: dict[str, int]) -> None:
-        self.records[shard.name] = shard, counts
-        self.refused.update(refused)
+        self.records[shard.name] = shard, counts, refused
         row = [shard.name, shard.samples, shard.bytes, shard.sha256]
         print(json.dumps([row, counts, refused]), file=self.file, flush=True)
 
@@ -233,18 +241,19 @@ class Journal:
     def finish(self, directory: Path | str) -> Index:
         """Write the JSON and forget the journal."""
         records = [self.records[name] for name in sorted(self.records)]
-        totals: Counter[int] = Counter()
-        for _, counts in records:
+        totals, passed_over = Counter[int](), Counter[str]()
+        for _, counts, refused in records:
             totals.update(counts)
+            passed_over.update(refused)
         classes = self.classes or max(totals, default=-1) + 1
         class_counts = [totals[c] for c in range(classes)]
-        shards = [shard for shard, _ in records]
+        shards = [shard for shard, *_ in records]
         content = {
             "schema": SCHEMA,
             "directory": str(directory) if "://" in str(directory) else os.path.relpath(directory, self.path.parent),
             "samples": sum(shard.samples for shard in shards),
             "digest": digest_of(shards, class_counts),
-            "refused": dict(self.refused),
+            "refused": dict(passed_over),
             "class_counts": class_counts,
             "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards],
         }

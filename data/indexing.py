@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from hashlib import sha256
@@ -17,7 +17,7 @@ from braceexpand import braceexpand
 
 from data.cache import Cache, CacheConfig
 from data.errors import DataError
-from data.index import SUFFIX, Index, Journal, Shard, mapped, table_name, write_table
+from data.index import SUFFIX, Index, Journal, Shard, load_index, mapped, table_name, write_table
 from data.remote import check_url, list_tars, redacted, size_of
 from data.tar import parse_labels, walk
 
@@ -51,12 +51,11 @@ def build_index(
         check_kept(at)
     cache = Cache(CacheConfig())
     directory, sizes = remote_tars(urls, cache, workers) if urls else local_tars(source)
-    meeting = [shard for shard, count in Counter(map(table_name, sizes)).items() if count > 1]
-    if meeting:
-        raise DataError(f"two shards would share the table {meeting[0]}; rename one, or index their folders apart")
     folder = Path(output or directory)
     folder.mkdir(parents=True, exist_ok=True)
-    with Journal(folder / f"{name or Path(directory).name}{SUFFIX}", classes, directory) as journal:
+    target = folder / f"{name or Path(directory).name}{SUFFIX}"
+    check_tables(target, at or directory, sizes)
+    with Journal(target, classes, directory) as journal:
         todo = [shard for shard, size in sizes.items() if not journal.has(shard, size)]
         jobs = [(cache if urls else None, directory, shard, sizes[shard], folder, classes) for shard in todo]
         errors = []
@@ -69,6 +68,21 @@ def build_index(
             raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
         journal.keep(sizes)
         return journal.finish(at or directory)
+
+
+def check_tables(target: Path, directory: str, shards: Iterable[str]) -> None:
+    """Raise DataError where two shards would share a table, or one would replace that of other tars."""
+    tables = Counter(map(table_name, shards))
+    if meeting := [table for table, count in tables.items() if count > 1]:
+        raise DataError(f"two shards would share the table {meeting[0]}; rename one, or index their folders apart")
+    for path in set(target.parent.glob(f"*{SUFFIX}")) - {target}:
+        other = load_index(path)
+        if other.directory == directory:  # these very tars under another name
+            continue
+        if meeting := [shard.name for shard in other.shards if table_name(shard.name) in tables]:
+            raise DataError(
+                f"{path} has a {meeting[0]} of {other.directory}: its table would go; give another --output"
+            )
 
 
 def check_kept(url: str) -> None:

@@ -83,14 +83,20 @@ void jpeg_finish_compress(Compress*);
 namespace {
 
 constexpr int kVersion = 62, kRgb = 2;
-constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
 constexpr unsigned kMargin = 8;  // pixels around the region, so that chroma upsampling sees the same neighbours
+constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
+constexpr uint64_t kMostPixels = 100000000;  // as in decode.py
 
 struct Jump : ErrorManager {
     jmp_buf back;
 };
 
 void leave(void* any) { longjmp(static_cast<Jump*>(static_cast<Common*>(any)->err)->back, 1); }
+
+void read_header(Decompress& image) {
+    jpeg_read_header(&image, 1);
+    if (uint64_t(image.width) * image.height > kMostPixels) leave(&image);
+}
 
 void stay_quiet(void* any, int level) {
     if (level < 0) static_cast<Common*>(any)->err->warnings++;
@@ -223,7 +229,7 @@ int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, 
     }
     jpeg_CreateDecompress(&image, kVersion, sizeof image);
     jpeg_mem_src(&image, cut.empty() ? data : cut.data(), cut.empty() ? size : cut.size());
-    jpeg_read_header(&image, 1);
+    read_header(image);
     image.out_space = kRgb;
     image.scale_num = 1;
     image.scale_denom = denom;
@@ -258,7 +264,7 @@ int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long*
         jpeg_CreateDecompress(&image, kVersion, sizeof image);
         jpeg_CreateCompress(&copy, kVersion, sizeof copy);
         jpeg_mem_src(&image, data, size);
-        jpeg_read_header(&image, 1);
+        read_header(image);
         void** coefficients = jpeg_read_coefficients(&image);
         const bool damaged = jump.warnings != 0;  // writing starts the count anew
         jpeg_copy_critical_parameters(&image, &copy);

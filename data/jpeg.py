@@ -15,6 +15,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from threading import get_ident
 
 import cv2
 import numpy as np
@@ -57,7 +58,7 @@ def compile_binding() -> Path:
     path = state_folder() / f"jpeg-{name[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+        temporary = path.with_name(f".tmp-{os.getpid()}-{get_ident()}-{path.name}")
         flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{jpeg.resolve().parent}"]
         command = [os.environ.get("CXX", "c++"), *flags, str(SOURCE), "-o", str(temporary), str(jpeg)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -71,7 +72,10 @@ def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray |
     binding = library()
     if binding is None:
         flags = REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        try:
+            image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        except cv2.error:
+            return None
         image = image if image is None or denominator == 1 else cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
         return None if image is None else image[y : y + h, x : x + w]
     out = np.empty((h, w, 3), np.uint8)
@@ -84,9 +88,14 @@ def add_restarts(data: bytes) -> bytes:
 
     Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
     """
+    require_binding()
+    return rewritten(data) or data
+
+
+def require_binding() -> None:
+    """Raise OSError where there is none."""
     if library() is None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
-    return rewritten(data) or data
 
 
 def is_damaged(data: bytes) -> bool:

@@ -81,7 +81,6 @@ class TrainLoader:
         processes: int = 0,
         prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,
-        verify: bool = True,
         cache: CacheConfig | None = None,
         decode: Literal["cpu", "gpu"] = "cpu",  # gpu: the images of a batch are on the GPU, see data.gpu
     ):
@@ -94,7 +93,7 @@ class TrainLoader:
         self.parts = cut(slots, micro_batch, accumulation)
         self.layout = Layout(max(map(len, self.parts)), image_size, max_labels)
         self.cache = cache or CacheConfig()
-        reader = Reader(index, verify=verify, cache=self.cache)
+        reader = Reader(index, cache=self.cache)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
         if decode == "gpu":
             self.refused = copy(self.decoder)  # decodes here what the GPU did not

@@ -145,14 +145,15 @@ class Order:
 
     def _epoch_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of shards and the position at which each starts; empty shards are left out."""
-        if epoch not in self._starts:
+        found = self._starts.get(epoch)
+        if found is None:
             shards = np.flatnonzero(self.shard_samples)
             shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
             counts = self.shard_samples[shards]
-            while len(self._starts) > 1:
-                self._starts.pop(next(iter(self._starts)))
-            self._starts[epoch] = shards, np.cumsum(counts) - counts
-        return self._starts[epoch]
+            found = shards, np.cumsum(counts) - counts
+            last = list(self._starts.items())[-1:]
+            self._starts = {**dict(last), epoch: found}  # a new one: the thread that fetches ahead reads it too
+        return found
 
 
 class Mixture:

@@ -13,7 +13,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.index import SUFFIX, Index, Journal, Shard, mapped, table_name, whole, write_table
-from data.jpeg import add_restarts
+from data.jpeg import add_restarts, require_binding
 from data.sources import Sample
 from data.tar import walk
 
@@ -39,6 +39,8 @@ def pack(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     limits = f"{shard_samples} {shard_bytes} {restarts}"
+    if restarts:
+        require_binding()  # before threads would compile it side by side
     with (
         Journal(directory / f"{name}{SUFFIX}", classes, limits) as journal,
         ThreadPoolExecutor(workers) as pool,
@@ -63,20 +65,28 @@ def pack(
 
 
 def is_done(journal: Journal, path: Path, group: list[Sample], restarts: bool) -> bool:
-    """Whether an earlier try finished this very shard, and nothing in it has been corrected since."""
+    """Whether an earlier try finished this very shard, and no label or image of it has been corrected since.
+
+    With restart markers the images are others than were given: then files are judged by their times alone, and
+    images in memory are trusted.
+    """
     if not (path.exists() and journal.has(path.name, path.stat().st_size)):
         return False
     table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
-    with open(path, "rb") as file, mapped(file) as tar:
-        found = [(row["key"].decode(), bytes(tar[row["label"] :][: row["label_size"]])) for row in table]
-    if found != [(sample.key, label_of(sample)) for sample in group]:
-        return False
     written = path.stat().st_mtime
-    return all(
-        (restarts or sample.size == row["image_size"])
-        and not (isinstance(sample.image, Path) and sample.image.stat().st_mtime > written)
-        for sample, row in zip(group, table, strict=True)
-    )
+    with open(path, "rb") as file, mapped(file) as tar:
+
+        def part(row: np.void, what: str) -> memoryview:
+            return tar[row[what] :][: row[f"{what}_size"]]
+
+        def same(row: np.void, sample: Sample) -> bool:
+            if (row["key"].decode(), bytes(part(row, "label"))) != (sample.key, label_of(sample)):
+                return False
+            if isinstance(sample.image, Path):
+                return sample.image.stat().st_mtime <= written
+            return restarts or part(row, "image") == sample.image
+
+        return len(table) == len(group) and all(map(same, table, group))
 
 
 def label_of(sample: Sample) -> bytes:
@@ -103,8 +113,10 @@ def check_samples(shard: str, group: list[Sample], classes: int | None) -> Count
     seen: set[str] = set()
     counts: Counter[int] = Counter()
     for sample in group:
-        if sample.key in seen or not sample.key or "." in sample.key.rpartition("/")[2]:
-            raise DataError(f"{shard}: key {sample.key!r} is repeated, empty or has a dot; keys name samples")
+        if sample.key in seen:
+            raise DataError(f"{shard}: two samples have the key {sample.key!r}; give each image a name of its own")
+        if not sample.key or "." in sample.key.rpartition("/")[2]:
+            raise DataError(f"{shard}: key {sample.key!r} is empty or has a dot, where the extension would begin")
         if not sample.labels or min(sample.labels) < 0 or (classes and max(sample.labels) >= classes):
             raise DataError(
                 f"{shard}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of "

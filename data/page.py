@@ -80,6 +80,6 @@ def chart(report: Report) -> str:
 def thumbnail(encoded: bytes) -> str:
     """A small JPEG in base64."""
     image = decode(encoded)
-    scale = 112 / max(image.shape[:2])
-    small = cv2.resize(image[..., ::-1], None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
+    h, w = (max(1, side * 112 // max(image.shape[:2])) for side in image.shape[:2])
+    small = cv2.resize(image[..., ::-1], (w, h), interpolation=cv2.INTER_AREA)
     return b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode()

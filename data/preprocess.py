@@ -12,6 +12,10 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
+from data.decode import BadImage
+
+MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
+
 # H, W image sides · every image is (H, W, 3) · h, w new sides
 
 
@@ -56,10 +60,15 @@ def resize_tf1(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def resize_small(image: np.ndarray, size: int) -> np.ndarray:
-    """Shrink or grow the shorter side to `size` by box averages, back to uint8 by truncation."""
+    """Shrink or grow the shorter side to `size` by box averages, back to uint8 by truncation.
+
+    Raises BadImage where the other side would be out of all proportion.
+    """
     H, W = image.shape[:2]
     factor = size / min(H, W)
     h, w = round(H * factor), round(W * factor)
+    if h * w > MOST_PIXELS:
+        raise BadImage("image too narrow")
     return area(area(image, h, 0), w, 1).astype(np.uint8)
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import BinaryIO
@@ -20,26 +21,32 @@ from data.tar import MAX_BYTES
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 
 
-def check_sizes(index: Index) -> None:
-    """Raise DataError naming every local shard that is missing or not of the size it was indexed with."""
+def check_sizes(sets: Sequence[Index], dropped: Sequence[str] | None = None) -> None:
+    """Raise DataError naming every local shard that is missing or not of the size it was indexed with.
+
+    `dropped` is what training does without already; None for sets that no shard can be dropped from.
+    """
     wrong: dict[str, str] = {}
-    for number, shard in enumerate(index.shards):
+    for index, (number, shard) in ((one, found) for one in sets for found in enumerate(one.shards)):
         place = index.location(number)
         if not shard.samples + shard.bytes:  # left out, see `index.without`
             continue
         try:
             size = shard.bytes if "://" in place else os.stat(place).st_size
         except OSError as error:
-            wrong[shard.name] = f"{place}: {error.strerror}"
+            wrong[place] = error.strerror or "unreadable"
             continue
         if size != shard.bytes:
-            wrong[shard.name] = f"{place}: {size} bytes, the index says {shard.bytes}"
+            wrong[place] = f"{size} bytes, the index says {shard.bytes}"
     if wrong:
-        names = ", ".join(list(wrong)[:10]) + ", …" * (len(wrong) > 10)
+        shards = sum(len(one.shards) for one in sets)
+        lines = [f"{place}: {problem}" for place, problem in list(wrong.items())[:10]]
         more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        way_out = "restore them, run `python -m jobs index` on what is there, or train without them: "
-        lines = [f"{len(wrong)} of {len(index.shards)} shards cannot be used:", *list(wrong.values())[:10], *more]
-        raise DataError("\n".join([*lines, f"{way_out}data.drop=[{names}]"]))
+        way_out = "restore them, or run `python -m jobs index` on what is there"
+        if dropped is not None and len(wrong) <= 100:
+            names = ", ".join([*dropped, *("/".join(place.split("/")[-2:]) for place in wrong)])
+            way_out += f", or train without them: data.drop=[{names}]"
+        raise DataError("\n".join([f"{len(wrong)} of {shards} shards cannot be used:", *lines, *more, way_out]))
 
 
 class Reader:

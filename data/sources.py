@@ -95,8 +95,10 @@ def read_rows(path: Path) -> list[dict]:
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[Sample]:
     """Samples of listed files, in the order of the hash of their names."""
-    for name, labels in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
+    for name, labels in sorted(entries, key=lambda entry: sha256(os.fsencode(entry[0])).digest()):
         path = Path(root, name)
+        if os.fsencode(name).decode("utf-8", "replace") != name:
+            raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
         extension = path.suffix[1:].lower()
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
@@ -115,7 +117,8 @@ def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
                     labels = parse_labels(bytes(tar[label : label + label_size]))
                     encoded = bytes(tar[image : image + image_size])
                     labelled = True
-                    yield Sample(key.decode("utf-8", "replace"), encoded, labels, kind_of(encoded))
+                    name = f"{path.name.removesuffix('.tar')}/{key.decode('utf-8', 'replace')}"  # keys may restart
+                    yield Sample(name, encoded, labels, kind_of(encoded))
     if not labelled:
         raise DataError(f"{source}: no sample has a label: class ids in a .cls, or as `label` in a .json")
 
@@ -149,7 +152,10 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
                 encoded = item[image]["bytes"] if isinstance(item[image], dict) else item[image]
                 if encoded is None:
                     raise DataError(f"{file}: row {row} holds a path instead of bytes; embed the images first")
-                labels = parse_labels(str(item[label]).encode())
+                try:
+                    labels = parse_labels(str(item[label]).encode())
+                except ValueError as error:
+                    raise DataError(f"{file}: row {row}: {error}") from None
                 yield Sample(f"{file.stem.replace('.', '_')}-{row:08d}", encoded, labels, kind_of(encoded))
                 row += 1
 

@@ -139,7 +139,10 @@ def read_number(field: bytes, name: str, at: int) -> int:
     try:
         if field[0] == 0x80:  # base 256, for sizes of 8 GiB and more
             return int.from_bytes(field[1:], "big")
-        return int(field.strip(b"\0 ") or b"0", 8)
+        digits = field.strip(b"\0 ") or b"0"
+        if not digits.isdigit():  # int() would take a sign
+            raise ValueError(digits)
+        return int(digits, 8)
     except ValueError:
         raise DataError(f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar") from None
 
@@ -179,7 +182,7 @@ def parse_labels(raw: bytes) -> tuple[int, ...]:
         found = found if isinstance(found, list) else [found]
     else:
         found = text.replace(",", " ").split()
-    labels = tuple(int(label) for label in found if isinstance(label, int | str) and label is not True)
+    labels = tuple(int(label) for label in found if type(label) in (int, str))
     if not labels or len(labels) < len(found) or min(labels) < 0:
         raise ValueError(f"{text[:40]!r} holds no class ids")
     return labels

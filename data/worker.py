@@ -7,6 +7,7 @@ no torch, holds nothing that needs cleaning up, and ends when its loader does.
 from __future__ import annotations
 
 import resource
+import select
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -197,13 +198,19 @@ def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
     return found
 
 
+def tell(connection: Connection) -> None:
+    """Give the loader a sign of life, unless so many are unread that it would be waited for, holding a lock."""
+    if select.select([], [connection], [], 0)[1]:
+        connection.send(None)
+
+
 def main(connection: Connection, memory: mmap) -> None:
     """Serve (task, offset) until the loader is gone."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a mapped shard holds a file
     cv2.setNumThreads(1)  # the loader chose how many processes there are
     decoder: Decoder = connection.recv()
-    decoder.reader.cache.progress = lambda: connection.send(None)  # a slow storage is no hang
+    decoder.reader.cache.progress = lambda: tell(connection)  # a slow storage is no hang
     while True:
         task, offset = connection.recv()
         answer: Done | Exception

@@ -128,9 +128,9 @@ def data_command(options: argparse.Namespace) -> int:
     lines = report.lines(options.world)
     if options.action == "stats":
         lines += spreads(report)
-    if options.page:
-        lines.append(f"page: {data.write_page(report, options.page, options.world)}")
     print("\n".join(lines))
+    if options.page:
+        print(f"page: {data.write_page(report, options.page, options.world)}")
     if options.action == "check" and not report.ok:
         print(f"not all of it can be read; a set that can: python -m jobs data repair {options.set} NEW-FOLDER")
         return data.DataError.exit_code
@@ -171,6 +171,7 @@ def summary(index: data.Index) -> str:
     return (
         f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
         f"digest {index.digest[:12]}, in {index.tables}"
+        + "".join(f"\nrefused: {count} × {what}" for what, count in index.refused.items())
     )
 
 

@@ -100,8 +100,8 @@ def expected(cfg: SetConfig) -> int | None:
     if cfg.source == "table" and cfg.path and Path(cfg.path).suffix == ".csv" and Path(cfg.path).exists():
         with open(cfg.path, "rb") as file:
             return sum(1 for _ in file) - 1
-    if cfg.source == "tars" and Path(cfg.path or "", f"{Path(cfg.path or '').name}.index.json").exists():
-        return data.load_index(cfg.path or "").samples
+    if cfg.source == "tars" and (index := Path(cfg.path or "", f"{Path(cfg.path or '').name}.index.json")).exists():
+        return data.load_index(index).samples
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // 3073  # bytes of a record of CIFAR-10
     return {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}.get(cfg.source)

@@ -81,8 +81,13 @@ def rebuild(
 
 
 def dropped(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
-    """The config with the `data.drop` of the attempt that computed the step: it may have changed since."""
-    starts = [start for start in read_metrics(folder, "start") if start["step"] < step]
+    """The config with the `data.drop` of the last attempt that reported the step, or might have: it changes."""
+    reported = [r["attempt"] for r in read_metrics(folder) if r["step"] - len(r["losses"]) < step <= r["step"]]
+    starts = [
+        r
+        for r in read_metrics(folder, "start")
+        if r["step"] < step and r["attempt"] in (reported[-1:] or [r["attempt"]])
+    ]
     drop = starts[-1].get("drop", ()) if starts else cfg.data.drop
     return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
 

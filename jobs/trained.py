@@ -23,8 +23,9 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     batch_arithmetic(cfg, context.cluster.workers)
     indexed = [data.load_index(path) for path in training_sets(cfg, context)]
     sets = data.without(indexed, cfg.data.drop)
-    for index in (*sets, *map(data.load_index, filter(None, [context.resolve(cfg.data.evaluate)]))):
-        data.check_sizes(index)
+    data.check_sizes(sets, cfg.data.drop)
+    others = map(context.resolve, (cfg.data.evaluate, cfg.probe.train, cfg.probe.test))
+    data.check_sizes([data.load_index(path) for path in filter(None, others)])
     if cfg.data.drop:
         samples, left = (sum(index.samples for index in some) for some in (indexed, sets))
         context.say(f"data.drop: {len(cfg.data.drop)} shards, {samples - left:,} of {samples:,} samples, are not read")

@@ -45,7 +45,7 @@ class DataConfig:
     max_bad_fraction: float = 1e-3  # of the samples seen, judged from the 10,000th on; past it, exit 65
     processes: int = 0  # decoding processes a worker
     decode: Literal["cpu", "gpu"] = "cpu"  # gpu: nvJPEG in the training process; other pixels than cpu's
-    timeout_s: float = 120.0  # without a batch
+    timeout_s: float = 120.0  # without a batch, or a piece of a shard
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
     RESUME: ClassVar[Tags] = tags(

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from data import (
 from data import cache as cache_module
 from data.cache import Cache
 from data.reader import Reader
+from data.worker import tell
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.session import run_campaign
@@ -317,6 +319,38 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
 
     monkeypatch.setattr(Cache, "path", evicting)
     assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
+
+
+def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatch):
+    """More signs of life than a pipe holds, from a process whose turn has not come."""
+    content = os.urandom(200_000)
+    fake_storage(monkeypatch, content)
+    unread, there = Pipe()
+    cache = Cache(CacheConfig(str(tmp_path)))
+    cache.progress = lambda: tell(there)
+    fetching = threading.Thread(target=cache.path, args=("s3://b/x.tar", shard_of(content)), daemon=True)
+    fetching.start()
+    fetching.join(60)
+    assert not fetching.is_alive() and unread.poll()
+
+
+def test_what_a_power_cut_left_in_the_cache_is_fetched_again(tmp_path, monkeypatch):
+    content = os.urandom(1000)
+    fake_storage(monkeypatch, content)
+    (tmp_path / f"{shard_of(content).sha256}.tar").write_bytes(b"")
+    assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard_of(content)).read_bytes() == content
+
+
+def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
+    shard = shard_of(b"x")
+    with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
+        Cache(CacheConfig(str(tmp_path)), lambda: True).path("s3://b/x.tar", shard)
+
+
+@pytest.mark.parametrize("options", [{"limit_bytes": 0}, {"ahead": -1}, {"backoff_s": -0.1}])
+def test_a_cache_that_cannot_be_is_refused_by_name(options):
+    with pytest.raises(ValueError, match=rf"cache\.{next(iter(options))} is "):
+        CacheConfig(**options)
 
 
 def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """`jobs pack`, `jobs index` and `jobs data`: shards made, found, looked at and mended from the command line."""
 
 import csv
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import cv2
@@ -118,6 +120,27 @@ def test_two_shards_whose_tables_would_be_one_are_refused(photos, tmp_path, caps
     tars = [str(tmp_path / "a" / "b-000000.tar"), str(tmp_path / "a--b-000000.tar")]
     assert main(["index", *tars, "--output", str(tmp_path / "index")]) == 65
     assert "two shards would share the table a--b-000000.npy; rename one" in capsys.readouterr().err
+
+
+def test_an_index_does_not_take_another_one_s_tables(photos, tmp_path, capsys):
+    for name in ("one", "two"):
+        main(["pack", "folder", str(photos), str(tmp_path / name), "--name", "train"])
+    place = ["--output", str(tmp_path / "index")]
+    assert main(["index", str(tmp_path / "one"), "--name", "a", *place]) == 0
+    assert main(["index", str(tmp_path / "one"), "--name", "b", *place]) == 0, "the same tars"
+    capsys.readouterr()
+    assert main(["index", str(tmp_path / "two"), "--name", "c", *place]) == 65
+    assert "has a train-000000.tar of" in capsys.readouterr().err
+
+
+def test_what_indexing_passed_over_is_said(tmp_path, capsys):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name in ("a.tiff", "a.cls"):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"1"))
+    assert main(["index", str(tmp_path)]) == 0
+    assert "refused: 1 × member type .tiff" in capsys.readouterr().out
 
 
 def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp_path, capsys):

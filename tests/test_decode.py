@@ -5,6 +5,7 @@ import io
 import struct
 import tarfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -15,7 +16,7 @@ from PIL import Image
 from data import jpeg
 from data.augment import AugmentConfig, Draws, augment, inception_box
 from data.decode import BadImage, decode, decode_crop, read_header
-from data.preprocess import bilinear
+from data.preprocess import bilinear, resize_small
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
@@ -183,6 +184,33 @@ BROKEN = {
     "truncated": encoded(scene(60, 60))[:1000],
     "not decodable": png_claiming(10, 10),
 }
+
+
+@pytest.mark.parametrize("marker", [0x01, 0xD0, 0xD8, 0xD9])
+def test_markers_that_readers_could_take_for_different_lengths_are_refused(marker):
+    """libjpeg passes over two bytes where a length would make us pass over a frame of other sides."""
+    good = encoded(scene(60, 60))
+    with pytest.raises(BadImage, match="broken JPEG header"):
+        read_header(good[:2] + bytes([0xFF, marker]) + good[2:])
+
+
+@needs_binding
+def test_libjpeg_is_not_asked_for_more_pixels_than_a_header_may_claim():
+    small = encoded(scene(16, 16), progressive=True)
+    at = small.index(b"\xff\xc2") + 5
+    bomb = small[:at] + struct.pack(">HH", 40_000, 40_000) + small[at + 4 :]
+    assert jpeg.decode_region(bomb, 1, (0, 0, 8, 8)) is None and jpeg.add_restarts(bomb) == bomb
+
+
+def test_a_header_that_is_not_the_image_s_is_a_bad_image():
+    data = encoded(scene(16, 16), "PNG")
+    with pytest.raises(BadImage, match="sides other than in its header"):
+        decode_crop(data, replace(read_header(data), height=3000), (100, 0, 50, 16), 0)
+
+
+def test_a_resize_out_of_all_proportion_is_a_bad_image():
+    with pytest.raises(BadImage, match="too narrow"):
+        resize_small(np.zeros((1, 65_500, 3), np.uint8), 256)
 
 
 @pytest.mark.parametrize("reason", BROKEN)

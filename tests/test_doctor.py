@@ -6,9 +6,11 @@ import tarfile
 from collections import Counter
 from itertools import islice
 
+import cv2
+import numpy as np
 import pytest
 
-from data import Order, TrainLoader, build_index, check, digits, jpeg, pack, repair, write_page
+from data import Order, Sample, TrainLoader, build_index, check, digits, jpeg, pack, repair, write_page
 
 GOOD = list(islice(digits(True), 60))
 
@@ -99,6 +101,15 @@ def test_a_healthy_set_has_nothing_to_report(tmp_path):
     report = check(index)
     assert len(report.shards) == 30 and sum(len(shard.grid) for shard in report.shards) == 24
     assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
+
+
+def test_several_labels_and_slivers_of_images_are_told_and_shown(tmp_path):
+    sliver = cv2.imencode(".png", np.zeros((1, 10_000, 3), np.uint8))[1].tobytes()
+    index = pack([Sample("a", sliver, (1, 2, 3), "png"), Sample("b", sliver, (0,), "png")], tmp_path)
+    report = check(index)
+    assert report.ok and report.classes.total() == 4 and report.duplicates == 1
+    assert "labels: up to 3 a sample; a run needs data.max_labels=3" in "\n".join(report.lines())
+    assert "data:image/jpeg" in write_page(report, tmp_path / "page.html").read_text()
 
 
 def test_the_page_needs_nothing_else(sick, tmp_path):

@@ -99,10 +99,10 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     lost = (shards / "low" / "low-000003.tar").rename(tmp_path / "lost.tar")
     capsys.readouterr()
     assert main(["run", str(mixed)]) == 65
-    assert "train without them: data.drop=[low-000003.tar]" in capsys.readouterr().err
+    assert "train without them: data.drop=[low/low-000003.tar]" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-3.tar]"]) == 65
-    assert "data.drop names low-3.tar; shards have names like high-000000.tar" in capsys.readouterr().err
-    assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
+    assert "data.drop: 0 shards are called low-3.tar, expected one: as /" in capsys.readouterr().err
+    assert main(["run", str(mixed), "pretrain.data.drop=[low/low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: 1 shards, 50 of 1,442 samples, are not read" in said
     assert "resuming with a changed" in said and "resumed from step 16" in said
@@ -110,6 +110,15 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert (mended[:, 1] != number).all() and np.array_equal(mended[high], late[high])
     lost.rename(shards / "low" / "low-000003.tar")
     assert np.array_equal(ids(4), early), "computed before the shard was lost"
+
+
+def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shards, tmp_path):
+    shutil.copytree(shards / "train", tmp_path / "other" / "train")
+    sets = [data.load_index(shards / "train"), data.load_index(tmp_path / "other" / "train")]
+    with pytest.raises(data.DataError, match=r"2 shards are called train-000000\.tar, expected one"):
+        data.without(sets, ["train-000000.tar"])
+    first, second = data.without(sets, ["other/train/train-000000.tar"])
+    assert first == sets[0] and second.shards[0].samples == 0 and second.digest != sets[1].digest
 
 
 def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):

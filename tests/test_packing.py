@@ -1,11 +1,13 @@
 """Packing is deterministic, resumable, and makes the same index that indexing its tars does."""
 
+import contextlib
 import io
 import os
 import tarfile
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -157,7 +159,7 @@ def test_labels_beyond_the_classes_are_refused_by_name(tmp_path):
 
 def test_missing_short_and_altered_shards_are_named(tmp_path):
     made = pack(samples(40), tmp_path, shard_samples=10)
-    check_sizes(made)
+    check_sizes([made])
     (tmp_path / "train-000001.tar").unlink()
     with open(tmp_path / "train-000002.tar", "r+b") as file:
         file.truncate(1000)
@@ -165,7 +167,7 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     data[700] ^= 1
     (tmp_path / "train-000003.tar").write_bytes(data)
     with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
-        check_sizes(made)
+        check_sizes([made])
     assert Reader(made).read(0, 0)[0] == "s00000"
     with pytest.raises(DataError, match=r"train-000003.tar: its sha256 is not the one"):
         Reader(made).read(3, 0)
@@ -269,6 +271,37 @@ def test_images_corrected_after_a_stop_are_too(tmp_path, restarts):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
+def test_images_in_memory_that_changed_after_a_stop_are_packed_again(tmp_path):
+    given = samples(6)
+    for label in (7, 0):
+        with contextlib.suppress(DataError):
+            pack([*given, Sample("last", picture(0), (label,))], tmp_path / "one", shard_samples=3, classes=5)
+        given[0] = replace(given[0], image=given[0].image[::-1])
+    given[0] = replace(given[0], image=given[0].image[::-1])
+    pack([*given, Sample("last", picture(0), (0,))], tmp_path / "two", shard_samples=3, classes=5)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_tars_whose_keys_start_anew_are_packed_together(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.tar").write_bytes(tar_of({"0.jpg": picture(1), "0.cls": b"3"}))
+    made = pack(tars(tmp_path), tmp_path / "set")
+    assert [Reader(made).read(0, n)[0] for n in (0, 1)] == ["x/0", "y/0"]
+
+
+def test_names_and_labels_that_cannot_be_are_named_by_file(tmp_path):
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [{"bytes": picture(1)}], "label": [-1]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(DataError, match=r"a\.parquet: row 0: '-1' holds no class ids"):
+        list(image_parquet(tmp_path / "a.parquet"))
+    folder = tmp_path / "photos" / "cat"
+    folder.mkdir(parents=True)
+    Path(os.fsdecode(bytes(folder) + b"/\xff.jpg")).write_bytes(picture(1))
+    with pytest.raises(DataError, match="is not UTF-8"):
+        list(class_folders(folder.parent))
+
+
 @needs_binding
 def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
@@ -284,7 +317,7 @@ def test_tars_of_img2dataset_are_packed_anew_with_labels_from_json(tmp_path):
     (tmp_path / "00000.tar").write_bytes(body)
     (tmp_path / "00000_stats.json").write_text("{}")
     (tmp_path / "00000.parquet").write_bytes(b"")
-    assert list(tars(tmp_path)) == [Sample("000000001", picture(1), (4,))], "what has no label is left out"
+    assert list(tars(tmp_path)) == [Sample("00000/000000001", picture(1), (4,))], "what has no label is left out"
     (tmp_path / "00000.tar").write_bytes(tar_of({"a.jpg": picture(1), "a.json": b'{"caption": "hi"}'}))
     with pytest.raises(DataError, match="no sample has a label"):
         list(tars(tmp_path))

@@ -74,6 +74,16 @@ def test_header_bombs_are_stepped_over():
     assert [row[0] for row in walk(digits, "t").rows] == [b"b"]
 
 
+@pytest.mark.parametrize("size", [b"-1000", b"-1", b"+1", b"1_0"])
+def test_a_size_with_a_sign_is_refused(size):
+    """A negative one would lead back to the same header for ever."""
+    data = bytearray(tar_of([("a.jpg", b"A")]))
+    data[124:136] = size.ljust(12, b"\0")
+    data[148:156] = b"%06o\0 " % (sum(data[:512]) - sum(data[148:156]) + 8 * 32)
+    with pytest.raises(DataError, match="no valid tar header at byte 0"):
+        walk(bytes(data), "t")
+
+
 def test_links_devices_and_sparse_files_are_counted():
     data = b"".join(
         tar_of([("a.jpg", b"")], format=tarfile.GNU_FORMAT, type=kind, linkname="/etc/passwd")[:512]
@@ -119,6 +129,7 @@ def test_labels_are_read_in_every_form(raw, labels):
 
 
 NO_LABELS = [
+    b'{"label": false}',
     b"",
     b"cat",
     b"-1",
