@@ -38,6 +38,7 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="train", help="cifar, digits: train or test")
     parser.add_argument("--root", default=None, help="table: what its paths are relative to; else the table's folder")
     parser.add_argument("--wnids", default=None, help="imagenet-validation: text file of one wnid a line")
+    parser.add_argument("--real", default=None, help="imagenet-validation: real.json instead, with all labels of each")
     parser.add_argument("--shard-samples", type=positive, default=10_000, help="at most (default: 10,000)")
     parser.add_argument("--shard-bytes", type=positive, default=1 << 30, help="of images, at most (default: 1 GiB)")
     parser.add_argument(
@@ -52,7 +53,7 @@ def pack_command(options: argparse.Namespace) -> None:
     from pipeline import config
 
     given = {"source": options.source, "path": None if options.path == "-" else options.path, "split": options.split}
-    cfg = config.build(SetConfig, {**given, "root": options.root, "wnids": options.wnids}, "pack")
+    cfg = config.build(SetConfig, {**given, "root": options.root, "wnids": options.wnids, "real": options.real}, "pack")
     directory, progress = Path(options.directory), Progress("samples", expected(cfg))
     index = data.pack(
         samples_of(cfg),

@@ -21,23 +21,27 @@ class SetConfig:
         "tars",  # a folder of WebDataset tars, img2dataset's too
         "parquet",  # Hugging Face image parquet: a file, or a folder of them
         "imagenet-train",  # ILSVRC2012_img_train.tar
-        "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids
+        "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids or real
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
     ] = "folder"
     path: str | None = None
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
+    real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
     split: Literal["train", "test"] = "train"  # cifar, digits
     keep: list[int] | None = None  # digits: classes to keep
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
 
-    RESUME: ClassVar[Tags] = tags(forbid="source path root wnids split keep image_size classes")
+    RESUME: ClassVar[Tags] = tags(forbid="source path root wnids real split keep image_size classes")
 
     def __post_init__(self) -> None:
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
-        require(self.source != "imagenet-validation" or self.wnids is not None, "imagenet-validation needs wnids")
+        labels = [self.wnids, self.real].count(None)
+        require(
+            self.source != "imagenet-validation" or labels == 1, "imagenet-validation needs wnids or real, one of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,13 @@ def samples_of(cfg: SetConfig) -> Iterator[data.Sample]:
     if cfg.source == "digits":
         return data.digits(train=cfg.split == "train", classes=cfg.keep, image_size=cfg.image_size)
     path = cfg.path or ""
-    for needed in filter(None, (path, cfg.root, cfg.wnids)):
+    for needed in filter(None, (path, cfg.root, cfg.wnids, cfg.real)):
         if not Path(needed).exists():
             raise data.DataError(f"source {cfg.source}: there is nothing at {needed}")
     if cfg.source == "table":
         return data.path_table(path, cfg.root)
     if cfg.source == "imagenet-validation":
-        return data.imagenet_validation(path, cfg.wnids or "")
+        return data.imagenet_real(path, cfg.real) if cfg.real else data.imagenet_validation(path, cfg.wnids or "")
     return SOURCES[cfg.source](cifar_files(cfg) if cfg.source == "cifar" else path)
 
 

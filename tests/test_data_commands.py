@@ -113,6 +113,20 @@ def test_existing_tars_are_indexed_beside_or_apart_from_them(photos, tmp_path, c
     assert data.load_index(tmp_path / "apart" / "two.index.json").location(0) == "s3://bucket/set/set-000000.tar"
 
 
+def test_imagenet_s_reassessed_labels_are_packed_by_command(tmp_path, capsys):
+    """Of two images one has an empty list, which takes it out of the protocol."""
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        for name in ("v0.JPEG", "v1.JPEG"):
+            body = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    (tmp_path / "real.json").write_text("[[], [3, 7]]")
+    files = [str(tmp_path / "val.tar"), str(tmp_path / "set")]
+    assert main(["pack", "imagenet-validation", *files, "--real", str(tmp_path / "real.json")]) == 0
+    assert "1 samples in 1 shards, 8 classes" in capsys.readouterr().out
+
+
 def test_two_shards_whose_tables_would_be_one_are_refused(photos, tmp_path, capsys):
     main(["pack", "folder", str(photos), str(tmp_path / "a"), "--name", "b"])
     shutil.copy(tmp_path / "a" / "b-000000.tar", tmp_path / "a--b-000000.tar")
