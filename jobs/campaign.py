@@ -292,7 +292,9 @@ def run(
             continue
         done = campaign.done(stage)
         if done is not None:
-            say(f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})")
+            other = _warned(campaign.directory(stage), stage)
+            but = f", but for {'; '.join(other)}; move {campaign.directory(stage)} away to do it over" if other else ""
+            say(f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]}){but}")
             rows.append({"stage": stage.name, "skipped": True, **done})
             continue
         if stopping():
