@@ -1,5 +1,6 @@
 """Attempts of a gang until a stage is done: judged by the watchdog, restarted from the last commit, or given up."""
 
+import builtins
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,8 +101,10 @@ def give_up_or_wait(context: Context, error: GangError, without_progress: int, a
             f"{context.name}: {error}\n"
             f"  {without_progress} attempts in a row made no new checkpoint; the last is {where}\n"
             f"  the traceback is in {context.directory / 'incidents.txt'}",
-            exit_code=70,
+            exit_code=74 if is_os_error(error.kind) else 70,
         )
+    if context.stopping():
+        raise Preempted(f"{error}; stopped at {where}; run the same command again to go on")
     wait = context.cluster.backoff_s * 2 ** max(without_progress - 1, 0) if without_progress else 0.0
     context.say(f"{error}; restarting from {where}" + (f" in {wait:.0f}s" if wait else ""))
     deadline = time.monotonic() + wait
@@ -109,6 +112,12 @@ def give_up_or_wait(context: Context, error: GangError, without_progress: int, a
         if context.stopping():
             raise Preempted(f"stopped while waiting to restart from {where}; run the same command again to go on")
         time.sleep(0.2)
+
+
+def is_os_error(kind: str) -> bool:
+    """Whether an exception's name is that of an operating system's refusal."""
+    found = getattr(builtins, kind, None)
+    return isinstance(found, type) and issubclass(found, OSError)
 
 
 def write_incident(context: Context, error: GangError) -> None:

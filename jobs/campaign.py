@@ -48,6 +48,7 @@ class Stage:
     parents: dict[str, str]  # input field → what stands behind it: "@stage/part", or a path's digest
     model: Any  # resolved architecture
     key: str
+    inputs: dict[str, str]  # those that the key is of → digest of their content, or the key of who makes them
     missing: tuple[str, ...] = ()  # inputs outside the campaign that are not there, as messages
 
     @property
@@ -175,9 +176,11 @@ def _resolve(name: str, kind: str, cfg: Any, earlier: Mapping[str, Stage]) -> St
             _check_part(name, field, link, earlier[link[0]])
             keys[field] = f"{earlier[link[0]].key}/{link[1]}"
     model = _model(name, kind, cfg, earlier)
-    fields = {k: v for k, v in config.tagged(cfg, "forbid").items() if k not in parents and k not in KINDS[kind].INPUTS}
-    described = {"schema": SCHEMA, "kind": kind, "config": fields, "inputs": keys}
-    return Stage(name, kind, cfg, parents, model, config.digest(described), tuple(missing))
+    forbidden = config.tagged(cfg, "forbid")
+    inputs = {field: key for field, key in keys.items() if field in forbidden}  # a test set may change half way
+    fields = {k: v for k, v in forbidden.items() if k not in parents and k not in KINDS[kind].INPUTS}
+    described = {"schema": SCHEMA, "kind": kind, "config": fields, "inputs": inputs}
+    return Stage(name, kind, cfg, parents, model, config.digest(described), inputs, tuple(missing))
 
 
 def _content(name: str, field: str, value: str, missing: list[str]) -> str:
@@ -247,15 +250,16 @@ def _check_training(stage: Stage, cluster: ClusterConfig) -> None:
 
 
 def resume_conflict(campaign: Campaign, stage: Stage) -> list[str]:
-    """What a forbidden edit changed since an unfinished stage of the same name was last run; empty: no conflict."""
+    """What changed since an unfinished stage of the same name was last run, and may not; empty: no conflict."""
     if campaign.directory(stage).exists():
         return []
-    folders = campaign.run.glob(f"{stage.name}-*")
+    folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
     for folder in sorted(folders, key=_last_attempt, reverse=True):
         record = folder / "stage.json"
         if record.exists() and not (folder / "done.json").exists() and any((folder / "checkpoints").glob("step-*")):
             old = json.loads(record.read_text())
-            return config.differences(old["forbid"], _forbidden(stage))
+            changed = config.differences(old["forbid"], _forbidden(stage))
+            return changed or [f"key: {old['key'][:8]} → {stage.key[:8]}, by another version of Patchline"]
     return []
 
 
@@ -271,7 +275,11 @@ def resolved(campaign: Campaign) -> str:
 
 
 def _forbidden(stage: Stage) -> dict[str, Any]:
-    return config.tagged(stage.config, "forbid") | {"model": models.to_dict(stage.model) if stage.model else None}
+    """Flat and JSON-able: what the key is of, the resolved model in place of what the recipe says of it."""
+    fields = {name: value for name, value in config.tagged(stage.config, "forbid").items() if name != "model"}
+    model = {f"model.{name}": value for name, value in models.to_dict(stage.model).items()} if stage.model else {}
+    inputs = {f"content of {field}": key for field, key in stage.inputs.items()}
+    return json.loads(json.dumps(fields | model | inputs, default=str))
 
 
 def run(
@@ -323,6 +331,7 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
         "name": stage.name,
         "kind": stage.kind,
         "key": stage.key,
+        "model": models.to_dict(stage.model) if stage.model else None,
         "forbid": _forbidden(stage),
         "config": config.plain(stage.config),
     }

@@ -151,7 +151,7 @@ def exported(options: argparse.Namespace) -> Iterable[str]:
     folder = newest(options)
     checkpoint.verify(folder)
     record = json.loads((folder.parents[1] / "stage.json").read_text())
-    model = models.from_dict(record["forbid"]["model"])
+    model = models.from_dict(record["model"])
     target = Path(options.to).resolve()
     target.mkdir(parents=True, exist_ok=True)
     models.save_weights(export(folder, model), target, model)

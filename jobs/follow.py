@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ class Follower:
         self.spoke = time.monotonic()
         if self.quiet:
             return
-        if self.bar is not None:
-            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+        with suppress(OSError):  # whoever read it is gone; log.txt has it
+            if self.bar is not None:
+                self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, flush=True)
 
     def skip(self, directory: Path) -> None:
         """Lines of earlier attempts have been shown already."""
@@ -84,4 +86,4 @@ def waiting_for(directory: Path, attempt_folder: Path) -> str:
     last = last_metrics(directory)
     if last is None or last["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
         return f"{len(started)} workers are up, waiting for the first step"
-    return f"working: step {last['step']}/{last['steps']} was {duration(time.time() - last['time'])} ago"
+    return f"working: step {last['step']}/{last['steps']} was {duration(max(0.0, time.time() - last['time']))} ago"

@@ -178,7 +178,11 @@ def _failure(error: BaseException) -> dict[str, Any]:
 def records(folder: Path, world: int) -> dict[int, dict[str, Any]]:
     """What the workers have written so far, by rank."""
     paths = {rank: _path(folder, rank, ".json") for rank in range(world)}
-    return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+    found = {}
+    for rank, path in paths.items():
+        with suppress(OSError, ValueError):  # not there yet; or a shared folder stutters, and the next look has it
+            found[rank] = json.loads(path.read_text())
+    return found
 
 
 def verdict(folder: Path, world: int, dead: Mapping[int, str]) -> GangError:

@@ -287,7 +287,7 @@ def _trainer(
             num_workers=cluster.workers, use_gpu=cluster.gpus_per_worker > 0, resources_per_worker=resources
         ),
         run_config=RunConfig(
-            name=f"{folder.parent.name}-{name}",
+            name=f"{folder.parents[1].name}-{name}",
             storage_path=str(folder / "ray"),
             # Without a limit Train waits for nodes for ever.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),

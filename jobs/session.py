@@ -49,24 +49,25 @@ def run_campaign(
     `also` is called with every tick of a gang; `quiet` leaves the log to log.txt.
     """
     follower = Follower(quiet)
-    command = shlex.join(["python", "-m", "jobs", *sys.argv[1:]])
+    command = shlex.join(["python", *sys.orig_argv[1:]])
 
     ticks: list[Tick] = [follower.tick, *([also] if also else [])]
 
     def tick(folder: Path, number: int) -> None:
         for show in ticks:
-            show(folder, number)
+            with suppress(OSError):  # a closed terminal or a stale handle costs a look, not the run
+                show(folder, number)
 
     try:
         with owned(loaded.run):
             stopper = Stopper(follower.say)
             write_status(loaded.run, None, "running", command)
-            if loaded.cluster.backend == "ray" and needs_gang(loaded, only):
-                show_cluster(loaded, follower.say)
-                ticks.append(ray_metrics(loaded))
-            for stage in loaded.stages:
-                follower.skip(loaded.directory(stage))
             try:
+                if loaded.cluster.backend == "ray" and needs_gang(loaded, only):
+                    show_cluster(loaded, follower.say)
+                    ticks.append(ray_metrics(loaded))
+                for stage in loaded.stages:
+                    follower.skip(loaded.directory(stage))
                 rows = campaign.run(
                     loaded,
                     say=follower.say,
@@ -87,7 +88,8 @@ def run_campaign(
             return rows
     finally:
         follower.close()
-        cluster.disconnect()
+        if "jobs.ray_cluster" in sys.modules:
+            cluster.disconnect()
 
 
 def needs_gang(loaded: Campaign, only: str | None) -> bool:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.telemetry import duration
+
 
 @dataclass
 class Account:
@@ -33,7 +35,7 @@ class Account:
         """ "effective 91.2% of 4h10m" and the rest's shares, the largest first."""
         rest = {name: value for name, value in asdict(self).items() if name != "compute" and value > 0}
         shares = ", ".join(f"{name} {rest[name] / self.wall:.1%}" for name in sorted(rest, key=rest.__getitem__)[::-1])
-        return f"effective {self.ratio:.1%} of {self.wall:.0f}s" + (f" ({shares})" if shares else "")
+        return f"effective {self.ratio:.1%} of {duration(self.wall)}" + (f" ({shares})" if shares else "")
 
 
 def account(records: Sequence[Mapping[str, Any]]) -> Account:
@@ -41,7 +43,7 @@ def account(records: Sequence[Mapping[str, Any]]) -> Account:
     total = Account()
     attempts = [record for record in records if record["kind"] == "start"]
     for number, start in enumerate(attempts):
-        following = attempts[number + 1] if number + 1 < len(attempts) else None
+        later = [attempt["step"] for attempt in attempts[number + 1 :]]  # the furthest back counts
         mine = [r for r in records if r["attempt"] == start["attempt"]]
         windows = [r for r in mine if r["kind"] == "train" and "seconds" in r]
         began = windows[0]["time"] - windows[0]["seconds"] if windows else mine[-1]["time"]
@@ -51,7 +53,7 @@ def account(records: Sequence[Mapping[str, Any]]) -> Account:
             before = [r for r in records if r["attempt"] == attempts[number - 1]["attempt"]]
             total.recovery += max(0.0, began - before[-1]["time"])  # a clock may have jumped back
         for window in windows:
-            add(total, window, following["step"] if following else window["step"])
+            add(total, window, min(later, default=window["step"]))
         total.other += max(0.0, mine[-1]["time"] - began - sum(window["seconds"] for window in windows))
     return total
 

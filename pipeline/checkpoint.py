@@ -18,6 +18,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -37,6 +38,7 @@ from pipeline.errors import CheckpointError
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
+NAME = re.compile(r"step-\d{10}(-\d{6})?")  # of a committed checkpoint
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}  # this file is bad; any other error: the storage is
 
 
@@ -253,8 +255,11 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Checkpoints whose folder was renamed into place, newest step first, then attempt (by name, never by time)."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    """Checkpoints whose folder was renamed into place, newest step first, then attempt (by name, never by time).
+
+    Folders of other names, copies that somebody made say, are none.
+    """
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -48,4 +48,5 @@ class ConfigError(PatchlineError):
 def exit_code(error: BaseException) -> int:
     """The exception's own code, else by its kind; never None, which would end the process with 0."""
     code = getattr(error, "exit_code", None)
-    return code if code is not None else 74 if isinstance(error, OSError) else 70
+    by_kind = 130 if isinstance(error, KeyboardInterrupt) else 74 if isinstance(error, OSError) else 70
+    return code if code is not None else by_kind

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 import data
 from data import EvaluationSet
-from pipeline.config import Tags, require, tags
+from pipeline.config import require
 from pipeline.fewshot import L2, linear_probe
 from pipeline.losses import hits
 from pipeline.watchdog import Phases
@@ -25,8 +24,6 @@ class ProbeConfig:
     shots: tuple[int, ...] = (1, 5, 10, 25)  # big_vision configs/common_fewshot.py
     seeds: tuple[int, ...] = (0, 1, 2)
     l2: float = L2
-
-    RESUME: ClassVar[Tags] = tags(forbid="train test shots seeds l2")
 
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")

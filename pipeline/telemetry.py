@@ -93,21 +93,22 @@ class Window:
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> dict[str, Any]:
         """What the window comes to; `samples` are all workers', `flops` one worker's."""
         elapsed = time.monotonic() - self.since
+        busy = max(elapsed - self.evaluated_s, 1e-9)
         waited = {f"wait_{w}": sum(getattr(wait, f"{w}_s") for wait in self.waits) / elapsed for w in WAITS}
         return {
             "loss": self.losses[-1],
             "losses": self.losses,
             "grad_norm": self.norms[-1],
             "grad_norms": self.norms,
-            "images_per_s": samples / elapsed,
-            "tflops_per_worker": flops / elapsed / 1e12,
-            "mfu": flops / elapsed / peak if peak else None,
+            "images_per_s": samples / busy,
+            "tflops_per_worker": flops / busy / 1e12,
+            "mfu": flops / busy / peak if peak else None,
             "wait": sum(waited.values()),
             **waited,
             "seconds": elapsed,
             "stalled_s": self.stalled_s,
             "evaluated_s": self.evaluated_s,
-            "eta_s": steps_left * elapsed / len(self.losses),
+            "eta_s": steps_left * busy / len(self.losses),
         }
 
 

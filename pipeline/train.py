@@ -74,7 +74,8 @@ def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
             t.finish_save()
         if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:
             t.evaluate()
-        if t.step % cfg.save_every == 0 or last or stopping:
+        calm = not t.health.skipped  # a commit amid a bad stretch would pass for progress
+        if (t.step % cfg.save_every == 0 and calm) or last or stopping:
             t.begin_save()
         if stopping and not last:
             t.finish_save()

@@ -23,6 +23,7 @@ from data import Ledger
 from pipeline import checkpoint, config
 from pipeline.elastic import ExactEngine, say_price
 from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.errors import CheckpointError
 from pipeline.evaluate import accuracy, features, normalise, probe, watched
 from pipeline.health import Health
 from pipeline.losses import LOSSES, dense_targets, mixup
@@ -146,10 +147,12 @@ class Trainer:
         with self.phases.led("restore", 0, self.rank == 0):
             found = checkpoint.restore(self.engine, self.saves.saver.folder, job.attempt, self.telemetry.say)
         if found is not None:
-            changed = config.differences(found.config, config.tagged(cfg, "forbid"))
-            assert found.key == job.key, (
-                f"checkpoint of stage key {found.key[:8]} in the folder of {job.key[:8]}: {changed}"
-            )
+            if found.key != job.key:
+                changed = "; ".join(config.differences(found.config, config.tagged(cfg, "forbid"))) or "its inputs"
+                raise CheckpointError(
+                    f"the newest checkpoint in {self.saves.saver.folder} is of stage key {found.key[:8]}, not "
+                    f"{job.key[:8]}: {changed}\n  move it to where it came from"
+                )
             self.step, self.bad, self.ledger = found.step, found.bad_samples, Ledger(found.ledger)
             ignored = f", init {job.init} ignored" if job.init else ", random weights ignored"
             text = (

@@ -36,6 +36,12 @@ def test_what_a_later_attempt_did_again_is_lost_and_the_way_back_is_recovery() -
     assert found.wall == pytest.approx(55.0)
 
 
+def test_an_attempt_after_the_next_may_fall_back_further() -> None:
+    records = [start(1, 0, 0.0, 5.0), window(1, 10, 20.0), start(2, 10, 22.0, 25.0), window(2, 20, 40.0)]
+    found = account([*records, start(3, 0, 42.0, 45.0), window(3, 10, 60.0)])
+    assert found.lost == 20.0
+
+
 def test_a_clock_that_jumps_back_takes_no_time_away() -> None:
     records = [start(1, 0, 4100.0, 105.0), window(1, 20, 130.0), start(2, 20, 140.0, 143.0)]
     back = [{**record, "time": record["time"] - 3600} for record in [records[2], window(2, 30, 155.0)]]

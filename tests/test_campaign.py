@@ -145,9 +145,33 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     (folder / "done.json").unlink()
     capsys.readouterr()
     assert main(["run", str(recipe), "pretrain.optim.lr=0.003"]) == 78
-    assert "optim.lr: 0.002 → 0.003" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
     assert main(["run", str(recipe), "pretrain.log_every=2", "pretrain.keep=5"]) == 0
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
+
+
+def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silently(recipe, shards, tmp_path, capsys):
+    moved = tmp_path / "train"
+    shutil.copytree(shards / "train", moved)
+    change = f"pretrain.data.train={moved}"
+    assert main(["run", str(recipe), change]) == 0
+    (stage_folder(recipe, "pretrain", change) / "done.json").unlink()
+    shutil.rmtree(moved)
+    shutil.copytree(shards / "test", moved)
+    capsys.readouterr()
+    assert main(["run", str(recipe), change]) == 78
+    assert "content of data.train: " in capsys.readouterr().err
+
+
+def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):
+    assert main(["run", str(recipe)]) == 0
+    (stage_folder(recipe, "pretrain") / "done.json").unlink()
+    sets = f"pretrain.probe={{train: {shards}/train, test: {shards}/test, shots: [1], seeds: [0]}}"
+    capsys.readouterr()
+    assert main(["run", str(recipe), f"pretrain.data.evaluate={shards}/train", sets]) == 0
+    said = capsys.readouterr().out
+    assert "resuming with a changed" in said and "resumed from step 24" in said and "1shot" in said
 
 
 def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, capsys):

@@ -64,6 +64,13 @@ def test_diff_says_what_changed_between_two_steps(run, capsys) -> None:
     assert main(["checkpoints", "diff", str(run)]) == 64
 
 
+def test_copies_that_somebody_made_are_no_checkpoints(tmp_path) -> None:
+    names = ["step-0000000010", "step-0000000010-000002", "step-0000000012.bak", "step-12", "step-0000000011.keep"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in committed(tmp_path)] == names[1::-1]
+
+
 def test_export_writes_the_weights_that_the_stage_handed_on(run, tmp_path, capsys) -> None:
     assert main(["checkpoints", "export", str(run), "--to", str(tmp_path / "out")]) == 0
     ours, theirs = (models.load_weights(str(folder)) for folder in (tmp_path / "out", stage(run)))

@@ -376,11 +376,14 @@ def test_a_stretch_of_non_finite_steps_is_left_out_once_and_spikes_are_kept_for_
     assert "attempt 2: gradient norm" in out and "(the spike of step 36: " in out
 
 
-def test_when_going_back_does_not_help_the_run_ends_with_70(run) -> None:
-    assert finish(run, "pretrain.max_skipped=3", patch="poisoned_for_ever") == 70
-    assert "leaving out steps 11 … 15 had not helped" in said(run) and "lower optim.lr" in said(run)
+@pytest.mark.parametrize(("save_every", "left"), [(5, 10), (2, 12)])
+def test_when_going_back_does_not_help_the_run_ends_with_70(run, save_every, left) -> None:
+    """Also where a save falls into the bad stretch."""
+    options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]
+    assert finish(run, *options, patch="poisoned_for_ever") == 70
+    assert f"leaving out steps {left + 1} … 15 had not helped" in said(run) and "lower optim.lr" in said(run)
     last = committed(stage(run) / "checkpoints")[0]
-    assert checkpoint.verify(last).step == 10
+    assert checkpoint.verify(last).step == left
 
 
 def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsys) -> None:

@@ -11,7 +11,6 @@ from jobs import fewshot, pack, resize
 from jobs.gang import ClusterConfig
 from pipeline import config
 from pipeline.errors import ConfigError
-from pipeline.evaluate import ProbeConfig
 from pipeline.optimizer import OptimConfig
 from pipeline.schedule import ScheduleConfig
 from pipeline.stage import (
@@ -26,7 +25,7 @@ from pipeline.stage import (
 
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
-    *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ProbeConfig, ClusterConfig),
+    *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
     *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig),
 ]
 
