@@ -70,7 +70,10 @@ def run_one(kind: str) -> None:
     add_recipe(parser)
     parser.add_argument("--stage", default=None, help="its name, where the recipe has several of this kind")
     parser.add_argument("--debug", action="store_true")
-    options = parser.parse_args()
+    try:
+        options = parser.parse_args()
+    except SystemExit as end:
+        sys.exit(64 if end.code else 0)
     options.kind = kind
     sys.exit(guarded(run_command, options))
 
@@ -152,10 +155,15 @@ def demo_command(options: argparse.Namespace) -> int:
 
 def submit_command(options: argparse.Namespace) -> None:
     from jobs import campaign, submission
+    from pipeline.errors import UsageError
 
     run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
     fresh = ["--fresh"] if options.fresh else []
     recipe = os.path.relpath(Path(options.recipe).resolve(), ROOT)
+    if recipe.startswith(".."):
+        raise UsageError(
+            f"{options.recipe} lies outside {ROOT}, all that a job takes along\n  copy it into jobs/recipes"
+        )
     named = [o for o in options.overrides if not o.startswith("run=")]
     command = ["python", "-m", "jobs", "run", recipe, *named, f"run={run}", *fresh]
     submission.submit(str(run), command)
@@ -164,7 +172,8 @@ def submit_command(options: argparse.Namespace) -> None:
 def logs_command(options: argparse.Namespace) -> int:
     from jobs import submission
 
-    return 0 if submission.logs(job_name(options.run)).status in ("SUCCEEDED", "RUNNING", "PENDING") else 1
+    job = submission.logs(job_name(options.run))
+    return 0 if job.status in ("SUCCEEDED", "RUNNING", "PENDING") else job.exit_code or 70
 
 
 def stop_command(options: argparse.Namespace) -> None:
