@@ -68,7 +68,7 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def plain_yaml(values: DictConfig) -> dict[str, Any]:
-    """Nested plain values with interpolations resolved."""
+    """Nested plain values with interpolations resolved: environment values are in clear from here on."""
     try:
         return OmegaConf.to_container(values, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
