@@ -74,7 +74,12 @@ class Cache:
         another shard that the storage has."""
         path = self.directory / f"{shard.sha256}.tar"
         if not is_whole(path, shard):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"{self.directory}: cannot be made ({error.strerror}); name another cache.directory"
+                ) from None
             with self.turn(path):
                 if not is_whole(path, shard):
                     try:

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import zip_longest
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import psutil
 
 from data.errors import DataError
 
@@ -115,13 +116,25 @@ def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         ends = [(at, n) for at, one in enumerate(sets) for n in range(len(one.shards)) if is_called(one, n, name)]
         if len(ends) != 1:
             which = ", ".join(sets[at].location(n) for at, n in ends[:3]) or f"as {sets[0].location(0)} is called"
-            raise DataError(f"data.drop: {len(ends)} shards are called {name}, expected one: {which}")
+            raise DataError(
+                f"data.drop: {len(ends)} shards are called {name}, expected one: {which}; type more of its path"
+            )
         emptied[ends[0][0]].add(ends[0][1])
     found = []
     for one, gone in zip(sets, emptied, strict=True):
         shards = tuple(replace(shard, samples=0, bytes=0) if n in gone else shard for n, shard in enumerate(one.shards))
         found.append(replace(one, shards=shards, digest=digest_of(shards, one.class_counts)))
     return found
+
+
+def shortest(sets: Sequence[Index], place: str) -> str:
+    """The least of a shard's path, its name and folders before it, that tells it from all others."""
+    parts = place.split("/")
+    for count in range(1, len(parts)):
+        name = "/".join(parts[-count:])
+        if sum(is_called(one, n, name) for one in sets for n in range(len(one.shards))) == 1:
+            return name
+    return place
 
 
 def is_called(index: Index, shard: int, name: str) -> bool:
@@ -143,7 +156,10 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         found = sorted(path.glob(f"*{SUFFIX}"))
         if len(found) != 1:
             names = ", ".join(one.name for one in found) or "none"
-            raise DataError(f"{path}: expected one *{SUFFIX}, found {names}; name the file, or run `jobs index` first")
+            way_out = "name the file" if found else "run `python -m jobs index` first"
+            if stopped := sorted(path.glob(f"*{SUFFIX}.partial")):
+                way_out = f"{stopped[0].name} is of a packing or indexing that was stopped: run it again to its end"
+            raise DataError(f"{path}: expected one *{SUFFIX}, found {names}; {way_out}")
         path = found[0]
     try:
         raw = json.loads(path.read_text())
@@ -154,7 +170,9 @@ def load_index(path: str | os.PathLike[str]) -> Index:
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: not a Patchline index ({error!r}); run `python -m jobs index` again") from None
+        raise DataError(
+            f"{path}: not a Patchline index ({repr(error)[:100]}); run `python -m jobs index` again"
+        ) from None
     if digest != digest_of(shards, counts):
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
     if "://" not in directory:
@@ -176,8 +194,14 @@ def mapped(file: IO[bytes]) -> Iterator[memoryview]:
     if not os.fstat(file.fileno()).st_size:
         yield memoryview(b"")
         return
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held, memoryview(held) as view:
+    held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(held)
+    try:
         yield view
+    finally:
+        with suppress(BufferError):  # parts of it live on in an error's frames, and it with them
+            view.release()
+            held.close()
 
 
 def write_table(output: Path, shard: str, table: np.ndarray) -> None:
@@ -212,6 +236,10 @@ class Journal:
         lines = self.partial.read_text().splitlines() if self.partial.exists() else []
         if not lines or lines[0] != json.dumps([SCHEMA, self.classes, self.setting]):
             lines = []
+        for left in self.path.parent.glob(".tmp-*"):  # of processes that were killed
+            pid = left.name.split("-")[1]
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+                left.unlink(missing_ok=True)
         with whole(self.partial) as file:
             file.write((json.dumps([SCHEMA, self.classes, self.setting]) + "\n").encode())
         self.file = open(self.partial, "a")

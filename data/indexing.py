@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +24,7 @@ from data.remote import check_url, list_tars, redacted, size_of
 from data.tar import parse_labels, walk
 
 MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
+LIMITS = r"\d+ \d+ (True|False)"  # how the journal of a packing begins
 Found = tuple[str, dict[str, int]]  # the folder or URL that holds some tars, and {name below it: bytes}
 
 
@@ -55,6 +58,7 @@ def build_index(
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name or Path(directory).name}{SUFFIX}"
     check_tables(target, at or directory, sizes)
+    check_stopped(target.with_name(target.name + ".partial"))
     with Journal(target, classes, directory) as journal:
         todo = [shard for shard, size in sizes.items() if not journal.has(shard, size)]
         jobs = [(cache if urls else None, directory, shard, sizes[shard], folder, classes) for shard in todo]
@@ -85,6 +89,18 @@ def check_tables(target: Path, directory: str, shards: Iterable[str]) -> None:
             )
 
 
+def check_stopped(partial: Path) -> None:
+    """Raise DataError where a packing was stopped, whose tars are not all there."""
+    with suppress(OSError, ValueError):
+        with open(partial) as file:
+            setting = json.loads(file.readline())[2]
+        if re.fullmatch(LIMITS, setting):
+            raise DataError(
+                f"{partial}: a packing was stopped here; run the same `jobs pack` again to its end, "
+                "or delete this file to index the tars that there are"
+            )
+
+
 def check_kept(url: str) -> None:
     """Raise DataError unless a URL may be read, and be written into an index."""
     check_url(url)
@@ -96,7 +112,7 @@ def check_kept(url: str) -> None:
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> Found:
     """Tars of a folder, or those that are listed."""
-    paths = [Path(path) for path in source] if isinstance(source, list) else sorted(Path(source).glob("*.tar"))
+    paths = [Path(path) for path in source] if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
         raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]

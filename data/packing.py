@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
-from data.index import SUFFIX, Index, Journal, Shard, mapped, table_name, whole, write_table
+from data.index import SUFFIX, Index, Journal, Shard, load_index, mapped, table_name, whole, write_table
 from data.jpeg import add_restarts, require_binding
 from data.sources import Sample
 from data.tar import walk
@@ -34,7 +34,8 @@ def pack(
 
     `restarts` adds restart markers to JPEGs (see `data.jpeg`): the same pixels, cropped faster. `report` is
     told the shards and samples finished so far. Safe to kill and run again with the same samples: finished
-    shards are kept. Raises DataError on a label ≥ `classes`, a repeated key in a shard, or no samples.
+    shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes`, a repeated key
+    in a shard, or no samples.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,12 @@ def pack(
         if not shards:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
         journal.keep(f"{name}-{number:06d}.tar" for number in range(shards))
-        return journal.finish(directory)
+        before = load_index(journal.path).shards if journal.path.exists() else ()
+        made = journal.finish(directory)
+        for old in {shard.name for shard in before} - {shard.name for shard in made.shards}:
+            (directory / old).unlink(missing_ok=True)  # of the set that this one replaces
+            (directory / table_name(old)).unlink(missing_ok=True)
+        return made
 
 
 def is_done(journal: Journal, path: Path, group: list[Sample], restarts: bool) -> bool:

@@ -15,16 +15,16 @@ import numpy as np
 
 from data.cache import Cache, CacheConfig, state_folder
 from data.errors import DataError
-from data.index import Index, Shard
+from data.index import Index, Shard, shortest
 from data.tar import MAX_BYTES
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 
 
-def check_sizes(sets: Sequence[Index], dropped: Sequence[str] | None = None) -> None:
+def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
     """Raise DataError naming every local shard that is missing or not of the size it was indexed with.
 
-    `dropped` is what training does without already; None for sets that no shard can be dropped from.
+    `option` is what leaves shards out, `dropped` those that it leaves out already; "" where none can be.
     """
     wrong: dict[str, str] = {}
     for index, (number, shard) in ((one, found) for one in sets for found in enumerate(one.shards)):
@@ -42,10 +42,10 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] | None = None) -> 
         shards = sum(len(one.shards) for one in sets)
         lines = [f"{place}: {problem}" for place, problem in list(wrong.items())[:10]]
         more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        way_out = "restore them, or run `python -m jobs index` on what is there"
-        if dropped is not None and len(wrong) <= 100:
-            names = ", ".join([*dropped, *("/".join(place.split("/")[-2:]) for place in wrong)])
-            way_out += f", or train without them: data.drop=[{names}]"
+        way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
+        if option and len(wrong) <= 100:
+            names = ",".join([*dropped, *(shortest(sets, place) for place in wrong)])
+            way_out += f"; or train without them: '{option}=[{names}]'"
         raise DataError("\n".join([f"{len(wrong)} of {shards} shards cannot be used:", *lines, *more, way_out]))
 
 
@@ -92,8 +92,9 @@ class Reader:
     def _find(self, url: str, known: Shard) -> BinaryIO:
         """Open a remote shard in the cache; one that goes before it is open is fetched again."""
         while True:
+            path = self.cache.path(url, known)
             with suppress(FileNotFoundError):
-                return open(self.cache.path(url, known), "rb")
+                return open(path, "rb")
 
 
 def most_open() -> int:
@@ -125,7 +126,7 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     if sha256(tar).hexdigest() != expected:
         raise DataError(
             f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
-            "restore it, index it again, or train without it by data.drop"
+            f"restore it, index it again, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
         )
     with suppress(OSError):  # without a mark the next process looks for itself
         mark.parent.mkdir(parents=True, exist_ok=True)

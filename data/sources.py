@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,19 +48,24 @@ class Sample:
 
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     """Samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`)."""
-    names = folder_classes(root)
+    names, skipped = folder_classes(root), Counter[str]()
     entries = []
     for label, name in enumerate(names):
-        files = [path for path in sorted(Path(root, name).rglob("*")) if path.suffix[1:].lower() in IMAGES]
+        visible = [path for path in sorted(Path(root, name).rglob("[!.]*")) if path.is_file()]
+        files = [path for path in visible if path.suffix[1:].lower() in IMAGES]
+        skipped.update(path.suffix or path.name for path in visible if path.suffix[1:].lower() not in IMAGES)
         if not files:
             raise DataError(f"{Path(root, name)}: class {label} has no images; remove the folder or fill it")
         entries += [(str(path.relative_to(root)), (label,)) for path in files]
+    if skipped:
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in skipped.most_common(10))
+        logging.getLogger(__name__).warning("%s: not packed, being no %s: %s", root, ", ".join(IMAGES), kinds)
     yield from read_files(root, entries)
 
 
 def folder_classes(root: str | os.PathLike[str]) -> list[str]:
     """The class names of a folder of class folders, in the order of their ids."""
-    names = sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir()) if Path(root).is_dir() else []
+    names = sorted(entry.name for entry in Path(root).glob("[!.]*") if entry.is_dir()) if Path(root).is_dir() else []
     if not names:
         raise DataError(f"{root}: expected one sub-folder a class, found none")
     return names
@@ -89,8 +95,11 @@ def read_rows(path: Path) -> list[dict]:
         from pyarrow import parquet
 
         return parquet.read_table(path).to_pylist()
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # Excel begins with a byte order mark
+            return list(csv.DictReader(file))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[Sample]:
@@ -126,7 +135,7 @@ def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
     """The files of a folder, or the file itself; raises DataError where there are none."""
     path = Path(source)
-    found = sorted(path.glob(pattern)) if path.is_dir() else [path]
+    found = sorted(path.glob(f"[!.]{pattern}")) if path.is_dir() else [path]
     if not found:
         raise DataError(f"{path}: no {pattern} here")
     return found

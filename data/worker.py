@@ -194,7 +194,7 @@ def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
     if max(found) >= classes:
         raise BadImage(f"label not below {classes}")
     if len(found) > most:
-        raise BadImage(f"more than {most} labels")
+        raise BadImage(f"more labels than data.max_labels={most}")
     return found
 
 

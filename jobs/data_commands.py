@@ -133,7 +133,8 @@ def data_command(options: argparse.Namespace) -> int:
     if options.page:
         print(f"page: {data.write_page(report, options.page, options.world)}")
     if options.action == "check" and not report.ok:
-        print(f"not all of it can be read; a set that can: python -m jobs data repair {options.set} NEW-FOLDER")
+        way_out = f"; a set that can: python -m jobs data repair {options.set} NEW-FOLDER" if report.good else ""
+        print(f"not all of it can be read{way_out}")
         return data.DataError.exit_code
     return 0
 

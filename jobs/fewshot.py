@@ -36,6 +36,7 @@ class Config:
     RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")
 
     def __post_init__(self) -> None:
+        evaluate.check_ops(self.preprocess)
         require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
 
 

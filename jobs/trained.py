@@ -23,9 +23,16 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     batch_arithmetic(cfg, context.cluster.workers)
     indexed = [data.load_index(path) for path in training_sets(cfg, context)]
     sets = data.without(indexed, cfg.data.drop)
-    data.check_sizes(sets, cfg.data.drop)
     others = map(context.resolve, (cfg.data.evaluate, cfg.probe.train, cfg.probe.test))
-    data.check_sizes([data.load_index(path) for path in filter(None, others)])
+    judged = [data.load_index(path) for path in filter(None, others)]
+    for index in (*sets, *judged):
+        if not (index.samples and index.classes):
+            raise data.DataError(
+                f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
+                "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
+            )
+    data.check_sizes(sets, cfg.data.drop, f"{context.name}.data.drop")
+    data.check_sizes(judged)
     if cfg.data.drop:
         samples, left = (sum(index.samples for index in some) for some in (indexed, sets))
         context.say(f"data.drop: {len(cfg.data.drop)} shards, {samples - left:,} of {samples:,} samples, are not read")

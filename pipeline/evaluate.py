@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 import data
 from data import EvaluationSet
+from data.preprocess import parse_ops
 from pipeline.config import require
+from pipeline.errors import ConfigError
 from pipeline.fewshot import L2, linear_probe
 from pipeline.losses import hits
 from pipeline.watchdog import Phases
@@ -32,6 +34,14 @@ class ProbeConfig:
             f"shots are {self.shots}, expected 1 or more",
         )
         require(len(self.seeds) > 0, "seeds are empty, expected at least one")
+
+
+def check_ops(ops: str | None) -> None:
+    """Raise ConfigError where evaluation could not preprocess with `ops`."""
+    try:
+        parse_ops(ops or "")
+    except (ValueError, SyntaxError) as error:
+        raise ConfigError(f"preprocess: {error}") from None
 
 
 def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -108,5 +108,5 @@ class Health:
         if bad > allowed * max(seen, BAD_GRACE):
             raise data.DataError(
                 f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows\n"
-                f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} lists them all"
+                f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"
             )

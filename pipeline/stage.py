@@ -10,7 +10,7 @@ from data import AugmentConfig, CacheConfig
 from models.cost import block_activation_bytes
 from pipeline.config import Tags, require, tags
 from pipeline.errors import ConfigError
-from pipeline.evaluate import ProbeConfig
+from pipeline.evaluate import ProbeConfig, check_ops
 from pipeline.optimizer import STATE, OptimConfig
 
 
@@ -49,8 +49,8 @@ class DataConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="train mixture preprocess augment lanes shuffle_block tail max_labels decode",
-        warn="drop evaluate max_bad_fraction",
+        forbid="train mixture augment lanes shuffle_block tail max_labels decode",
+        warn="drop evaluate preprocess max_bad_fraction",
         free="samples processes timeout_s cache",
     )
 
@@ -59,6 +59,11 @@ class DataConfig:
             not (self.train and self.mixture), "give train or mixture, one of them; data.train=null leaves train out"
         )
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
+        for name in ("lanes", "shuffle_block", "samples"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}, expected 1 or more")
+        require(self.timeout_s > 0, f"timeout_s is {self.timeout_s}, expected more than 0")
+        check_ops(self.preprocess)
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
         require(
             self.decode == "cpu" or (self.augment.crop != "random" and not self.augment.randaug_layers),

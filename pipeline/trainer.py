@@ -283,6 +283,10 @@ class Trainer:
             values["accuracy"], values["judged"] = accuracy(
                 self.engine.model, self._samples(job.evaluate), self.engine.dtype, self.device
             )
+            if (bad := self.sets[job.evaluate].samples - values["judged"]) and self.rank == 0:
+                self.telemetry.say(
+                    f"evaluate: {bad} bad samples of {job.evaluate} count neither way; see `jobs data check`"
+                )
         if job.probe_train and job.probe_test:
             sets = [
                 features(self.engine.model, self._samples(path), self.engine.dtype, self.device)

@@ -341,6 +341,12 @@ def test_what_a_power_cut_left_in_the_cache_is_fetched_again(tmp_path, monkeypat
     assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard_of(content)).read_bytes() == content
 
 
+def test_a_cache_folder_that_cannot_be_made_is_named(local, tmp_path):
+    remote_index = build_index(local.directory, output=tmp_path / "i", name="train", at="s3://b/set")
+    with pytest.raises(StorageError, match=r"/proc/x: cannot be made \(.*\); name another cache\.directory"):
+        Reader(remote_index, cache=CacheConfig("/proc/x")).read(0, 0)
+
+
 def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
     shard = shard_of(b"x")
     with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):

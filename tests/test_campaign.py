@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,9 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
         (["finetune.data.train=@resize/train"], 78, "makes no data"),
+        (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
+        (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
+        (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
         (["cluster.workers=0"], 78, "workers is 0"),
         (["nonsense"], 78, "expected key=value"),
     ],
@@ -162,6 +166,14 @@ def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silentl
     capsys.readouterr()
     assert main(["run", str(recipe), change]) == 78
     assert "content of data.train: " in capsys.readouterr().err
+
+
+def test_a_set_that_nothing_can_be_judged_by_is_refused(recipe, tmp_path, capsys):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("a.jpg"))
+    assert main(["index", str(tmp_path / "x.tar"), "--name", "x"]) == 0
+    assert main(["run", str(recipe), f"pretrain.data.evaluate={tmp_path}/x.index.json"]) == 65
+    assert "0 samples, 0 classes: nothing to learn or to judge" in capsys.readouterr().err
 
 
 def test_what_a_half_done_stage_is_judged_by_may_change(recipe, shards, capsys):

@@ -282,6 +282,46 @@ def test_images_in_memory_that_changed_after_a_stop_are_packed_again(tmp_path):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
+def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
+    wrong = [*samples(5), Sample("last", picture(0), (7,))]
+    with pytest.raises(DataError, match="labels"):
+        pack(wrong, tmp_path, name="set", shard_samples=5, classes=5)
+    (tmp_path / ".tmp-4000000-set-000001.tar").write_bytes(b"half")
+    with pytest.raises(DataError, match="a packing was stopped here; run the same `jobs pack` again"):
+        build_index(tmp_path, name="set")
+    with pytest.raises(DataError, match=r"set\.index\.json\.partial is of a packing or indexing that was stopped"):
+        load_index(tmp_path)
+    made = pack([replace(one, labels=(0,)) for one in wrong], tmp_path, name="set", shard_samples=5, classes=5)
+    assert made.samples == 6 and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_packing_anew_with_fewer_shards_leaves_none_of_the_old(tmp_path):
+    pack(samples(10), tmp_path, shard_samples=2)
+    pack(samples(10), tmp_path, shard_samples=5)
+    assert sorted(path.name for path in tmp_path.glob("*.tar")) == ["train-000000.tar", "train-000001.tar"]
+    assert build_index(tmp_path, name="train").samples == 10
+
+
+def test_hidden_files_are_passed_over_and_other_kinds_are_counted(tmp_path, caplog):
+    for name in (".git/x.jpg", "cat/.hidden.jpg", "cat/a.jpg", "cat/b.gif", "cat/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(picture(1))
+    assert [(s.key, s.labels) for s in class_folders(tmp_path)] == [("cat/a", (0,))]
+    assert "1 × .gif, 1 × .txt" in caplog.text
+
+
+def test_a_tar_that_is_not_imagenet_s_and_a_table_of_excel_s_are_read_as_what_they_are(tmp_path):
+    (tmp_path / "flat.tar").write_bytes(tar_of({"a.jpg": picture(1)}))
+    with pytest.raises(DataError, match=r"flat\.tar: a\.jpg: "):
+        list(imagenet_train(tmp_path / "flat.tar"))
+    (tmp_path / "a.jpg").write_bytes(picture(1))
+    (tmp_path / "table.csv").write_text("\ufeffpath,label\na.jpg,3\n", encoding="utf-8")
+    assert [s.labels for s in path_table(tmp_path / "table.csv")] == [(3,)]
+    (tmp_path / "table.csv").write_bytes("path,label\nä.jpg,3\n".encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8 at byte 11"):
+        list(path_table(tmp_path / "table.csv"))
+
+
 def test_tars_whose_keys_start_anew_are_packed_together(tmp_path):
     for name in ("x", "y"):
         (tmp_path / f"{name}.tar").write_bytes(tar_of({"0.jpg": picture(1), "0.cls": b"3"}))
