@@ -29,32 +29,37 @@ class Saves:
     def finish(self) -> None:
         """Collective: commit the save in flight and prune; too many failures in a row raise CheckpointError."""
         began = time.monotonic()
+        try:
+            self._finish(began)
+        finally:
+            self.window.stalled_s += time.monotonic() - began
+
+    def _finish(self, began: float) -> None:
         done = self.saver.finish()
-        self.window.stalled_s += time.monotonic() - began
+        stalled = self.saver.stalled_s + time.monotonic() - began  # snapshot and commit
         if done is None:
-            self._count_failure()
+            self._count_failure(stalled)
             return
         self.failed, self.last = 0, done.step
         if dist.get_rank() == 0:
             size = sum(file["bytes"] for file in done.files.values())
             self.telemetry.report(
                 "checkpoint",
-                {**self._values(), "bytes": size, "ledger": done.ledger},
+                {**self._values(stalled), "bytes": size, "ledger": done.ledger},
                 f"checkpoint step {done.step} committed: {len(done.files)} files, {size / 1e6:.1f} MB, "
-                f"loop stalled {self.saver.stalled_s:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
+                f"loop stalled {stalled:.2f}s of {self.saver.took_s:.2f}s, ledger {done.ledger[:12]}",
             )
             self._prune()
 
-    def _values(self) -> dict[str, float]:
-        saver = self.saver
-        return {"step": saver.manifest.step, "stalled_s": saver.stalled_s, "took_s": saver.took_s}
+    def _values(self, stalled_s: float) -> dict[str, float]:
+        return {"step": self.saver.manifest.step, "stalled_s": stalled_s, "took_s": self.saver.took_s}
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, stalled_s: float) -> None:
         self.failed += 1
         failure, allowed = self.saver.failure, self.cfg.max_failed_saves
         self.telemetry.report(
             "checkpoint_failed",
-            {**self._values(), "error": failure},
+            {**self._values(stalled_s), "error": failure},
             f"checkpoint step {self.saver.manifest.step} FAILED ({failure}); training goes on from memory, the one "
             f"before it stays; {self.failed} of {allowed} failures in a row",
         )
