@@ -111,6 +111,8 @@ def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
     A name may have folders in front, as far as it takes to tell shards apart. Raises DataError unless each is of one
     shard.
     """
+    if not names:  # as nearly always: nothing to look through, nor to digest anew
+        return list(sets)
     emptied: list[set[int]] = [set() for _ in sets]
     for name in names:
         ends = [(at, n) for at, one in enumerate(sets) for n in range(len(one.shards)) if is_called(one, n, name)]
@@ -236,9 +238,10 @@ class Journal:
         lines = self.partial.read_text().splitlines() if self.partial.exists() else []
         if not lines or lines[0] != json.dumps([SCHEMA, self.classes, self.setting]):
             lines = []
-        for left in self.path.parent.glob(".tmp-*"):  # of processes that were killed
-            pid = left.name.split("-")[1]
-            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        for left in self.path.parent.glob(".tmp-*-*"):  # of processes that were killed, of this set alone:
+            _, pid, name = left.name.split("-", 2)  # another host may be at work on another one
+            ours = name.startswith(self.path.name.removesuffix(SUFFIX))
+            if ours and pid.isdigit() and not psutil.pid_exists(int(pid)):
                 left.unlink(missing_ok=True)
         with whole(self.partial) as file:
             file.write((json.dumps([SCHEMA, self.classes, self.setting]) + "\n").encode())

@@ -19,7 +19,7 @@ from pipeline.stage import (
 from pipeline.telemetry import PEAK, amount
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
-CPU_RATE = 650.0  # ImageNet-1k photographs that a core decodes in a second: benchmarks/README.md, "Data plane"
+CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
 
 
 def plan(campaign: Campaign) -> list[str]:
