@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 import models
-from jobs.cluster import ClusterConfig, run_gang
+from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline import checkpoint
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.optimizer import OptimConfig
@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         task = {**vars(options), "folder": folder}
         cluster = ClusterConfig(workers=options.workers, backend="processes")
-        rows = run_gang(worker, task, cluster=cluster, name="benchmark", directory=Path(folder))
+        rows = run_worker_group(worker, task, cluster=cluster, name="benchmark", directory=Path(folder))
     print(f"{options.model}, {rows.pop('MB')[0]:.0f} MB, {options.workers} workers, ZeRO {options.zero}")
     print("| save | median s | min | max |\n|---|---|---|---|")
     for row, seconds in rows.items():

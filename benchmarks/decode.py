@@ -22,8 +22,9 @@ import numpy as np
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from data import jpeg, tars
-from data.augment import AugmentConfig, Draws, augment, inception_box
+from data.images import jpeg
+from data.images.augment import AugmentConfig, Draws, augment, inception_box
+from data.shards.sources import tars
 
 SIZE, CONFIG = 224, AugmentConfig()
 OUT = np.empty((SIZE, SIZE, 3), np.uint8)
@@ -58,7 +59,7 @@ def simple(data: bytes, number: int) -> None:
 
 
 def floor(data: bytes, number: int) -> None:
-    from data.decode import read_header
+    from data.images.decode import read_header
 
     header = read_header(data)
     jpeg.decode_region(data, 8, (-(-header.height // 8) - 1, 0, 1, 1))

@@ -27,7 +27,12 @@ SIZE, BATCH, PROCESSES = 224, 32, 2
 
 
 def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
-    from data import Order, TrainLoader, build_index, load_index, pack, tars
+    from data.loader import TrainLoader
+    from data.order import Order
+    from data.shards.index import load_index
+    from data.shards.indexing import build_index
+    from data.shards.packing import pack
+    from data.shards.sources import tars
 
     if restarts and not Path(folder, "fast.index.json").exists():
         pack(tars(shards), folder, name="fast", shard_samples=100, classes=1000, restarts=True)
@@ -53,7 +58,7 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
     import torch
     import webdataset
 
-    from data.augment import AugmentConfig, Draws, inception_box
+    from data.images.augment import AugmentConfig, Draws, inception_box
 
     cfg, draws = AugmentConfig(), Draws(0)
 
@@ -84,7 +89,7 @@ def with_pillow(data, box, flip):
 
 def random_pillow(data, number: int):
     """The same with everything drawn from a number."""
-    from data.augment import AugmentConfig, Draws, inception_box
+    from data.images.augment import AugmentConfig, Draws, inception_box
 
     draws = Draws(number)
     return with_pillow(data, lambda h, w: inception_box(h, w, draws, AugmentConfig()), draws.uniform() < 0.5)
@@ -175,7 +180,7 @@ def dali(shards: list[str], folder: str) -> Iterator:
 
 
 def jpegs(shards: list[str]) -> list[bytes]:
-    from data import tars
+    from data.shards.sources import tars
 
     return [sample.read() for sample in tars(shards)]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from data import Order
+from data.order import Order
 
 BATCH, SHARDS, SAMPLES = 1024, 1000, 1000
 

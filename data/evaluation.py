@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.cache import CacheConfig
-from data.decode import BadImage, decode
-from data.index import Index
-from data.preprocess import preprocess
-from data.reader import Reader
-from data.worker import BadSample, read_labels
+from data.decoder import BadSample, read_labels
+from data.images.decode import BadImage, decode
+from data.images.preprocess import preprocess
+from data.shards.cache import CacheConfig
+from data.shards.index import Index
+from data.shards.reader import Reader
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from typing import Literal
 
 import torch
 
-from data.augment import AugmentConfig
-from data.cache import Ahead, CacheConfig
+from data.decoder import BadSample, Decoder, Done, Layout, Task
 from data.errors import DataError
-from data.gpu import decode_rows, torchcodec
-from data.index import Index
+from data.images.augment import AugmentConfig
+from data.images.gpu import decode_rows, torchcodec
 from data.order import Mixture, Order
-from data.reader import Reader
-from data.worker import BadSample, Decoder, Done, Layout, Task
+from data.shards.cache import Ahead, CacheConfig
+from data.shards.index import Index
+from data.shards.reader import Reader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
@@ -214,7 +214,7 @@ class Process:
             root = str(Path(__file__).parents[1])
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "data.worker", str(there.fileno()), str(self.file)],
+                [sys.executable, "-P", "-m", "data.decoder", str(there.fileno()), str(self.file)],
                 pass_fds=(there.fileno(), self.file),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -49,7 +49,7 @@ def guarded(function: Callable[[Any], int | None], options: argparse.Namespace) 
     except BrokenPipeError:
         return 74
     except Exception as error:
-        from pipeline.errors import exit_code
+        from data.errors import exit_code
 
         if options.debug:
             traceback.print_exc()
@@ -106,26 +106,26 @@ def stage_of_kind(loaded: Any, options: argparse.Namespace) -> str:
 
 def plan_command(options: argparse.Namespace) -> None:
     from jobs import campaign
-    from jobs.plan import plan
+    from jobs.commands.plan import plan
 
     loaded = campaign.load(Path(options.recipe), options.overrides)
     print(campaign.resolved(loaded) if options.resolved else "\n".join(plan(loaded)))
 
 
 def status_command(options: argparse.Namespace) -> None:
-    from jobs.status import status
+    from jobs.commands.status import status
 
     print("\n".join(status(Path(options.run).resolve())))
 
 
 def checkpoints_command(options: argparse.Namespace) -> None:
-    from jobs.checkpoints import command
+    from jobs.commands.checkpoints import command
 
     command(options)
 
 
 def replay_command(options: argparse.Namespace) -> None:
-    from jobs.replay import replay
+    from jobs.commands.replay import replay
 
     print("\n".join(replay(Path(options.run).resolve(), options.step, options.to)))
 
@@ -148,14 +148,15 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_command(options: argparse.Namespace) -> int:
-    from jobs.demo import demo
+    from jobs.commands.demo import demo
 
     return demo(Path(options.directory))
 
 
 def submit_command(options: argparse.Namespace) -> None:
-    from jobs import campaign, submission
-    from pipeline.errors import UsageError
+    from data.errors import UsageError
+    from jobs import campaign
+    from jobs.cluster import submission
 
     run = campaign.load(Path(options.recipe), options.overrides).run  # a wrong recipe stops here, not on the cluster
     fresh = ["--fresh"] if options.fresh else []
@@ -170,14 +171,14 @@ def submit_command(options: argparse.Namespace) -> None:
 
 
 def logs_command(options: argparse.Namespace) -> int:
-    from jobs import submission
+    from jobs.cluster import submission
 
     job = submission.logs(job_name(options.run))
     return 0 if job.status in ("SUCCEEDED", "RUNNING", "PENDING") else job.exit_code or 70
 
 
 def stop_command(options: argparse.Namespace) -> None:
-    from jobs import submission
+    from jobs.cluster import submission
 
     submission.stop(job_name(options.run))
 
@@ -185,7 +186,7 @@ def stop_command(options: argparse.Namespace) -> None:
 def list_command(options: argparse.Namespace) -> None:
     import time
 
-    from jobs import submission
+    from jobs.cluster import submission
 
     for job in submission.list_jobs():
         print(
@@ -199,19 +200,19 @@ def job_name(run: str) -> str:
 
 
 def import_command(options: argparse.Namespace) -> None:
-    from jobs.weights import import_weights
+    from jobs.commands.weights import import_weights
 
     print("\n".join(import_weights(options.path, options.directory, options.overrides)))
 
 
 def export_command(options: argparse.Namespace) -> None:
-    from jobs.weights import export_weights
+    from jobs.commands.weights import export_weights
 
     print("\n".join(export_weights(options.directory, options.path, options.format)))
 
 
 def analyze_command(options: argparse.Namespace) -> None:
-    from jobs.analyze import analyze
+    from jobs.commands.analyze import analyze
 
     print("\n".join(analyze(options.weights, options.images, options.output, options.limit)))
 
@@ -251,8 +252,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def later(name: str) -> Callable[[Any], Any]:
-    """A function of jobs.data_commands, imported when it is called."""
-    return lambda argument: getattr(import_module("jobs.data_commands"), name)(argument)
+    """A function of jobs.commands.data, imported when it is called."""
+    return lambda argument: getattr(import_module("jobs.commands.data"), name)(argument)
 
 
 COMMANDS: dict[str, tuple[Callable[[Any], int | None], str, Callable[[argparse.ArgumentParser], Any]]] = {

@@ -17,16 +17,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import data
 import models
-from jobs import fewshot, finetune, pack, pretrain, resize
-from jobs.gang import ClusterConfig
-from jobs.stage import Context, reference, write_done
+from data.errors import ConfigError, DataError, Preempted
+from data.files import write_whole
+from data.shards.index import load_index
+from jobs.cluster.worker_group import ClusterConfig
+from jobs.context import Context, reference, write_done
+from jobs.stages import fewshot, finetune, pack, pretrain, resize
+from models.checks import did_you_mean
 from pipeline import config
-from pipeline.config import nearest, require
-from pipeline.durable import write_atomic
-from pipeline.errors import ConfigError, Preempted
-from pipeline.stage import TrainConfig, batch_arithmetic, model_config, trained_model
+from pipeline.arithmetic import batch_arithmetic
+from pipeline.config import require
+from pipeline.training_config import TrainConfig, model_config, trained_model
 
 KINDS: dict[str, ModuleType] = {
     "pack": pack,
@@ -52,7 +54,7 @@ class Stage:
     missing: tuple[str, ...] = ()  # inputs outside the campaign that are not there, as messages
 
     @property
-    def room(self) -> ModuleType:
+    def module(self) -> ModuleType:
         return KINDS[self.kind]
 
 
@@ -67,7 +69,7 @@ class Campaign:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise ConfigError(f"the recipe has no stage {name!r}{nearest(name, [s.name for s in self.stages])}")
+        raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, [s.name for s in self.stages])}")
 
     def directory(self, stage: Stage) -> Path:
         return self.run / f"{stage.name}-{stage.key[:8]}"
@@ -110,23 +112,23 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 def _section(name: str, section: Any) -> tuple[str, Any]:
     require(
         isinstance(section, Mapping),
-        f"{name} is {section!r}, expected a stage's section{nearest(name, KINDS)}",
+        f"{name} is {section!r}, expected a stage's section{did_you_mean(name, KINDS)}",
     )
     values = dict(section)
     kind = values.pop("kind", name)
     hint = "" if "kind" in section else f"; or give the section a kind: {', '.join(KINDS)}"
-    require(kind in KINDS, f"unknown stage or key {kind!r}{nearest(kind, [*KINDS, 'run', 'cluster'])}{hint}")
-    room = KINDS[kind]
+    require(kind in KINDS, f"unknown stage or key {kind!r}{did_you_mean(kind, [*KINDS, 'run', 'cluster'])}{hint}")
+    module = KINDS[kind]
     for given, other in (("steps", "passes"), ("passes", "steps")):
         if given in values:  # a recipe's length replaces the default one, whichever way either is given
             values.setdefault(other, None)
-    return kind, config.build(room.Config, values, name, room.DEFAULTS)
+    return kind, config.build(module.Config, values, name, module.DEFAULTS)
 
 
-def _inputs(room: ModuleType, cfg: Any) -> dict[str, str]:
+def _inputs(module: ModuleType, cfg: Any) -> dict[str, str]:
     """The fields of a stage that name inputs, those that are set; "*" stands for every name of a section."""
     found: dict[str, Any] = {}
-    for field in room.INPUTS:
+    for field in module.INPUTS:
         at = {"": cfg}
         for part in field.split("."):
             if part == "*":
@@ -146,7 +148,8 @@ def _in_order(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
             known = link is None or link[0] in sections
             require(
                 known,
-                f"{name}.{field} is @{link and link[0]}, no such stage{nearest(link[0] if link else '', sections)}",
+                f"{name}.{field} is @{link and link[0]}, no such stage"
+                f"{did_you_mean(link[0] if link else '', sections)}",
             )
         graph[name] = {link[0] for link in links.values() if link}
     sorter, order, ready = TopologicalSorter(graph), [], set()
@@ -187,10 +190,10 @@ def _content(name: str, field: str, value: str, missing: list[str]) -> str:
     """Digest of an input that lies outside the campaign; what is not there is noted, and stops `run`, not `plan`."""
     try:
         if field != "init":
-            return data.load_index(value).digest
+            return load_index(value).digest
         with open(Path(value) / "weights.safetensors", "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except data.DataError as error:
+    except DataError as error:
         missing.append(f"{name}.{field}: {error}")
     except OSError:
         missing.append(f"{name}.{field}: no weights.safetensors in {value}\n  give a folder that holds one, or @stage")
@@ -201,7 +204,7 @@ def _check_part(name: str, field: str, link: tuple[str, str], parent: Stage) -> 
     if parent.kind == "pack":
         require(
             link[1] in parent.config.sets,
-            f"{name}.{field}: {parent.name} packs no set {link[1]!r}{nearest(link[1], parent.config.sets)}",
+            f"{name}.{field}: {parent.name} packs no set {link[1]!r}{did_you_mean(link[1], parent.config.sets)}",
         )
     elif field != "init" or link[1] or parent.kind == "fewshot":
         raise ConfigError(
@@ -293,7 +296,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Walk the stages in order; returns one row a stage. `only` runs one stage, whose inputs must be there."""
     for problem in (message for stage in campaign.stages if only in (None, stage.name) for message in stage.missing):
-        raise data.DataError(problem)
+        raise DataError(problem)
     rows = []
     for stage in campaign.stages:
         if only is not None and stage.name != only:
@@ -338,7 +341,7 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
     warn = _warned(directory, stage)
     if warn:
         say(f"{stage.name}: resuming with a changed {'; '.join(warn)}")
-    write_atomic(directory / "stage.json", json.dumps(record | {"warn": config.tagged(stage.config, "warn")}, indent=1))
+    write_whole(directory / "stage.json", json.dumps(record | {"warn": config.tagged(stage.config, "warn")}, indent=1))
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
     context = Context(
         stage.name,
@@ -352,7 +355,7 @@ def _run_stage(campaign: Campaign, stage: Stage, say: Any, tick: Any, stopping: 
         tick,
         stopping,
     )
-    outcome = stage.room.run(stage.config, context)
+    outcome = stage.module.run(stage.config, context)
     parents = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
     write_done(context, dataclasses.asdict(stage.config), parents, outcome, began)
     return campaign.done(stage) or {}

@@ -1,4 +1,4 @@
-"""What the driver shows while a gang works: the run's own log, a live bar on a terminal, and what it waits for."""
+"""What the driver shows while workers work: the run's own log, a live bar on a terminal, and what it waits for."""
 
 import sys
 import time
@@ -49,7 +49,7 @@ class Follower:
         self.offset.setdefault(log, log.stat().st_size if log.exists() else 0)
 
     def tick(self, attempt_folder: Path, number: int) -> None:
-        """Show what the gang has logged since the last call; after a long silence, what is being waited for."""
+        """Show what the worker group has logged since the last call; after a long silence, what is being waited for."""
         directory = attempt_folder.parents[1]
         log = directory / "log.txt"
         size = log.stat().st_size if log.exists() else 0
@@ -79,7 +79,7 @@ class Follower:
 
 
 def waiting_for(directory: Path, attempt_folder: Path) -> str:
-    """One line on a silent gang: which workers have started, and the last step that was reported."""
+    """One line on a silent worker group: which workers have started, and the last step that was reported."""
     started = sorted(path.stem for path in attempt_folder.glob("rank-*.json"))
     if not started:
         return "waiting for the workers to start"

@@ -1,6 +1,5 @@
 """One owner a run: a lock that dies with its process, and attempts numbered so that a late commit can be refused."""
 
-import fcntl
 import json
 import os
 import socket
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from data.errors import RunOwned
+from data.files import create_exclusively, make_folder, take_lock
 from pipeline.checkpoint import newest_attempt
-from pipeline.durable import make_folder, sync_folder, write_file
-from pipeline.errors import RunOwned
 
 
 @contextmanager
@@ -24,11 +23,10 @@ def owned(run: Path) -> Iterator[None]:
     The lock is the kernel's (flock): SIGKILL frees it at once, a frozen owner keeps it.
     """
     make_folder(run, run)
-    with open(run / "owner.json", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunOwned(_who(file.name, run)) from None
+    path = run / "owner.json"
+    with open(path, "a+") as file:
+        if not take_lock(file.fileno(), path, wait=False):
+            raise RunOwned(_who(file.name, run))
         file.truncate(0)
         file.write(
             json.dumps(
@@ -64,14 +62,6 @@ def claim_attempt(run: Path) -> int:
     make_folder(folder, run)
     while True:
         number = newest_attempt(run) + 1
-        temporary = folder / f".{number:06d}.{os.getpid()}"
-        body = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        write_file(temporary, json.dumps(body).encode())
-        try:
-            os.link(temporary, folder / f"{number:06d}.json")  # fails where it exists: exclusive, and whole at once
-        except FileExistsError:
-            continue
-        finally:
-            temporary.unlink()
-        sync_folder(folder)
-        return number
+        claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        if create_exclusively(folder / f"{number:06d}.json", json.dumps(claim)):
+            return number

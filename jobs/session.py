@@ -1,19 +1,22 @@
 """One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind."""
 
+import json
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jobs import campaign, cluster
+from data.errors import exit_code
+from data.files import write_whole
+from jobs import campaign
 from jobs.campaign import Campaign
+from jobs.cluster import backends as cluster
 from jobs.follow import Follower
 from jobs.ownership import owned
-from jobs.status import write_status
-from pipeline.errors import exit_code
 from pipeline.telemetry import duration
 
 Tick = Callable[[Path, int], None]
@@ -46,7 +49,7 @@ def run_campaign(
 ) -> list[dict[str, Any]]:
     """Run it under this process's name and print the closing table.
 
-    `also` is called with every tick of a gang; `quiet` leaves the log to log.txt.
+    `also` is called with every tick of a worker group; `quiet` leaves the log to log.txt.
     """
     follower = Follower(quiet)
     command = shlex.join(["python", *sys.orig_argv[1:]])
@@ -63,7 +66,7 @@ def run_campaign(
             stopper = Stopper(follower.say)
             write_status(loaded.run, None, "running", command)
             try:
-                if loaded.cluster.backend == "ray" and needs_gang(loaded, only):
+                if loaded.cluster.backend == "ray" and needs_workers(loaded, only):
                     show_cluster(loaded, follower.say)
                     ticks.append(ray_metrics(loaded))
                 for stage in loaded.stages:
@@ -88,11 +91,11 @@ def run_campaign(
             return rows
     finally:
         follower.close()
-        if "jobs.ray_cluster" in sys.modules:
+        if "jobs.cluster.ray_backend" in sys.modules:
             cluster.disconnect()
 
 
-def needs_gang(loaded: Campaign, only: str | None) -> bool:
+def needs_workers(loaded: Campaign, only: str | None) -> bool:
     """Something that is still to be run runs on workers."""
     todo = [stage for stage in loaded.stages if loaded.done(stage) is None and only in (None, stage.name)]
     return any(stage.kind not in ("pack", "resize") for stage in todo)
@@ -132,3 +135,15 @@ def _counts(row: dict[str, Any]) -> str:
     if "sets" in row:
         return f"{len(row['sets'])} sets, {sum(s['shards'] for s in row['sets'].values())} shards"
     return "  ".join(f"{row[name]} {name}" for name in ("kept", "resized", "new", "dropped") if row.get(name))
+
+
+def write_status(run: Path, exit_code: int | None, message: str, command: str, **more: Any) -> None:
+    """How a command on this run stands or ended; Ray Jobs reduce exit codes to 0 and 1, this file does not."""
+    record = {
+        "exit_code": exit_code,
+        "message": message,
+        "command": command,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **more,
+    }
+    write_whole(run / "status.json", json.dumps(record, indent=1))

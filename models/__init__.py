@@ -17,9 +17,9 @@ from models.cost import (
 )
 from models.initial import initialize
 from models.positions import resize_positions
-from models.resize import TransferReport, transfer
+from models.transfer import TransferReport, transfer
 from models.vit import ViT, ViTConfig
-from models.weights import load, load_weights, save, save_weights
+from models.weights.files import load, load_weights, save, save_weights
 
 __all__ = [
     "TransferReport",

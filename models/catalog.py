@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import Generator, nn
 
 from models import axial, initial, masked, resnet, vit
+from models.checks import did_you_mean
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 
@@ -41,7 +40,7 @@ def vit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
     """Config class and named fields of "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16"."""
     row = vit.SIZES.get(found["size"])
     if row is None:
-        raise ValueError(f"{found[0]!r}: no size {found['size']!r}; {suggestion(found['size'], vit.SIZES)}")
+        raise ValueError(f"{found[0]!r}: no size {found['size']!r}{did_you_mean(found['size'], vit.SIZES)}")
     named: dict[str, Any] = dict(zip(("width", "depth", "mlp", "heads"), row, strict=True))
     named["patch"] = int(found["patch"])
     if found["stem"]:
@@ -62,21 +61,12 @@ def bit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
     return resnet.BiTConfig, {"units": units, "width": 64 * int(found["factor"])}
 
 
-def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """'did you mean X? known: ...' for an error message."""
-    known = list(known)
-    lowered = [name.lower() for name in known]
-    close = difflib.get_close_matches(wrong.lower(), lowered, n=1)
-    meant = f"did you mean {known[lowered.index(close[0])]!r}? " if close else ""
-    return f"{meant}known: {', '.join(known)}"
-
-
 def checked(kind: type, values: dict[str, Any]) -> Any:
     """Make a config from plain values; unknown names are a ValueError with the nearest one."""
     known = [field.name for field in fields(kind)]
     for name in values:
         if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}; {suggestion(name, known)}")
+            raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, known)}")
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -52,3 +54,13 @@ def image_size(size: tuple[int, int], stride: tuple[int, int]) -> None:
                 f"image {side} {pixels} is not a multiple of the patch stride {step}; "
                 f"nearest image_size: {nearest_multiples(pixels, step)}"
             )
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" with the closest known name, whatever its case, or "; known: …" with all of them."""
+    names = sorted(known)
+    by_lower_case = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {by_lower_case[close[0]]!r}?"
+    return f"; known: {', '.join(names)}"

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.durable import make_folder, sync_folder, write_file
+from data.errors import CheckpointError
+from data.files import make_folder, sync, write_durably
 from pipeline.engine import Engine
-from pipeline.errors import CheckpointError
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
@@ -125,7 +125,7 @@ class Saver:
     def _write(self, blob: memoryview) -> None:
         try:
             self.temporary.mkdir(exist_ok=True)
-            write_file(self.temporary / self.name, blob)
+            write_durably(self.temporary / self.name, blob)
             self.result = {"name": self.name, "bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
         except OSError as error:
             self.result = {"error": f"{self.name}: {error}"}
@@ -172,13 +172,13 @@ class Saver:
 
     def _publish(self, files: dict[str, dict[str, Any]]) -> Manifest:
         manifest = replace(self.manifest, files=files)
-        write_file(self.temporary / MANIFEST, seal(manifest).encode())
-        sync_folder(self.temporary)
+        write_durably(self.temporary / MANIFEST, seal(manifest).encode())
+        sync(self.temporary)
         final = self.folder / f"step-{manifest.step:010d}"
         if final.exists():  # a former owner's, unfrozen after our start; the later attempt sorts before it
             final = final.with_name(f"{final.name}-{self.attempt:06d}")
         os.rename(self.temporary, final)  # refused by the kernel where another folder has come there meanwhile
-        sync_folder(self.folder)
+        sync(self.folder)
         return manifest
 
 
@@ -372,7 +372,7 @@ def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
         if not (keep_every and step_of(checkpoint) % keep_every == 0):
             doomed = folder / f".tmp-old-{checkpoint.name}"
             os.rename(checkpoint, doomed)
-            sync_folder(folder)
+            sync(folder)
             shutil.rmtree(doomed, ignore_errors=True)
             removed.append(checkpoint)
     return removed

@@ -5,17 +5,17 @@ said, "forbid" stops with the diff. Only forbidden fields enter a stage's key.
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.errors import ConfigError
+from data.errors import ConfigError
+from models.checks import did_you_mean
 
 Config = TypeVar("Config")
 Tags: TypeAlias = Mapping[str, str]
@@ -32,13 +32,6 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless `condition`; what `__post_init__` checks ranges with."""
     if not condition:
         raise ConfigError(message)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" with the closest known name, or the list of known names."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -103,7 +96,7 @@ def _check_names(kind: Any, values: Mapping[Any, Any], where: str) -> None:
     hints = get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     for name, value in values.items():
-        require(name in known, f"unknown key {where}.{name}{nearest(str(name), known)}")
+        require(name in known, f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
         candidates = (hints[name], *get_args(hints[name]))
         inner: Any = next((h for h in candidates if dataclasses.is_dataclass(h)), None)
         if inner is None or value is None:
@@ -140,7 +133,7 @@ def digest(value: Any) -> str:
 def tagged(config: Any, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, Any]:
     """Flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
 
-    A class without tags of its own (the data room has none) carries the tag of the field that holds it.
+    A class without tags of its own (the data package has none) carries the tag of the field that holds it.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):

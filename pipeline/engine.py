@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.errors import ConfigError
 from pipeline.config import require
-from pipeline.errors import ConfigError
 from pipeline.optimizer import STATE, OptimConfig, build_optimizer
 
 

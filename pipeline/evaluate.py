@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import data
-from data import EvaluationSet
-from data.preprocess import parse_ops
+from data.errors import ConfigError
+from data.evaluation import EvaluationBatch, EvaluationSet
+from data.images.preprocess import parse_ops
 from pipeline.config import require
-from pipeline.errors import ConfigError
-from pipeline.fewshot import L2, linear_probe
 from pipeline.losses import hits
+from pipeline.probe import L2, linear_probe
 from pipeline.watchdog import Phases
 
 
@@ -49,7 +48,7 @@ def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
 
 
-def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[data.EvaluationBatch]:
+def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[EvaluationBatch]:
     """The set's batches, each entered as a phase that names the shard it begins in."""
     batches = iter(samples)
     for number in range(len(samples)):
@@ -59,7 +58,7 @@ def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[d
     phases.enter("evaluate", step)
 
 
-def _batches(model: nn.Module, samples: Iterable[data.EvaluationBatch]) -> Iterator[data.EvaluationBatch]:
+def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
     """Batches under eval mode, restored afterwards; every worker gets equally many (ZeRO-3 gathers in lockstep)."""
     training = model.training
     model.eval()
@@ -71,7 +70,7 @@ def _batches(model: nn.Module, samples: Iterable[data.EvaluationBatch]) -> Itera
 
 
 def accuracy(
-    model: nn.Module, samples: Iterable[data.EvaluationBatch], dtype: torch.dtype, device: torch.device
+    model: nn.Module, samples: Iterable[EvaluationBatch], dtype: torch.dtype, device: torch.device
 ) -> tuple[float, int]:
     """Collective: (top-1 accuracy, samples judged); right means the prediction is one of the sample's labels."""
     counts = torch.zeros(2, dtype=torch.float64, device=device)
@@ -86,7 +85,7 @@ def accuracy(
 
 
 def features(
-    model: nn.Module, samples: Iterable[data.EvaluationBatch], dtype: torch.dtype, device: torch.device
+    model: nn.Module, samples: Iterable[EvaluationBatch], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Collective: what enters the head for every good sample, (N, D) float32, and first labels (N,), in set order."""
     kept: list[Tensor] = []

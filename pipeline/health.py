@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-import data
+from data.errors import DataError, Diverged, WentBack
+from data.files import write_whole
+from data.loader import Batch
 from pipeline import checkpoint
-from pipeline.durable import write_atomic
-from pipeline.errors import Diverged, WentBack
-from pipeline.stage import TrainConfig
 from pipeline.telemetry import Telemetry
+from pipeline.training_config import TrainConfig
 
 LEFT_OUT = "left-out.json"  # stretches [first, stop) of steps, counted from 0, that went non-finite; not tried again
 RECENT = 64  # steps kept in mind, for the record of a spike
@@ -90,11 +90,11 @@ class Health:
             )
         if dist.get_rank() == 0:
             stretches = [*self.left_out, range(last, step)]
-            write_atomic(self.directory / LEFT_OUT, json.dumps([[one.start, one.stop] for one in stretches]))
+            write_whole(self.directory / LEFT_OUT, json.dumps([[one.start, one.stop] for one in stretches]))
         dist.barrier()
         raise WentBack(f"{what}: back to step {last}, steps {last + 1} … {step} are left out")
 
-    def count_bad(self, batch: data.Batch) -> int:
+    def count_bad(self, batch: Batch) -> int:
         """How many samples of the batch were replaced; this worker's first and every thousandth are named."""
         for bad in batch.bad:
             self.bad_here += 1
@@ -106,7 +106,7 @@ class Health:
         """Raise DataError when more of the samples seen were bad than a healthy set can have."""
         allowed = self.cfg.data.max_bad_fraction
         if bad > allowed * max(seen, BAD_GRACE):
-            raise data.DataError(
+            raise DataError(
                 f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows\n"
                 f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"
             )

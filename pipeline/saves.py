@@ -4,11 +4,11 @@ import time
 
 import torch.distributed as dist
 
+from data.errors import CheckpointError
 from pipeline import checkpoint
 from pipeline.engine import Engine
-from pipeline.errors import CheckpointError
-from pipeline.stage import TrainConfig
 from pipeline.telemetry import Telemetry, Window
+from pipeline.training_config import TrainConfig
 
 
 class Saves:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 import models
+from data.errors import Preempted
+from data.files import whole_file
 from pipeline import checkpoint, config
 from pipeline.accounting import account
-from pipeline.errors import Preempted
 from pipeline.schedule import learning_rate
-from pipeline.stage import TrainConfig
+from pipeline.start import Job, Trainer
 from pipeline.telemetry import read_metrics
-from pipeline.trainer import Job, Trainer
+from pipeline.training_config import TrainConfig
 
 
 def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def _hand_on(t: Trainer) -> dict[str, Any]:
     """The lead's part of the end: weights, and what the stage says of itself."""
     last = checkpoint.committed(t.saves.saver.folder)[0]
     manifest = checkpoint.read_manifest(last)
-    models.save_weights(export(last, t.model_config), t.directory, t.model_config)
+    models.save_weights(export(last, t.model_config), t.directory, t.model_config, writing=whole_file)
     spent = account(read_metrics(t.directory, None))
     t.telemetry.report("effective", {"step": t.step, "ratio": spent.ratio, **asdict(spent)}, spent.line())
     kind = "averaged weights" if t.cfg.polyak else "weights"
@@ -143,6 +144,6 @@ def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What a gang runs: `task` holds the plain config and job."""
+    """What a worker group runs: `task` holds the plain config and job."""
     cfg = config.build(TrainConfig, json.loads(json.dumps(task["config"])), "config")
     return train(cfg, Job(**task["job"]))

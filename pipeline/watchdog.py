@@ -1,4 +1,4 @@
-"""Who holds up the gang: every worker says which phase it enters, the driver judges when nobody enters one any more.
+"""Finds the worker that the others wait for: every worker says which phase it enters, and the driver judges.
 
 From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import data
+from data.shards.packing import pack
+from data.shards.sources import digits
 
 RECIPE = """
 run: {run}
@@ -40,7 +41,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits at 16 px in shards of 100; read-only."""
     folder = tmp_path_factory.mktemp("shards")
     for name in ("train", "test"):
-        data.pack(data.digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
+        pack(digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
     return folder
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 import models
-from jobs import gang, processes
+from data.errors import RunOwned
+from jobs.cluster import processes
+from jobs.cluster import worker_group as group
 from jobs.ownership import owned
 from pipeline import checkpoint, evaluate, train
 from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
-from pipeline.errors import RunOwned
 from pipeline.optimizer import OptimConfig
 
 RECIPE = """
@@ -214,7 +215,7 @@ def sleep() -> None:
 
 def short_of_memory() -> None:
     """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
-    gang.VMSTAT = vmstat = Path("vmstat").absolute()
+    group.VMSTAT = vmstat = Path("vmstat").absolute()
 
     def killed() -> None:
         vmstat.write_text("oom_kill_disable 0\noom_kill 1\n")
@@ -296,7 +297,7 @@ class FakeEngine:
         yield Fragment("w", start, {k: known("w", k, start, self.part) + self.step for k in ("master", "exp_avg")})
 
 
-class Gang:
+class WorkerGroup:
     """Savers of all ranks in one process, one after the other; `dist` stands in for torch.distributed."""
 
     def __init__(self, run: Path, attempt: int = 1, world: int = 2) -> None:

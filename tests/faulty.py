@@ -16,7 +16,7 @@ from typing import Any
 
 from jobs.ownership import claim_attempt
 from pipeline.checkpoint import choose, newest_attempt, prune
-from tests.drives import Gang
+from tests.drives import WorkerGroup
 
 OFF, KILL, TEAR, FAIL, FAIL_FROM = range(5)
 NEVER = 1 << 30
@@ -35,18 +35,18 @@ def act(run: Path, say: Callable[..., None]) -> None:
     try:
         attempt = claim_attempt(run)
         say("attempt", attempt)
-        gang = Gang(run, attempt)
+        group = WorkerGroup(run, attempt)
         say("ready", 0)
     except OSError as error:
         say("no-start", str(error))  # the command ends with 74
         return
     for step in (40, 50):
-        if gang.save(step):
+        if group.save(step):
             say("saved", step)
         else:
-            say("failed", gang.savers[0].failure)
+            say("failed", group.savers[0].failure)
         try:
-            prune(gang.folder, 2, 0)
+            prune(group.folder, 2, 0)
         except OSError as error:
             say("not-pruned", str(error))
 
@@ -114,9 +114,9 @@ def trace(shim: Any, base: Path, folder: Path) -> None:
 
 def main(folder: Path, outcomes: Path) -> None:
     shim, base = ctypes.CDLL(None), folder / "base"
-    gang = Gang(base)
+    group = WorkerGroup(base)
     for step in (10, 20, 30):
-        gang.save(step)
+        group.save(step)
     (base / "attempts").mkdir()
     (base / "attempts" / "000001.json").write_text("{}")
     trace(shim, base, folder)

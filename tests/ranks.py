@@ -13,8 +13,8 @@ from torch import nn
 
 import models
 from pipeline import checkpoint
-from pipeline.elastic import ExactEngine
 from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.exact import ExactEngine
 from pipeline.optimizer import OptimConfig
 from pipeline.telemetry import memory_gb
 

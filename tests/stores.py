@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from data import remote
+from data.shards import remote
 
 Files = dict[str, Path]  # key → file
 

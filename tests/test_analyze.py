@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import data
 import models
+from data.shards.packing import pack
+from data.shards.sources import digits
 from jobs.__main__ import main
 from models import analysis
 
@@ -68,7 +69,7 @@ def test_a_hybrid_without_tables_shows_what_it_has(tmp_path, photos):
 
 
 def test_images_come_out_of_shards_too(tmp_path):
-    data.pack(data.digits(train=False, image_size=16), tmp_path / "shards", name="test")
+    pack(digits(train=False, image_size=16), tmp_path / "shards", name="test")
     shard = str(tmp_path / "shards/test-000000.tar")
     assert main(["analyze", saved(tmp_path), shard, "--limit", "3", "--output", str(tmp_path / "out")]) == 0
     names = json.loads((tmp_path / "out/analysis.json").read_text())["images"]

@@ -19,23 +19,18 @@ import numpy as np
 import pytest
 import torch
 
-from data import (
-    CacheConfig,
-    DataError,
-    Ledger,
-    Order,
-    StorageError,
-    TrainLoader,
-    build_index,
-    check,
-    digits,
-    pack,
-    remote,
-)
-from data import cache as cache_module
-from data.cache import Cache
-from data.reader import Reader
-from data.worker import tell
+from data.decoder import tell
+from data.errors import DataError, StorageError
+from data.loader import TrainLoader
+from data.order import Ledger, Order
+from data.shards import cache as cache_module
+from data.shards import remote
+from data.shards.cache import Cache, CacheConfig
+from data.shards.doctor import check
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.reader import Reader
+from data.shards.sources import digits
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.session import run_campaign
@@ -157,7 +152,7 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     elsewhere, first = replace(local, directory="s3://b"), threading.Event()
     slow = cache_module.read_range
-    monkeypatch.setattr("data.cache.read_range", lambda *given: (first.set(), time.sleep(0.1), slow(*given))[2])
+    monkeypatch.setattr("data.shards.cache.read_range", lambda *given: (first.set(), time.sleep(0.1), slow(*given))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
     ahead = cache_module.Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
     assert first.wait(10)
@@ -177,7 +172,7 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
 
 def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.shards.cache.random.uniform", lambda low, high: 0)
     chance = random.Random(0)
     faulty.fault = lambda path: 503 if chance.random() < 0.3 else None
     for number, source in enumerate(
@@ -193,7 +188,7 @@ def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_agai
     faulty, local, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.shards.cache.random.uniform", lambda low, high: 0)
     command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
     faulty.fault = lambda path: 503 if "000005" in path else None
     assert main(command) == 69
@@ -404,7 +399,7 @@ def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     fake_storage(monkeypatch, b"x")
-    monkeypatch.setattr("data.cache.os.replace", full)
+    monkeypatch.setattr("data.shards.cache.os.replace", full)
     with pytest.raises(StorageError, match=r"No space left on device; make room, lower cache\.limit_bytes"):
         Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(b"x"))
 

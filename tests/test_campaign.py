@@ -11,7 +11,7 @@ import torch
 import models
 from jobs import campaign
 from jobs.__main__ import main
-from jobs.plan import GPU_FLOPS
+from jobs.commands.plan import GPU_FLOPS
 from pipeline import checkpoint
 from pipeline.telemetry import read_metrics
 
@@ -67,14 +67,14 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  feed"))
 
     assert "measured here on this set" in said()
-    monkeypatch.setattr("data.worker.images_per_cpu_s", lambda *_: 1000.0)
-    monkeypatch.setattr("jobs.plan.models.training_flops", lambda _, images: GPU_FLOPS / 3500 * images)
+    monkeypatch.setattr("jobs.commands.plan.images_per_cpu_s", lambda *_: 1000.0)
+    monkeypatch.setattr("jobs.commands.plan.models.training_flops", lambda _, images: GPU_FLOPS / 3500 * images)
     line = said()
     assert "takes 3,500 images/s" in line and "CANNOT FEED IT" in line
     assert "pretrain.data.processes=4 cluster.cpus_per_worker=5," in line
     assert "CANNOT" in said("pretrain.data.processes=4"), "four processes on one core"
     assert "keeps up" in said("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
-    monkeypatch.setattr("data.worker.images_per_cpu_s", lambda *_: None)
+    monkeypatch.setattr("jobs.commands.plan.images_per_cpu_s", lambda *_: None)
     assert "a core decodes 650 (assumed" in said()
 
 
@@ -129,13 +129,14 @@ def test_a_missing_or_short_shard_stops_before_the_first_step(recipe, shards, tm
 
 
 def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
-    import data
+    from data.shards.packing import pack
+    from data.shards.sources import Sample, digits
 
     broken = (
-        data.Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
-        for n, s in enumerate(data.digits(train=True, image_size=16))
+        Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
+        for n, s in enumerate(digits(train=True, image_size=16))
     )
-    data.pack(broken, tmp_path / "broken", name="train")
+    pack(broken, tmp_path / "broken", name="train")
     path = f"pretrain.data.train={tmp_path / 'broken'}"
     assert main(["run", str(recipe), path]) == 65
     captured = capsys.readouterr()

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.cluster import ClusterConfig, run_gang
+from data.errors import CheckpointError
+from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
 from pipeline import checkpoint
 from pipeline.checkpoint import Reader, choose, committed, prune, read_manifest, verify
-from pipeline.errors import CheckpointError
 from tests import drives
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
@@ -30,13 +30,13 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 @pytest.fixture(autouse=True)
 def real_collectives(monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint, "dist", torch.distributed)  # drives.Gang puts its own in its place
+    monkeypatch.setattr(checkpoint, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
 
 
 @pytest.fixture
-def gang(tmp_path) -> drives.Gang:
+def group(tmp_path) -> drives.WorkerGroup:
     """A run with committed steps 10 and 20."""
-    made = drives.Gang(tmp_path / "run")
+    made = drives.WorkerGroup(tmp_path / "run")
     assert made.save(10) and made.save(20)
     return made
 
@@ -90,7 +90,7 @@ ALL = (0, 1, 2, 3)
 def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_path) -> None:
     """From each world and ZeRO stages to each: masters and moments as saved, and the weights in use with them."""
     values = [
-        run_gang(
+        run_worker_group(
             act,
             {"run": str(tmp_path / "run"), "zeros": zeros},
             cluster=ClusterConfig(workers=world, backend="processes"),
@@ -109,8 +109,8 @@ def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_p
     print(f"{count**2} loads bit-equal")
 
 
-def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(gang) -> None:
-    newest = committed(gang.folder)[0]
+def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
+    newest = committed(group.folder)[0]
     (newest / "rank-00001.safetensors").unlink()
     reader = Reader(newest, ["rank-00000.safetensors"])
     assert torch.equal(reader("w", "master", 3, 40), drives.known("w", "master", 3, 40) + 20)
@@ -127,21 +127,21 @@ def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:
         assert torch.equal(reader("head.bias", kind, 0, 10), drives.known("head.bias", kind, 0, 10))
 
 
-def test_a_newer_schema_is_refused_and_left_alone(gang) -> None:
-    newest = committed(gang.folder)[0]
+def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
+    newest = committed(group.folder)[0]
     reseal(newest, schema=checkpoint.SCHEMA + 1)
     with pytest.raises(CheckpointError, match=r"has schema 2, this code reads up to 1\n  update Patchline"):
-        choose(gang.folder, 2, print)
+        choose(group.folder, 2, print)
     assert newest.is_dir()
 
 
 # ------------------------------------------------------------------------ damage
 
 
-def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(gang, tmp_path) -> None:
+def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
-    shutil.copytree(gang.folder, good)
-    files = sorted(committed(gang.folder)[0].iterdir())
+    shutil.copytree(group.folder, good)
+    files = sorted(committed(group.folder)[0].iterdir())
     sizes = [file.stat().st_size for file in files]
     found = 0
     for _ in range(300):
@@ -150,11 +150,11 @@ def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(gang, tmp_pa
         bit = rng.randrange(len(blob) * 8)
         blob[bit // 8] ^= 1 << bit % 8
         file.write_bytes(blob)
-        step, said = pick(gang.folder)
+        step, said = pick(group.folder)
         assert step == 10, f"bit {bit} of {file.name} went unnoticed (FAULT_SEED={SEED})"
         assert len(said) == 1 and file.name in said[0] and "kept as bad-0000000020-000002" in said[0]
-        assert (gang.folder / "bad-0000000020-000002" / file.name).exists()
-        back(gang.folder, good)
+        assert (group.folder / "bad-0000000020-000002" / file.name).exists()
+        back(group.folder, good)
         found += 1
     print(f"{found} of 300 flipped bits found")
 
@@ -200,41 +200,41 @@ def pipe_instead(file: Path, rng: random.Random) -> str:
 DAMAGES = [truncate, empty, lengthen, remove, add, folder_instead]
 
 
-def test_every_damaged_set_of_files_is_found_and_named(gang, tmp_path) -> None:
+def test_every_damaged_set_of_files_is_found_and_named(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
-    shutil.copytree(gang.folder, good)
-    names = sorted(p.name for p in committed(gang.folder)[0].iterdir())
+    shutil.copytree(group.folder, good)
+    names = sorted(p.name for p in committed(group.folder)[0].iterdir())
     for number in range(100):
         damage = DAMAGES[number % len(DAMAGES)]
-        file = committed(gang.folder)[0] / names[number // len(DAMAGES) % len(names)]
+        file = committed(group.folder)[0] / names[number // len(DAMAGES) % len(names)]
         named = damage(file, rng)
-        step, said = pick(gang.folder)
+        step, said = pick(group.folder)
         assert step == 10 and named in said[0], f"{damage.__name__} {file.name}: {said} (FAULT_SEED={SEED})"
-        back(gang.folder, good)
+        back(group.folder, good)
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(gang) -> None:
-    pipe_instead(committed(gang.folder)[0] / "rank-00001.safetensors", random.Random(0))
-    assert pick(gang.folder)[0] == 10
+def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(group) -> None:
+    pipe_instead(committed(group.folder)[0] / "rank-00001.safetensors", random.Random(0))
+    assert pick(group.folder)[0] == 10
 
 
-def test_when_nothing_is_whole_a_person_decides(gang) -> None:
-    for step in committed(gang.folder):
+def test_when_nothing_is_whole_a_person_decides(group) -> None:
+    for step in committed(group.folder):
         (step / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
-        choose(gang.folder, 2, print)
-    assert len(list(gang.folder.glob("bad-*"))) == 2
-    assert choose(gang.folder, 3, print) is None  # the same command again: from step 0
+        choose(group.folder, 2, print)
+    assert len(list(group.folder.glob("bad-*"))) == 2
+    assert choose(group.folder, 3, print) is None  # the same command again: from step 0
 
 
-def test_failing_storage_condemns_no_checkpoint(gang, monkeypatch) -> None:
+def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(checkpoint, "_verify_file", refuse)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*Permission denied"):
-        choose(gang.folder, 2, print)
-    assert len(committed(gang.folder)) == 2
+        choose(group.folder, 2, print)
+    assert len(committed(group.folder)) == 2
 
 
 class Poison:
@@ -260,50 +260,50 @@ def pickles(poison: Poison, path: Path) -> list[bytes]:
     return [*kinds, path.read_bytes()]
 
 
-def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(gang, tmp_path) -> None:
+def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_path) -> None:
     sentinel, good = tmp_path / "executed", tmp_path / "good"
-    shutil.copytree(gang.folder, good)
+    shutil.copytree(group.folder, good)
     kinds = pickles(Poison(sentinel), tmp_path / "poison.pt")
     pickle.loads(kinds[0])
     assert sentinel.exists(), "the poison has no effect, the test would prove nothing"
     sentinel.rmdir()
     for blob in kinds:
-        for name in sorted(p.name for p in committed(gang.folder)[0].iterdir()):
+        for name in sorted(p.name for p in committed(group.folder)[0].iterdir()):
             for resealed in {False, name != "MANIFEST.json"}:
-                newest = committed(gang.folder)[0]
+                newest = committed(group.folder)[0]
                 (newest / name).write_bytes(blob)
                 if resealed:  # digests that fit: only the format itself stands between the file and us
                     reseal(newest)
-                step, said = pick(gang.folder)
+                step, said = pick(group.folder)
                 assert step == 10 and name in said[0] and not sentinel.exists()
-                back(gang.folder, good)
+                back(group.folder, good)
 
 
 # ------------------------------------------------------------------------ order and ownership
 
 
 def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
-    gang = drives.Gang(tmp_path / "run", attempt=1)
+    group = drives.WorkerGroup(tmp_path / "run", attempt=1)
     for step in (10, 20, 30):
-        gang.save(step)
-    later = drives.Gang(tmp_path / "run", attempt=2)
+        group.save(step)
+    later = drives.WorkerGroup(tmp_path / "run", attempt=2)
     assert later.save(30)  # replayed: the former attempt's copy stays, the later attempt's comes first
-    expected = [p.name for p in committed(gang.folder)]
+    expected = [p.name for p in committed(group.folder)]
     assert expected == [f"step-00000000{n}" for n in ("30-000002", "30", "20", "10")]
     for jumps in itertools.product((-1, 1), repeat=3):  # by an hour, either way, between any two saves
         hours = itertools.accumulate((0, *jumps))
         for step, then in zip(reversed(expected), (time.time() + 3600 * hour for hour in hours), strict=True):
-            os.utime(gang.folder / step, (then, then))
-            os.utime(gang.folder / step / "MANIFEST.json", (then, then))
-        assert [p.name for p in committed(gang.folder)] == expected
-        found = choose(gang.folder, 3, print)
+            os.utime(group.folder / step, (then, then))
+            os.utime(group.folder / step / "MANIFEST.json", (then, then))
+        assert [p.name for p in committed(group.folder)] == expected
+        found = choose(group.folder, 3, print)
         assert found is not None and found[1].attempt == 2
-    assert [p.name for p in prune(gang.folder, 2, 0)] == expected[2:]
+    assert [p.name for p in prune(group.folder, 2, 0)] == expected[2:]
 
 
-def test_a_folder_under_another_steps_name_is_refused(gang) -> None:
-    os.rename(gang.folder / "step-0000000010", gang.folder / "step-0000000090")
-    step, said = pick(gang.folder)
+def test_a_folder_under_another_steps_name_is_refused(group) -> None:
+    os.rename(group.folder / "step-0000000010", group.folder / "step-0000000090")
+    step, said = pick(group.folder)
     assert step == 20 and "is of step 10, the folder's name says 90" in said[0]
 
 
@@ -311,7 +311,7 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
     """20 owners freeze between writing their file and committing, while another attempt takes over."""
     run = tmp_path / "run"
     for round in range(20):
-        former = drives.Gang(run, claim_attempt(run))
+        former = drives.WorkerGroup(run, claim_attempt(run))
         former.begin(100 + round)
         claim_attempt(run)  # meanwhile somebody else starts
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
@@ -322,11 +322,11 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
         assert sorted(p.name for p in former.folder.iterdir()) == before
 
 
-def test_a_former_owner_whose_files_were_swept_commits_nothing(gang) -> None:
-    gang.begin(30)
-    assert pick(gang.folder)[0] == 20  # another start sweeps what was in flight
-    assert gang.finish() is None and "MANIFEST.json" in gang.savers[0].failure
-    assert pick(gang.folder)[0] == 20
+def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
+    group.begin(30)
+    assert pick(group.folder)[0] == 20  # another start sweeps what was in flight
+    assert group.finish() is None and "MANIFEST.json" in group.savers[0].failure
+    assert pick(group.folder)[0] == 20
 
 
 def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
@@ -360,15 +360,15 @@ def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(st
 
 
 def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
-    gang = drives.Gang(tmp_path / "run")
+    group = drives.WorkerGroup(tmp_path / "run")
     for step in range(10, 80, 10):
-        gang.save(step)
-    prune(gang.folder, 2, 40)
-    assert [checkpoint.step_of(p) for p in committed(gang.folder)] == [70, 60, 40]
-    assert not list(gang.folder.glob(".tmp-*"))
+        group.save(step)
+    prune(group.folder, 2, 40)
+    assert [checkpoint.step_of(p) for p in committed(group.folder)] == [70, 60, 40]
+    assert not list(group.folder.glob(".tmp-*"))
 
 
-def test_a_manifest_says_everything_and_only_the_truth(gang) -> None:
-    manifest = read_manifest(committed(gang.folder)[0])
+def test_a_manifest_says_everything_and_only_the_truth(group) -> None:
+    manifest = read_manifest(committed(group.folder)[0])
     assert asdict(manifest) == {**asdict(drives.manifest(20, 1, 2)), "files": manifest.files}
     assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]

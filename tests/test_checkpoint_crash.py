@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from data.errors import CheckpointError
 from pipeline.checkpoint import choose, committed, newest_attempt, verify
-from pipeline.errors import CheckpointError
 from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
 from tests.powercut import Recording, build
 

@@ -16,10 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
-import data
 import models
+from data.order import Ledger, Order
+from data.shards.index import load_index
 from jobs.__main__ import main
-from jobs.demo import step_losses
+from jobs.commands.demo import step_losses
 from pipeline import checkpoint
 from pipeline.checkpoint import committed, read_manifest
 from pipeline.telemetry import read_metrics
@@ -391,9 +392,9 @@ def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsy
     out = capsys.readouterr().out
     assert "step 13, 16 samples of 16×16" in out and f"loss {step_losses(stage(twin))[13][0]:.6f}" in out
     batch = np.load(tmp_path / "batch.npz")
-    index = data.load_index(next(twin.glob("shards-*")) / "train")
-    order = data.Order(index.shard_samples, seed=0, batch_size=16)
-    ledger = data.Ledger.start(index.digest, 0)
+    index = load_index(next(twin.glob("shards-*")) / "train")
+    order = Order(index.shard_samples, seed=0, batch_size=16)
+    ledger = Ledger.start(index.digest, 0)
     for step in range(15):
         ids = tuple(batch["ids"].T) if step == 12 else order.batch(step)
         ledger = ledger.update(step, *ids)

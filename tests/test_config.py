@@ -6,22 +6,15 @@ from pathlib import Path
 import pytest
 
 import models
-from data import AugmentConfig
-from jobs import fewshot, pack, resize
-from jobs.gang import ClusterConfig
+from data.errors import ConfigError
+from data.images.augment import AugmentConfig
+from jobs.cluster.worker_group import ClusterConfig
+from jobs.stages import fewshot, pack, resize
 from pipeline import config
-from pipeline.errors import ConfigError
+from pipeline.arithmetic import batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.optimizer import OptimConfig
 from pipeline.schedule import ScheduleConfig
-from pipeline.stage import (
-    DataConfig,
-    MixedConfig,
-    TrainConfig,
-    batch_arithmetic,
-    memory_estimate,
-    recomputed_blocks,
-    steps_of,
-)
+from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [

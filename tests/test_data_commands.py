@@ -11,7 +11,9 @@ import cv2
 import numpy as np
 import pytest
 
-import data
+from data.shards.index import load_index
+from data.shards.packing import pack
+from data.shards.sources import Sample, digits
 from jobs.__main__ import main
 from jobs.progress import Progress
 
@@ -34,11 +36,11 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """A set of 20 digits of which two are no images and one has been there already."""
-    samples = list(data.digits(train=True, image_size=16))[:20]
-    samples[3] = data.Sample(samples[3].key, b"\xff\xd8 no jpeg", samples[3].labels)
-    samples[9] = data.Sample(samples[9].key, b"\xff\xd8 no jpeg", samples[9].labels)
-    samples[15] = data.Sample(samples[15].key, samples[0].image, samples[0].labels)
-    data.pack(samples, tmp_path / "broken", name="broken", shard_samples=8)
+    samples = list(digits(train=True, image_size=16))[:20]
+    samples[3] = Sample(samples[3].key, b"\xff\xd8 no jpeg", samples[3].labels)
+    samples[9] = Sample(samples[9].key, b"\xff\xd8 no jpeg", samples[9].labels)
+    samples[15] = Sample(samples[15].key, samples[0].image, samples[0].labels)
+    pack(samples, tmp_path / "broken", name="broken", shard_samples=8)
     return tmp_path / "broken"
 
 
@@ -46,9 +48,9 @@ def test_class_folders_become_a_set_and_the_same_command_again_gives_the_same(ph
     command = ["pack", "folder", str(photos), str(tmp_path / "set"), "--shard-samples", "5", "--workers", "2"]
     assert main(command) == 0
     assert "12 samples in 3 shards, 2 classes, digest " in capsys.readouterr().out
-    first = data.load_index(tmp_path / "set")
+    first = load_index(tmp_path / "set")
     assert main(command) == 0
-    assert data.load_index(tmp_path / "set").digest == first.digest and first.class_counts == (6, 6)
+    assert load_index(tmp_path / "set").digest == first.digest and first.class_counts == (6, 6)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
     path = "-" if source == "digits" else str(tmp_path / paths[source])
     root = ["--root", str(photos)] if source == "table" else []
     assert main(["pack", source, path, str(tmp_path / "set"), *root]) == 0
-    index = data.load_index(tmp_path / "set")
+    index = load_index(tmp_path / "set")
     assert (index.samples, index.classes) == (samples, classes)
 
 
@@ -101,16 +103,16 @@ def test_what_cannot_be_packed_or_read_is_refused(photos, tmp_path, capsys, argu
 
 def test_existing_tars_are_indexed_beside_or_apart_from_them(photos, tmp_path, capsys):
     main(["pack", "folder", str(photos), str(tmp_path / "set"), "--shard-samples", "5"])
-    made = data.load_index(tmp_path / "set").digest
+    made = load_index(tmp_path / "set").digest
     (tmp_path / "set" / "set.index.json").unlink()
     capsys.readouterr()
     assert main(["index", str(tmp_path / "set")]) == 0
     assert "12 samples in 3 shards" in capsys.readouterr().out
-    assert data.load_index(tmp_path / "set").digest == made
+    assert load_index(tmp_path / "set").digest == made
     tars = sorted(str(path) for path in (tmp_path / "set").glob("*.tar"))[:2]
     apart = ["--output", str(tmp_path / "apart"), "--name", "two", "--at", "s3://bucket/set", "--workers", "2"]
     assert main(["index", *tars, *apart]) == 0
-    assert data.load_index(tmp_path / "apart" / "two.index.json").location(0) == "s3://bucket/set/set-000000.tar"
+    assert load_index(tmp_path / "apart" / "two.index.json").location(0) == "s3://bucket/set/set-000000.tar"
 
 
 def test_imagenet_s_reassessed_labels_are_packed_by_command(tmp_path, capsys):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import jpeg
-from data.augment import AugmentConfig, Draws, augment, inception_box
-from data.decode import BadImage, decode, decode_crop, read_header
-from data.preprocess import bilinear, resize_small
+from data.images import jpeg
+from data.images.augment import AugmentConfig, Draws, augment, inception_box
+from data.images.decode import BadImage, decode, decode_crop, read_header
+from data.images.preprocess import bilinear, resize_small
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")

@@ -10,7 +10,14 @@ import cv2
 import numpy as np
 import pytest
 
-from data import Order, Sample, TrainLoader, build_index, check, digits, jpeg, pack, repair, write_page
+from data.images import jpeg
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards.doctor import check, repair
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.page import write_page
+from data.shards.sources import Sample, digits
 
 GOOD = list(islice(digits(True), 60))
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jobs.cluster import ClusterConfig, run_gang
+from data.errors import ConfigError
+from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.engine import deepspeed_config
-from pipeline.errors import ConfigError
 from pipeline.optimizer import OptimConfig, build_optimizer
 from tests import ranks
 
@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, in
     folder = tmp_path_factory.mktemp("engine")
     found = {}
     for zero, precision, world in CASES:
-        found[zero, precision, world] = run_gang(
+        found[zero, precision, world] = run_worker_group(
             ranks.go_back_and_repeat,
             {"zero": zero, "precision": precision},
             cluster=ClusterConfig(workers=world, backend="processes"),
@@ -83,7 +83,7 @@ def test_the_average_goes_on_from_a_checkpoint_at_another_world_and_stage(tmp_pa
     for save, zero, world in ((True, 2, 2), (False, 3, 1)):
         task = {"zero": zero, "save": save, "folder": str(tmp_path / "checkpoints")}
         cluster = ClusterConfig(workers=world, backend="processes")
-        found = run_gang(ranks.save_or_go_on, task, cluster=cluster, name=f"{world}", directory=tmp_path)
+        found = run_worker_group(ranks.save_or_go_on, task, cluster=cluster, name=f"{world}", directory=tmp_path)
         assert found["restored"] is not save
         averages.append(found["average"])
     for name, expected in in_one_process()[1].items():

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import data
-from data.sources import labelled_images
+from data.errors import DataError
+from data.evaluation import EvaluationSet
+from data.shards.index import load_index
+from data.shards.packing import pack
+from data.shards.sources import Sample, imagenet_real, labelled_images
 from pipeline.evaluate import accuracy
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
@@ -50,14 +53,14 @@ def files(golden, tmp_path_factory) -> Path:
     return folder
 
 
-def judge(samples: Iterator[data.Sample], folder: Path, max_labels: int) -> tuple[float, int]:
-    data.pack(samples, folder, name="val", classes=CLASSES, shard_samples=128)
-    loaded = data.EvaluationSet(data.load_index(folder), "central_crop(4)", batch_size=32, max_labels=max_labels)
+def judge(samples: Iterator[Sample], folder: Path, max_labels: int) -> tuple[float, int]:
+    pack(samples, folder, name="val", classes=CLASSES, shard_samples=128)
+    loaded = EvaluationSet(load_index(folder), "central_crop(4)", batch_size=32, max_labels=max_labels)
     return accuracy(Written(), loaded, torch.float32, torch.device("cpu"))
 
 
 def test_real_accuracy_from_the_distributed_files_is_the_originals(golden, files, tmp_path):
-    found, judged = judge(data.imagenet_real(files / "val.tar", files / "real.json"), tmp_path, max_labels=9)
+    found, judged = judge(imagenet_real(files / "val.tar", files / "real.json"), tmp_path, max_labels=9)
     assert judged == golden["n_evaluated"] < golden["n_total"]  # images with an empty list are skipped
     assert found == pytest.approx(golden["n_correct"] / judged) == pytest.approx(golden["real_accuracy"])
 
@@ -70,5 +73,5 @@ def test_top_1_accuracy_on_the_original_labels_is_the_originals(golden, files, t
 
 def test_as_many_label_lists_as_images_are_asked_for(files, tmp_path):
     (tmp_path / "short.json").write_text("[[1], [2]]")
-    with pytest.raises(data.DataError, match=r"300 images, .*short\.json: 2 labels"):
-        next(data.imagenet_real(files / "val.tar", tmp_path / "short.json"))
+    with pytest.raises(DataError, match=r"300 images, .*short\.json: 2 labels"):
+        next(imagenet_real(files / "val.tar", tmp_path / "short.json"))

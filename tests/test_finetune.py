@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import models
-from models import weights_map, weights_npz
+from models.weights import layout as weights_map
+from models.weights import npz as weights_npz
 from pipeline.losses import LOSSES, dense_targets
 from pipeline.optimizer import OptimConfig, build_optimizer
 from pipeline.schedule import ScheduleConfig, learning_rate

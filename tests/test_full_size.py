@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import models
-from jobs.cluster import ClusterConfig, run_gang
+from jobs.cluster.backends import ClusterConfig, run_worker_group
 from tests import ranks
 
 
@@ -22,7 +22,7 @@ def test_vit_h14_has_the_papers_632_million_parameters_and_its_training_the_pape
 def test_vit_h14_takes_an_optimizer_step_under_zero(tmp_path):
     if psutil.virtual_memory().available < 18 * 2**30:
         pytest.skip("needs 18 GiB of free memory")
-    outcome = run_gang(
+    outcome = run_worker_group(
         ranks.one_step_of_h14,
         {"zero": 2},
         cluster=ClusterConfig(workers=1, backend="processes"),

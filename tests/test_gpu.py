@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from data import AugmentConfig, DataError, Order, Sample, TrainLoader, pack
-from data.gpu import torchcodec
-from pipeline.errors import ConfigError
-from pipeline.stage import DataConfig
+from data.errors import ConfigError, DataError
+from data.images.augment import AugmentConfig
+from data.images.gpu import torchcodec
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards.packing import pack
+from data.shards.sources import Sample
+from pipeline.training_config import DataConfig
 
 
 def picture(number: int, side: int, extension: str = ".jpg") -> bytes:

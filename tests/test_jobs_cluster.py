@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.cluster import ClusterConfig, ClusterError, GangError, connect, disconnect, run_gang
-from jobs.gang import verdict
-from tests import gangs
+from data.errors import ClusterError
+from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
+from jobs.cluster.worker_group import verdict
+from tests import worker_functions
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["processes", "ray"]
@@ -34,7 +35,7 @@ FAILURES = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[dict[str, ClusterConfig]]:
-    """A gang of two for each backend; one Ray for the whole module."""
+    """A worker group of two for each backend; one Ray for the whole module."""
     yield {backend: ClusterConfig(workers=2, backend=backend) for backend in BACKENDS}
     disconnect()
 
@@ -70,8 +71,8 @@ def shared_memory(family: list[psutil.Process]) -> set[Path]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_workers_find_their_seats_and_each_other(backend, two, tmp_path) -> None:
     ticks = []
-    value = run_gang(
-        gangs.add_ranks,
+    value = run_worker_group(
+        worker_functions.add_ranks,
         {"x": 3},
         cluster=two[backend],
         name=f"sum-{backend}",
@@ -79,17 +80,17 @@ def test_workers_find_their_seats_and_each_other(backend, two, tmp_path) -> None
         on_tick=lambda: ticks.append(time.monotonic()),
     )
     assert value["sum"] == 1.0 and value["given"] == 3
-    assert [value[name] for name in gangs.NAMES[:5]] == ["0", "2", "0", "2", "0"]
+    assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
     assert value["threads"] == 1 and value["cwd"] == os.getcwd()
-    assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded gang leaves this machine
+    assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
 
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
 def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exit_code, two, tmp_path) -> None:
     config, name = {"rank": 1, "act": act}, f"{act}-{backend}"
-    with pytest.raises(GangError) as caught:
-        run_gang(gangs.wait_for_peers, config, cluster=two[backend], name=name, directory=tmp_path)
+    with pytest.raises(WorkerGroupError) as caught:
+        run_worker_group(worker_functions.wait_for_peers, config, cluster=two[backend], name=name, directory=tmp_path)
     error = caught.value
     assert (error.rank, error.exit_code, error.cause) == (1, exit_code, cause)
     assert str(error) == f"worker 1 on {os.uname().nodename}: {cause}"
@@ -98,14 +99,16 @@ def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exi
 
 
 def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
-    with pytest.raises(GangError, match="not JSON serializable"):
-        run_gang(gangs.return_a_path, {}, cluster=two["processes"], name="path", directory=tmp_path)
+    with pytest.raises(WorkerGroupError, match="not JSON serializable"):
+        run_worker_group(worker_functions.return_a_path, {}, cluster=two["processes"], name="path", directory=tmp_path)
 
 
 def test_a_name_is_used_once(two, tmp_path) -> None:
     (tmp_path / "twice").mkdir()
     with pytest.raises(FileExistsError):
-        run_gang(gangs.add_ranks, {"x": 0}, cluster=two["processes"], name="twice", directory=tmp_path)
+        run_worker_group(
+            worker_functions.add_ranks, {"x": 0}, cluster=two["processes"], name="twice", directory=tmp_path
+        )
 
 
 def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
@@ -128,10 +131,11 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     from ray.exceptions import OutOfMemoryError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from jobs import gang, ray_cluster
+    from jobs.cluster import ray_backend as ray_cluster
+    from jobs.cluster import worker_group as group
 
     here = os.uname().nodename
-    monkeypatch.setattr(gang, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(group, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
     monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: [{"NodeManagerHostname": here, "NodeID": "n", "Alive": True}])
     record, error = {"node": here, "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
@@ -139,7 +143,7 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     assert ray_cluster._death(error, record) == "its process died (killed, or crashed)"
     assert ray_cluster._death(evicted, record) == "killed by Ray's out-of-memory killer"
     whole = ray_cluster._verdict(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
-    assert str(whole) == "the gang: killed by Ray's out-of-memory killer: 8 worker(s) were killed"
+    assert str(whole) == "the worker group: killed by Ray's out-of-memory killer: 8 worker(s) were killed"
     assert "out-of-memory killer has struck since" in ray_cluster._death(error, record | {"oom_kills": 3})
     assert ray_cluster._death(error, record | {"node": "elsewhere"}) == "its node left the cluster"
 
@@ -151,7 +155,7 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
 def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(ClusterError, match=r"(\d+ of 64 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers"):
-        run_gang(gangs.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
+        run_worker_group(worker_functions.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
 
 
 def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_gang(two) -> None:
@@ -164,7 +168,7 @@ def test_a_wait_says_what_for_and_ends(two) -> None:
     import ray
 
     info = connect(two["ray"])
-    holder = ray.remote(num_cpus=info.cpus)(gangs.Holder).remote()
+    holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
     ray.get(holder.ready.remote())
     said: list[str] = []
     with pytest.raises(ClusterError, match=r"0 of 2 CPUs free for 2 workers of 1 CPUs[\s\S]*waited 4 s\ntype"):
@@ -198,8 +202,8 @@ def test_what_on_tick_raises_ends_the_gang_and_an_embedded_cluster(backend, two,
 
     config = {"rank": 1, "act": "hang"}
     with pytest.raises(TimeoutError):
-        run_gang(
-            gangs.wait_for_peers,
+        run_worker_group(
+            worker_functions.wait_for_peers,
             config,
             cluster=two[backend],
             name="hang",
@@ -214,14 +218,14 @@ def test_what_on_tick_raises_ends_the_gang_and_an_embedded_cluster(backend, two,
 DRIVER = """
     import sys
     from pathlib import Path
-    from jobs.cluster import ClusterConfig, run_gang
-    from tests import gangs
+    from jobs.cluster.backends import ClusterConfig, run_worker_group
+    from tests import worker_functions
 
     if __name__ == "__main__":
         backend, folder = sys.argv[1], Path(sys.argv[2])
         cluster = ClusterConfig(workers=2, backend=backend)
         config = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
-        run_gang(gangs.sleep_until_told, config, cluster=cluster, name="a", directory=folder)
+        run_worker_group(worker_functions.sleep_until_told, config, cluster=cluster, name="a", directory=folder)
 """
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs import submission
-from jobs.access import ROOT, explain
-from jobs.cluster import ClusterConfig, ClusterError, connect, disconnect
-from pipeline.errors import RunOwned, UsageError
+from data.errors import ClusterError, RunOwned, UsageError
+from jobs.cluster import submission
+from jobs.cluster.backends import ClusterConfig, connect, disconnect
+from jobs.cluster.ray_access import ROOT, explain
 
 TRAIN = """
 import signal, sys, time
@@ -130,7 +130,7 @@ def test_the_equivalent_command_says_the_same() -> None:
     assert options["--submission-id"] == "x-001" and json.loads(options["--metadata-json"]) == {"run": "x"}
 
 
-@pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "gang"])
+@pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])
 def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
     disconnect()
     with socket.socket() as server:

@@ -19,19 +19,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import (
-    AugmentConfig,
-    DataError,
-    EvaluationSet,
-    Index,
-    Order,
-    Sample,
-    Shard,
-    TrainLoader,
-    digits,
-    images_per_cpu_s,
-    pack,
-)
+from data.decoder import images_per_cpu_s
+from data.errors import DataError
+from data.evaluation import EvaluationSet
+from data.images.augment import AugmentConfig
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards.index import Index, Shard
+from data.shards.packing import pack
+from data.shards.sources import Sample, digits
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +223,7 @@ def children() -> set[int]:
 
 def runs(pid: str) -> bool:
     try:
-        return b"data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -7,12 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data
+from data.errors import DataError
+from data.evaluation import EvaluationSet
+from data.images.augment import AugmentConfig
+from data.loader import TrainLoader
+from data.order import Ledger, Mixture
+from data.shards.index import join, load_index, without
 from jobs import campaign
 from jobs.__main__ import main
-from jobs.replay import order_of, rebuild
+from jobs.commands.replay import order_of, rebuild
 from pipeline import checkpoint, config
-from pipeline.stage import TrainConfig
+from pipeline.training_config import TrainConfig
 
 RECIPE = """
 run: {run}
@@ -53,12 +58,12 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     last = checkpoint.committed(folder / "checkpoints")[0]
     whole = checkpoint.verify(last)
 
-    sets = [data.load_index(shards / name) for name in ("high", "low")]  # by name
-    index = data.join(sets, [0.3, 0.7])
-    mixture = data.Mixture(
+    sets = [load_index(shards / name) for name in ("high", "low")]  # by name
+    index = join(sets, [0.3, 0.7])
+    mixture = Mixture(
         index.shard_samples, groups=[len(one.shards) for one in sets], weights=[0.3, 0.7], seed=0, batch_size=16
     )
-    ledger, seen = data.Ledger.start(index.digest, 0), []
+    ledger, seen = Ledger.start(index.digest, 0), []
     for step in range(24):
         ids = mixture.batch(step)
         ledger = ledger.update(step, *ids)
@@ -91,7 +96,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed)]) == 0
     loaded = campaign.load(mixed, [])
     folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
-    number = len(data.load_index(shards / "high").shards) + 3
+    number = len(load_index(shards / "high").shards) + 3
     early, late = ids(4), ids(20)
     assert (late[:, 1] == number).any()
     shutil.rmtree(checkpoint.committed(folder / "checkpoints")[0])
@@ -117,10 +122,10 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
 
 def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shards, tmp_path):
     shutil.copytree(shards / "train", tmp_path / "other" / "train")
-    sets = [data.load_index(shards / "train"), data.load_index(tmp_path / "other" / "train")]
-    with pytest.raises(data.DataError, match=r"2 shards are called train-000000\.tar, expected one"):
-        data.without(sets, ["train-000000.tar"])
-    first, second = data.without(sets, ["other/train/train-000000.tar"])
+    sets = [load_index(shards / "train"), load_index(tmp_path / "other" / "train")]
+    with pytest.raises(DataError, match=r"2 shards are called train-000000\.tar, expected one"):
+        without(sets, ["train-000000.tar"])
+    first, second = without(sets, ["other/train/train-000000.tar"])
     assert first == sets[0] and second.shards[0].samples == 0 and second.digest != sets[1].digest
 
 
@@ -147,14 +152,14 @@ def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(rec
 
 
 def test_joined_sets_are_read_each_from_its_own_tables(shards):
-    sets = [data.load_index(shards / name) for name in ("train", "test")]
-    joined = data.join(sets, [1, 1])
-    order = data.Mixture(
+    sets = [load_index(shards / name) for name in ("train", "test")]
+    joined = join(sets, [1, 1])
+    order = Mixture(
         joined.shard_samples, groups=[len(one.shards) for one in sets], weights=[1, 1], seed=0, batch_size=8
     )
-    options = {"image_size": 16, "augment": data.AugmentConfig(crop="none", flip=False), "micro_batch": 8}
-    batch = next(iter(data.TrainLoader(joined, order, slots=range(8), **options)))
-    expected = [data.EvaluationSet(one, "resize(16)", batch_size=one.samples) for one in sets]
+    options = {"image_size": 16, "augment": AugmentConfig(crop="none", flip=False), "micro_batch": 8}
+    batch = next(iter(TrainLoader(joined, order, slots=range(8), **options)))
+    expected = [EvaluationSet(one, "resize(16)", batch_size=one.samples) for one in sets]
     images = [next(iter(one)).images for one in expected]
     starts = np.cumsum([0, *joined.shard_samples])
     for image, (_, shard, sample) in zip(batch.images, batch.ids.tolist(), strict=True):

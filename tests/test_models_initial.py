@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import models
-from models import weights_map, weights_npz
+from models.weights import layout as weights_map
+from models.weights import npz as weights_npz
 
 STATS = Path(__file__).parents[1].parent / "shared/golden/init_stats.json"
 CASES = {

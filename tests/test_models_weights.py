@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
-from models import weights, weights_timm
 from models.vit import ACTIVATIONS
+from models.weights import files as weights
+from models.weights import timm as weights_timm
 
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
+from data.errors import ConfigError
 from pipeline.losses import LOSSES, dense_targets, hits, mixup
 from pipeline.optimizer import OptimConfig, build_optimizer
 from pipeline.schedule import ScheduleConfig, learning_rate

@@ -16,14 +16,14 @@ import pytest
 import webdataset
 from pyarrow import parquet
 
-from data import jpeg
-from data.decode import decode
 from data.errors import DataError
-from data.index import load_index
-from data.indexing import build_index
-from data.packing import pack
-from data.reader import Reader, check_sizes
-from data.sources import (
+from data.images import jpeg
+from data.images.decode import decode
+from data.shards.index import load_index
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.reader import Reader, check_sizes
+from data.shards.sources import (
     Sample,
     cifar,
     class_folders,

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.augment import AugmentConfig, Draws, inception_box
-from data.preprocess import preprocess
+from data.images.augment import AugmentConfig, Draws, inception_box
+from data.images.preprocess import preprocess
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")

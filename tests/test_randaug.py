@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import data
-from data.draws import Draws
-from data.randaug import OPERATIONS, randaug
+from data.images.augment import AugmentConfig
+from data.images.draws import Draws
+from data.images.randaug import OPERATIONS, randaug
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards.index import load_index
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 SIDE = 96
@@ -170,13 +173,13 @@ def test_the_same_draws_give_the_same_pixels_and_leave_the_image_alone(photo):
 
 
 def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
-    index = data.load_index(shards / "train")
-    order = data.Order(index.shard_samples, seed=1, batch_size=32)
+    index = load_index(shards / "train")
+    order = Order(index.shard_samples, seed=1, batch_size=32)
 
     def batch(processes: int, micro_batch: int, **augment):
-        loader = data.TrainLoader(
+        loader = TrainLoader(
             index, order, image_size=16, slots=range(32), micro_batch=micro_batch, seed=1, processes=processes,
-            augment=data.AugmentConfig(**augment),
+            augment=AugmentConfig(**augment),
         )  # fmt: skip
         batches = iter(loader)
         found = np.concatenate([next(batches).images.numpy().copy() for _ in range(32 // micro_batch)])
@@ -191,4 +194,4 @@ def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
 @pytest.mark.parametrize("given", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
 def test_what_is_out_of_range_is_refused(given):
     with pytest.raises(ValueError, match="randaug_layers"):
-        data.AugmentConfig(**given)
+        AugmentConfig(**given)

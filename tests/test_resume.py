@@ -13,8 +13,8 @@ import pytest
 
 from jobs import campaign
 from jobs.__main__ import main
-from jobs.demo import step_losses
-from jobs.gang import records
+from jobs.cluster.worker_group import records
+from jobs.commands.demo import step_losses
 from jobs.ownership import owned
 from jobs.session import run_campaign
 from pipeline import checkpoint
@@ -115,5 +115,8 @@ def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
         assert "worker 1 on" in out and "(killed, or crashed); restarting from step 60" in out
-        assert out.count("the gang: Train's controller died (killed, or crashed); restarting from step") == controllers
+        assert (
+            out.count("the worker group: Train's controller died (killed, or crashed); restarting from step")
+            == controllers
+        )
         assert_same(folder, uninterrupted)

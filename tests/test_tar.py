@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.tar import members, parse_labels, walk
+from data.shards.tar import members, parse_labels, walk
 
 
 def tar_of(members: list[tuple[str, bytes]], format=tarfile.PAX_FORMAT, **fields) -> bytes:

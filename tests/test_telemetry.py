@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from data.errors import UsageError, exit_code
+from jobs.cluster.worker_group import WorkerGroupError
+from jobs.commands.status import status
 from jobs.follow import Follower, waiting_for
-from jobs.gang import GangError
-from jobs.session import table
-from jobs.status import status, write_status
-from pipeline.errors import UsageError, exit_code
+from jobs.session import table, write_status
 from pipeline.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
@@ -99,5 +99,5 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path):
 
 
 def test_no_error_ends_a_command_with_success():
-    assert exit_code(GangError(0, "node", "killed by SIGKILL")) == 70, "a crash wants no code of its own"
-    assert [exit_code(e) for e in (GangError(0, "n", "", exit_code=65), OSError(), ValueError())] == [65, 74, 70]
+    assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash wants no code of its own"
+    assert [exit_code(e) for e in (WorkerGroupError(0, "n", "", exit_code=65), OSError(), ValueError())] == [65, 74, 70]

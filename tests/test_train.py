@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import data
 import models
+from data.errors import ConfigError
+from data.evaluation import EvaluationSet
+from data.shards.index import load_index
 from jobs import campaign
 from jobs.session import run_campaign
 from pipeline import checkpoint
-from pipeline.errors import ConfigError
 from pipeline.evaluate import accuracy
 from pipeline.telemetry import read_metrics
 
@@ -33,7 +34,7 @@ def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe,
     assert all(torch.equal(weights[name], average[name]) for name in shapes)
     assert not torch.equal(average["head.weight"], master["head.weight"])
 
-    test = data.EvaluationSet(data.load_index(shards / "test"), "resize(16)", batch_size=64)
+    test = EvaluationSet(load_index(shards / "test"), "resize(16)", batch_size=64)
     right, _ = accuracy(models.load(folder), test, torch.float32, torch.device("cpu"))
     assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(right)
     log = (folder / "log.txt").read_text()

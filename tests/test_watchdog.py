@@ -18,12 +18,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def gang(tmp_path) -> list[Phases]:
+def group(tmp_path) -> list[Phases]:
     return [Phases(tmp_path, rank, 3600) for rank in range(3)]
 
 
 @pytest.fixture
-def watch(tmp_path, clock, gang) -> Watch:
+def watch(tmp_path, clock, group) -> Watch:
     return Watch(tmp_path, 3, stall_s=10, clock=clock)
 
 
@@ -31,10 +31,10 @@ def awake(rank: int) -> bool:
     return False
 
 
-def put(gang: list[Phases], *phases: str) -> None:
+def put(group: list[Phases], *phases: str) -> None:
     """All workers go through a whole step, then as far as the given phases."""
     order = ["data", "forward", "backward", "reduce"]
-    for worker, phase in zip(gang, phases, strict=True):
+    for worker, phase in zip(group, phases, strict=True):
         for passed in [*order, *order[: order.index(phase)]]:
             worker.enter(passed, 6)
         worker.enter(phase, 7, "train-000003.tar" if phase == "data" else "")
@@ -69,8 +69,8 @@ def put(gang: list[Phases], *phases: str) -> None:
         (("data", "data", "reduce"), None, 0, "data of step 8, shard train-000003.tar", "stalled reader"),
     ],
 )
-def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gang, watch, clock) -> None:
-    put(gang, *phases)
+def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, group, watch, clock) -> None:
+    put(group, *phases)
     assert watch.look(awake) is None
     clock.now = 9
     assert watch.look(awake) is None, "judged before the time-out"
@@ -80,44 +80,44 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, ga
     assert watch.place(rank) == place
 
 
-def test_nobody_is_judged_while_anybody_moves(gang, watch, clock) -> None:
-    put(gang, "reduce", "data", "reduce")
+def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
+    put(group, "reduce", "data", "reduce")
     for clock.now in range(0, 60, 6):
-        gang[1].enter("data", 7)
+        group[1].enter("data", 7)
         assert watch.look(awake) is None
 
 
-def test_there_is_no_phase_without_a_judge(tmp_path, gang, watch, clock) -> None:
+def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> None:
     """A worker that never starts, one stuck at the start, a lead that works alone, a stuck evaluation."""
     late = Watch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
-    for worker in gang[:2]:
+    for worker in group[:2]:
         worker.enter("join", 0)
     assert watch.look(awake) is late.look(awake) is None
     clock.now = 11
     assert watch.look(awake) == Verdict(2, "does not start, 11s without a sign of life")
     assert late.look(awake) is None, "importing takes its time"
     clock.now = 12
-    with gang[0].led("restore", 0, True):  # the lead restores, the others wait for it
-        for worker in gang[1:]:
-            for phase in ("restore", "wait") if worker is gang[1] else ("join", "restore", "wait"):
+    with group[0].led("restore", 0, True):  # the lead restores, the others wait for it
+        for worker in group[1:]:
+            for phase in ("restore", "wait") if worker is group[1] else ("join", "restore", "wait"):
                 worker.enter(phase, 0)
         assert watch.look(awake) is None
         clock.now = 23
         assert watch.look(awake) == Verdict(0, "stuck for 11s, the others wait for it")
         assert watch.place(0) == "restore"
-    gang[2].enter("evaluate", 40, "test-000001.tar")
+    group[2].enter("evaluate", 40, "test-000001.tar")
     assert watch.look(awake) is None and watch.place(2) == "evaluate after step 40, shard test-000001.tar"
 
 
-def test_a_slow_worker_is_named_and_an_even_gang_is_not(gang, watch, clock) -> None:
+def test_a_slow_worker_is_named_and_an_even_gang_is_not(group, watch, clock) -> None:
     for _ in range(SLOW_LOOKS):
-        put(gang, "reduce", "reduce", "reduce")
+        put(group, "reduce", "reduce", "reduce")
         watch.look(awake)
     assert watch.slow() is None
     for _ in range(SLOW_LOOKS):
-        put(gang, "reduce", "reduce", "forward")
+        put(group, "reduce", "reduce", "forward")
         watch.look(awake)
-        gang[2].enter("backward", 7), gang[2].enter("reduce", 7)
+        group[2].enter("backward", 7), group[2].enter("reduce", 7)
     found = watch.slow()
     assert found is not None and found[0] == 2 and found[1] > 0.9
     assert watch.slow() is None, "said again without new looks"

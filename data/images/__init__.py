@@ -1,0 +1,1 @@
+"""Image bytes to pixels: decoding, training augmentation, exact evaluation preprocessing."""

@@ -1,0 +1,1 @@
+"""Tar shards: found, indexed, fetched, read, packed and examined."""

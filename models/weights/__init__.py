@@ -1,0 +1,1 @@
+"""Weights in and out of files, ours and those of other projects."""
