@@ -90,12 +90,12 @@ def full_disk() -> None:
     def refuse(path: Path, blob: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+    checkpoint.write_durably = refuse  # type: ignore[attr-defined]
 
 
 def full_disk_for_a_while() -> None:
     """Steps 10 and 15 cannot be saved by worker 1, step 20 not by the lead's manifest."""
-    original = checkpoint.write_file
+    original = checkpoint.write_durably
 
     def refuse(path: Path, blob: bytes) -> None:
         step, rank = int(path.parent.name.split("-")[1]), os.environ["RANK"]
@@ -103,12 +103,12 @@ def full_disk_for_a_while() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, blob)
 
-    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+    checkpoint.write_durably = refuse  # type: ignore[attr-defined]
 
 
 def full_disk_at_the_end(step: int, times: int) -> None:
     """The lead cannot write its file of this step so many times."""
-    original, left = checkpoint.write_file, [times]
+    original, left = checkpoint.write_durably, [times]
 
     def refuse(path: Path, blob: bytes) -> None:
         if int(path.parent.name.split("-")[1]) == step and path.stem == "rank-00000" and left[0]:
@@ -116,7 +116,7 @@ def full_disk_at_the_end(step: int, times: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, blob)
 
-    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+    checkpoint.write_durably = refuse  # type: ignore[attr-defined]
 
 
 def fates(seed: int) -> dict[str, tuple[str, str]]:
@@ -128,7 +128,7 @@ def fates(seed: int) -> dict[str, tuple[str, str]]:
 
 def suffering_in_saves(seed: int) -> None:
     """The rank that writes the file is slow, or is killed, once: before, amid or after the write."""
-    original, all_fates = checkpoint.write_file, fates(seed)
+    original, all_fates = checkpoint.write_durably, fates(seed)
 
     def suffer(path: Path, blob: bytes) -> None:
         step = path.parent.name.split("-")[1]
@@ -146,7 +146,7 @@ def suffering_in_saves(seed: int) -> None:
         if how != "slow":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.write_file = suffer  # type: ignore[attr-defined]
+    checkpoint.write_durably = suffer  # type: ignore[attr-defined]
 
 
 def slowly(clock_s: int = 0) -> None:
