@@ -55,7 +55,8 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
 
 def pack_command(options: argparse.Namespace) -> None:
     """Pack a source into shards; the same command again goes on after a kill."""
-    from jobs.stages.pack import SetConfig, expected, samples_of
+    from jobs.stages.pack import SetConfig, samples_of
+    from jobs.stages.pack import expected_samples as expected
     from pipeline import config
 
     given = {"source": options.source, "path": None if options.path == "-" else options.path, "split": options.split}
