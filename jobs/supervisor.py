@@ -30,20 +30,14 @@ from typing import Any, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.backends import worker_group_runner
-from jobs.cluster.worker_group import (
-    Task,
-    WorkerFunction,
-    WorkerGroupError,
-    is_stopped_by_signal,
-    node_of,
-    records,
-    worker_failure,
-)
+from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
+from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from pipeline import checkpoint
 from pipeline.watchdog import Watch
 
+# What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
 LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
 STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
@@ -82,6 +76,8 @@ def supervise(
         task = make_task(attempt)
         folder = attempt_folder(context.directory, attempt)
         folder.mkdir(parents=True)
+
+        # The watchdog has its own clock of this attempt, so it starts anew with each.
         watch = Watch(folder, context.cluster.workers, stall_s, context.cluster.start_timeout_s)
         look = partial(look_at_attempt, context, watch, attempt, ask_to_stop)
         try:
@@ -92,6 +88,7 @@ def supervise(
         finally:
             context.tick(folder, attempt)  # shows the last lines of the log
 
+        # What only the driver knows: what the worker was doing, and what a user can lower.
         failure.place = watch.place(failure.rank)
         if any(word in failure.cause for word in OUT_OF_MEMORY):
             failure.cause += LESS_MEMORY
@@ -104,6 +101,7 @@ def supervise(
         if failure.exit_code is not None:
             raise StageFailed(f"{context.name}: {message}", failure.exit_code)
 
+        # A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
         if last_step(context.directory) > step_before:
             attempts_without_progress = 0
         else:
@@ -126,7 +124,9 @@ def attempt_folder(directory: Path, attempt: int) -> Path:
 def last_step(directory: Path) -> int:
     """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
     newest_first = checkpoint.committed(directory / "checkpoints")
-    return checkpoint.step_of(newest_first[0]) if newest_first else -1
+    if not newest_first:
+        return -1
+    return checkpoint.step_of(newest_first[0])
 
 
 # ------------------------------------------------------------------------ while an attempt runs
@@ -138,6 +138,7 @@ def look_at_attempt(context: Context, watch: Watch, attempt: int, ask_to_stop: C
     Raises WorkerGroupError where a worker is stuck, and whatever `ask_to_stop` raises.
     """
     end_if_stuck(context, watch)
+    # Again with every look: the attempt may have begun after the signal.
     if context.stopping():
         ask_to_stop(watch.folder)
     context.tick(watch.folder, attempt)
@@ -147,8 +148,9 @@ def end_if_stuck(context: Context, watch: Watch) -> None:
     """Raise WorkerGroupError where one worker has held up all others too long; say which worker is slow."""
     written = records(watch.folder, watch.world)
     ended = [rank for rank, record in written.items() if "ended" in record]
+    # Whoever has ended enters no phase any more: now the cluster is clearing up, which is nobody's fault.
     if len(ended) == watch.world:
-        return  # the cluster is clearing up
+        return
 
     def is_frozen(rank: int) -> bool:
         return is_stopped_by_signal(written.get(rank))
@@ -156,6 +158,7 @@ def end_if_stuck(context: Context, watch: Watch) -> None:
     stuck = watch.look(is_frozen)
     if stuck is not None:
         raise worker_failure(watch.folder, stuck.rank, written, stuck.cause)
+    # Slow is not stuck: the run goes on, at the pace of its slowest worker, and somebody should know which it is.
     slow = watch.slow()
     if slow is not None:
         rank, share = slow
@@ -178,7 +181,9 @@ def write_incident(context: Context, failure: WorkerGroupError) -> None:
 
 def no_progress(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> StageFailed:
     """Return the error of a stage whose restarts bring no new checkpoint."""
-    exit_code = ExitCode.IO if is_os_error(failure.kind) else ExitCode.INTERNAL
+    exit_code = ExitCode.INTERNAL
+    if is_os_error(failure.kind):
+        exit_code = ExitCode.IO
     last = restart_point(context)
     return StageFailed(
         f"{context.name}: {failure}\n"
@@ -196,11 +201,14 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     start = restart_point(context)
     if context.stopping():
         raise Preempted(f"{failure}; stopped at {start}; run the same command again to go on")
+    # What has just made a checkpoint starts at once; what makes none is perhaps waiting for a disk or a node.
     wait_s = 0.0
     if attempts_without_progress:
         wait_s = context.cluster.backoff_s * 2 ** (attempts_without_progress - 1)
     remark = f" in {wait_s:.0f}s" if wait_s else ""
     context.say(f"{failure}; restarting from {start}{remark}")
+
+    # In small pieces, so that a signal does not have to wait for the end of the wait.
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if context.stopping():

@@ -16,7 +16,7 @@ import pytest
 
 from data.errors import ClusterError
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
-from jobs.cluster.worker_group import group_failure
+from jobs.cluster.failures import group_failure
 from tests import worker_functions
 
 ROOT = Path(__file__).parents[1]

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from data.errors import ClusterError
+from jobs.cluster.failures import describe_exit_code, group_failure
 from jobs.cluster.worker_group import (
     LOOPBACK,
     PEER_GRACE_S,
@@ -30,10 +31,9 @@ from jobs.cluster.worker_group import (
     RankInfo,
     Task,
     WorkerFunction,
-    describe_exit_code,
-    group_failure,
     oom_kills,
     rank_zero_value,
+    worker_file,
     worker_records,
 )
 
@@ -55,11 +55,13 @@ def run_worker_group(
             worker.start()
         while _is_whole(workers):
             oom_counts.append(oom_kills())
+            # The end of any worker ends the wait; otherwise it is the pause between two looks.
             alive = [worker.sentinel for worker in workers if worker.is_alive()]
             wait(alive, timeout=TICK_S)
             on_tick()
         exit_codes = [worker.exitcode for worker in workers]  # None: still working when a peer failed
     finally:
+        # A worker that is still alive waits for a dead peer for ever, and its loaders wait for it.
         _kill(workers)
 
     oom_killer_struck = oom_kills() > oom_counts[0]
@@ -107,13 +109,14 @@ def _process_context(cluster: ClusterConfig) -> BaseContext:
 
 def _worker(function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], info: RankInfo) -> None:
     """Be one worker: lead a process group, die with the driver, write to the worker's own log, run the function."""
-    os.setsid()
+    os.setsid()  # loaders that this worker starts belong to its process group, and are killed with it
     os.environ.clear()
     os.environ.update(environment)
     # Who stops a job signals its whole tree; the driver tells the worker group when to stop, and kills it if it must.
     signal.signal(signal.SIGTERM, _do_nothing)
     threading.Thread(target=_die_with_driver, daemon=True).start()
-    log = os.open(folder / f"rank-{info.rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.
+    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     with worker_records(folder, info) as result:

@@ -122,6 +122,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     _put_first("PATH", Path(sys.executable).parent)
     ensure_token()
     directory = _short_directory()
+    # Before the cluster, so that nothing of it is left behind wherever this process is killed.
     _reapers.append(reaper.start(directory))
     # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
     ray._private.worker.print_to_stdstream = _print_nothing
@@ -185,12 +186,14 @@ def _join(address: str) -> None:
             f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
             f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
         )
+    # "auto" is the cluster of this machine, whose address Ray finds itself.
     if address != "auto":
         require_reachable(address)
     use_token_if_any()
     runtime_env = None
+    # The workers on other nodes need this checkout; a submitted job has shipped it already.
     is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if not is_submitted_job:  # a submitted job has shipped the checkout already
+    if not is_submitted_job:
         runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
     try:
         ray.init(
@@ -206,10 +209,13 @@ def _join(address: str) -> None:
 
 def _cluster_info() -> ClusterInfo:
     resources = ray.cluster_resources()
-    url = ray._private.worker.get_dashboard_url()
+    host_and_port = ray._private.worker.get_dashboard_url()
+    dashboard = ""
+    if host_and_port:
+        dashboard = f"http://{host_and_port}"
     return ClusterInfo(
         address=ray.get_runtime_context().gcs_address,
-        dashboard=f"http://{url}" if url else "",
+        dashboard=dashboard,
         nodes=sum(node["Alive"] for node in ray.nodes()),
         cpus=resources.get("CPU", 0),
         gpus=resources.get("GPU", 0),
@@ -230,6 +236,7 @@ def _wait_for_resources(
         missing = _missing(wanted, ray.available_resources())
         if not missing:
             return
+        # An embedded cluster has what this machine has; another one may grow, or its users may go.
         will_never_do = embedded and _missing(wanted, ray.cluster_resources()) != ""
         if will_never_do or time.monotonic() > deadline:
             reason = f"waited {cluster.start_timeout_s:.0f} s"
@@ -241,6 +248,7 @@ def _wait_for_resources(
                 f"{reason}\n"
                 f"type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
             )
+        # Who waits must be told for what, or a queue looks like a hang.
         if time.monotonic() > next_word:
             say(f"waiting for the cluster: {missing} free")
             next_word = time.monotonic() + NEXT_WORD_S
@@ -287,6 +295,7 @@ def _make_token_file(path: Path) -> None:
         path.chmod(0o600)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Created unreadable for others, not made so afterwards: there is no moment in which it is open to all.
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     path.write_text(secrets.token_hex(32))
 
@@ -312,7 +321,10 @@ def _use_token() -> None:
 def require_reachable(address: str) -> None:
     """Raise ClusterError unless something listens at host:port or a URL; Ray takes a minute to say less."""
     try:
-        url = urlsplit(address if "://" in address else f"//{address}")
+        with_scheme = address
+        if "://" not in address:
+            with_scheme = f"ray://{address}"
+        url = urlsplit(with_scheme)
         if url.port is None:
             raise ValueError("no port")
         socket.create_connection((url.hostname, url.port), CONNECT_TIMEOUT_S).close()
@@ -326,6 +338,7 @@ def require_reachable(address: str) -> None:
 
 def explain(error: Exception, address: str) -> ClusterError:
     """Turn Ray's reason for refusing us into what, why and what to type."""
+    # Ray wraps: what tells versions from tokens may stand in the error, its cause or its context.
     reasons = []
     for link in (error, error.__cause__, error.__context__):
         if link is not None:

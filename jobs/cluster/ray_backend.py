@@ -24,6 +24,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jobs.cluster.failures import group_failure, terminate_workers
 from jobs.cluster.ray_access import connect, disconnect
 from jobs.cluster.worker_group import (
     ClusterConfig,
@@ -32,11 +33,9 @@ from jobs.cluster.worker_group import (
     WorkerFunction,
     WorkerGroupError,
     WorkerRecord,
-    group_failure,
     oom_kills,
     rank_zero_value,
     records,
-    terminate_workers,
     worker_records,
 )
 
@@ -74,9 +73,11 @@ def run_worker_group(
             thread.join(TICK_S)
             on_tick()
     except BaseException:
-        disconnect()  # Train has no other handle that kills a worker group at once
+        # Train's own abort needs the main thread, which is this one: leaving the cluster kills its workers at once.
+        disconnect()
         raise
     finally:
+        # Train may return before its workers are gone, and the next attempt wants their GPUs.
         terminate_workers(folder, cluster.workers)
     if errors:
         raise _failure_of(errors[0], folder, cluster.workers)
@@ -87,7 +88,8 @@ def run_worker_group(
 
 
 def _make_trainer(spec: WorkerSpec) -> TorchTrainer:
-    cluster, folder = spec["cluster"], spec["folder"]
+    cluster = spec["cluster"]
+    folder = spec["folder"]
     stage_folder = folder.parents[1]
     return TorchTrainer(
         _worker,
@@ -101,7 +103,8 @@ def _make_trainer(spec: WorkerSpec) -> TorchTrainer:
         run_config=RunConfig(
             name=f"{stage_folder.name}-{folder.name}",
             storage_path=str(folder / "ray"),
-            # Without a limit Train waits for nodes for ever.
+            # Train restarts nothing: it would resume from its own idea of a checkpoint. Without a limit for its
+            # controller it waits for nodes for ever.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
         ),
     )
@@ -200,12 +203,14 @@ def _controller_failure(error: BaseException) -> WorkerGroupError:
 
 def _describe_death(error: BaseException, record: WorkerRecord | None) -> str:
     """Say how a worker ended that left this record, and of which Train says this."""
+    # A lost node takes its worker along: the node is the cause to name.
     if record is not None and record["node"] not in _living_nodes():
         return "its node left the cluster"
     # Ray's own killer, which acts before the kernel's, raises an error that Train wraps.
     ray_error = getattr(error, "health_check_failure", error)
     if isinstance(ray_error, OutOfMemoryError):
         return EVICTED
+    # Ray does not tell of which signal a worker died, so the kernel's counter is a hint and no proof.
     if record is not None and _oom_kills_on(record["node"]) > record["oom_kills"]:
         return "its process died, and its node's out-of-memory killer has struck since it started"
     return "its process died (killed, or crashed)"

@@ -31,6 +31,7 @@ def reap(directory: str, spared: set[int]) -> None:
     """Kill who uses the directory, but for the pids that are spared, until nobody is left, and remove it."""
     deadline = time.monotonic() + REAP_S
     while time.monotonic() < deadline:
+        # Look again after each round, until nobody is left: a process may just have been starting.
         users = []
         for process in psutil.process_iter():
             if process.pid not in spared and _uses(process, directory):
@@ -52,6 +53,7 @@ def _uses(process: psutil.Process, directory: str) -> bool:
 
 
 if __name__ == "__main__":
+    # Who stops a driver may signal its children as well, and this one must outlive it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver_pid, cluster_directory = sys.argv[1:]

@@ -97,6 +97,7 @@ def submit(
     size = sum(measure(root).values())
     client = _connect()
     tries = _jobs_of_run(client, run)
+    # Two drivers would fight for the run; its lock holds too, but only the second job's log would say so.
     for job in tries:
         if job.alive:
             raise RunOwned(
@@ -104,8 +105,9 @@ def submit(
                 f"a run has one owner\n"
                 f"type `python -m jobs stop {run}` first, or follow it with `python -m jobs logs {run}`"
             )
-    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
+    # The random end keeps ids apart where Ray's table was lost, and counting starts anew.
     job_id = f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
     request: JobRequest = {
         "submission_id": job_id,
         "metadata": {"job_name": Path(run).name, "run": run},
@@ -151,6 +153,8 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
     client.stop_job(job.id)
     if job.status == "PENDING":
         _kill_pending(client, job.id)
+
+    # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
     deadline = time.monotonic() + wait_s
     job = _latest_job(client, run)
     while job.alive and time.monotonic() < deadline:
@@ -181,6 +185,7 @@ def measure(root: Path) -> dict[str, int]:
             entry = "/".join(path.relative_to(root).parts[:2])
             sizes[entry] += path.stat().st_size
 
+    # Ray's own walk, so that what is counted is what Ray would ship.
     _dir_travel(root, [_get_excludes(root, EXCLUDES)], count, include_gitignore=True)
     if sizes.total() > UPLOAD_LIMIT_BYTES:
         largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
@@ -228,6 +233,7 @@ def _connect() -> JobSubmissionClient:
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     use_token_if_any()
     logging.getLogger("ray").setLevel(logging.WARNING)  # it tells every file that it leaves out
+    # Asked first, because Ray's client takes a minute to say less.
     if address not in ("", "auto"):
         require_reachable(address)
     try:

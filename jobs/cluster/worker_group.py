@@ -1,4 +1,4 @@
-"""One attempt of a stage on N workers: what each is told, what each leaves behind, and which one is to blame.
+"""One attempt of a stage on N workers: what each is told, and what each leaves behind.
 
 1. The driver makes the attempt's folder and starts N workers (processes.py or ray_backend.py). All get the same
    function and the same task; each gets its own RankInfo.
@@ -8,14 +8,12 @@
        … and "ended": 1763800100.0, "value": {"step": 40}
        … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
    It keeps `rank-00003.log` open all the while, for a crash to write its stack into.
-4. When a worker has failed, the driver reads these files and names the one that failed first (`group_failure`).
-   The backend adds only how the workers died that could not write their end, so the answer is the same for both.
+4. The driver reads these files: rank 0's value when all has gone well, otherwise who failed first (failures.py).
 """
 
 import faulthandler
 import json
 import os
-import signal
 import socket
 import time
 import traceback
@@ -35,8 +33,6 @@ WorkerFunction = Callable[[Task], object]  # importable by its module's name; wh
 LOOPBACK = "127.0.0.1"
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
-STACK_CHARACTERS = 10_000  # of the end of a dead worker's log, enough for the stacks of all its threads
-NO_RECORD = "an unknown node"
 
 
 class RunWorkerGroup(Protocol):
@@ -198,12 +194,15 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
         "started": time.time(),
         "oom_kills": oom_kills(),
     }
+    # From here on the driver knows which process is which rank, and may kill it or ask how it is.
     _write_record(folder, start)
     result = WorkerResult()
-    with _worker_file(folder, info.rank, ".log").open("a", buffering=1) as log:
+    with worker_file(folder, info.rank, ".log").open("a", buffering=1) as log:
+        # A crash in C leaves no exception, only what Python's fault handler writes.
         faulthandler.enable(log)
         try:
             yield result
+            # A value that is not JSON raises here, and so is the worker's own error.
             _write_record(folder, {**start, "ended": time.time(), "value": result.value})
         except BaseException as error:
             wanted = _wanted_exit_code(error)
@@ -221,13 +220,16 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
                 time.sleep(PEER_GRACE_S)
             raise
         finally:
+            # The log is about to be closed, and the handler would write into whatever gets its number next.
             faulthandler.enable()
 
 
 def _prepare_process(info: RankInfo) -> None:
     os.environ.update(info.environment())
     # Where the host's name does not resolve, gloo looks for its peers on the loopback: name the interface.
-    address = LOOPBACK if info.address.startswith("127.") else info.address
+    address = info.address
+    if address.startswith("127."):  # an embedded Ray says 127.0.0.2, which no interface lists
+        address = LOOPBACK
     for interface, interface_addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in interface_addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -241,7 +243,9 @@ def _wanted_exit_code(error: BaseException) -> int | None:
     code = getattr(error, "exit_code", None)
     if isinstance(error, SystemExit):
         code = error.code
-    return code if isinstance(code, int) else None
+    if isinstance(code, int):
+        return code
+    return None  # sys.exit("a text") counts as a failure
 
 
 # ------------------------------------------------------------------------ in the driver
@@ -253,111 +257,13 @@ def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
     for rank in range(world):
         # Not there yet; or a shared folder stutters, and the next look has it.
         with suppress(OSError, ValueError):
-            by_rank[rank] = json.loads(_worker_file(folder, rank, ".json").read_text())
+            by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
     return by_rank
 
 
 def rank_zero_value(folder: Path) -> object:
     """Return what the function of rank 0 returned, in a worker group that has ended well."""
     return records(folder, world=1)[0].get("value")
-
-
-def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> WorkerGroupError:
-    """Name the worker that ended the attempt. `deaths` tells how those ended that the backend saw end badly, by rank.
-
-    First match wins:
-    1. a worker that died without writing its end, because its death makes all its peers raise;
-    2. of those that asked for an exit code, the earliest: it knew what it wanted, the others may have crashed of it;
-    3. of those that raised, the earliest;
-    4. the lowest rank that the backend names, where nobody wrote an error.
-    """
-    written = records(folder, world)
-    for rank in sorted(deaths):
-        wrote_its_end = rank in written and "ended" in written[rank]
-        if not wrote_its_end:
-            return worker_failure(folder, rank, written, deaths[rank])
-    raised = [record for record in written.values() if "error" in record]
-    if not raised:
-        rank = min(deaths, default=0)
-        return worker_failure(folder, rank, written, deaths.get(rank, "ended without a word"))
-    first = min(raised, key=_order_of_blame)
-    return WorkerGroupError(
-        first["rank"],
-        first["node"],
-        f"{first['kind']}: {first['error']}".rstrip(": "),
-        first["traceback"],
-        exit_code=first["exit_code"],
-        kind=first["kind"],
-    )
-
-
-def _order_of_blame(record: WorkerRecord) -> tuple[bool, float]:
-    crashed = record["exit_code"] is None
-    return crashed, record["ended"]
-
-
-def worker_failure(folder: Path, rank: int, written: Mapping[int, WorkerRecord], cause: str) -> WorkerGroupError:
-    """Return the error of a worker that cannot speak for itself, with the stacks that its log holds."""
-    log = _worker_file(folder, rank, ".log")
-    stacks = ""
-    if log.exists():
-        stacks = log.read_text(errors="replace")[-STACK_CHARACTERS:]
-    return WorkerGroupError(rank, node_of(written, rank), cause, stacks)
-
-
-def node_of(written: Mapping[int, WorkerRecord], rank: int) -> str:
-    """Return where a worker runs, as far as its record says."""
-    return written[rank]["node"] if rank in written else NO_RECORD
-
-
-def terminate_workers(folder: Path, world: int, timeout_s: float = 10.0) -> None:
-    """Return when no worker of the worker group lives on this host, killing after `timeout_s` what still does."""
-    host = socket.gethostname()
-    workers = []
-    for record in records(folder, world).values():
-        process = _process_of(record) if record["node"] == host else None
-        if process is not None:
-            workers.append(process)
-    _, alive = psutil.wait_procs(workers, timeout=timeout_s)
-    for worker in alive:
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
-    psutil.wait_procs(alive, timeout=timeout_s)
-
-
-def is_stopped_by_signal(record: WorkerRecord | None) -> bool:
-    """Tell whether the worker that wrote the record is stopped by a signal; False where this host cannot know."""
-    if record is None or record["node"] != socket.gethostname():
-        return False
-    process = _process_of(record)
-    if process is None:
-        return False
-    try:
-        return process.status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False
-
-
-def _process_of(record: WorkerRecord) -> psutil.Process | None:
-    """Return the process that wrote the record, unless it is gone and its pid perhaps another's."""
-    try:
-        process = psutil.Process(record["pid"])
-        is_the_writer = process.create_time() <= record["started"]
-    except psutil.NoSuchProcess:
-        return None
-    return process if is_the_writer else None
-
-
-def describe_exit_code(exit_code: int, oom_killer_struck: bool) -> str:
-    """Say an exit code of a process in words; a negative one is a signal.
-
-    `oom_killer_struck`: the kernel has killed some process of this machine for want of memory in the last seconds.
-    """
-    if exit_code >= 0:
-        return f"exited with code {exit_code} without a word"
-    if oom_killer_struck and exit_code == -signal.SIGKILL:
-        return "killed by the out-of-memory killer"
-    return f"killed by {signal.Signals(-exit_code).name}"
 
 
 def oom_kills() -> int:
@@ -369,9 +275,10 @@ def oom_kills() -> int:
     return 0
 
 
-def _worker_file(folder: Path, rank: int, suffix: str) -> Path:
+def worker_file(folder: Path, rank: int, suffix: str) -> Path:
+    """Return the path of what a worker leaves in the attempt's folder: `rank-00003` and the suffix."""
     return folder / f"rank-{rank:05d}{suffix}"
 
 
 def _write_record(folder: Path, record: WorkerRecord) -> None:
-    write_whole(_worker_file(folder, record["rank"], ".json"), json.dumps(record))
+    write_whole(worker_file(folder, record["rank"], ".json"), json.dumps(record))
