@@ -71,13 +71,14 @@ def supervise(
     attempts_without_progress = 0
     last_cause = ""
     while True:
+        # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context.directory)
         attempt = claim_attempt(context.run)
         task = make_task(attempt)
         folder = attempt_folder(context.directory, attempt)
         folder.mkdir(parents=True)
 
-        # The watchdog has its own clock of this attempt, so it starts anew with each.
+        # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(folder, context.cluster.workers, stall_s, context.cluster.start_timeout_s)
         look = partial(look_at_attempt, context, watch, attempt, ask_to_stop)
         try:
@@ -86,34 +87,36 @@ def supervise(
         except WorkerGroupError as error:
             failure = error
         finally:
-            context.tick(folder, attempt)  # shows the last lines of the log
+            # The log may have grown since the last look.
+            context.tick(folder, attempt)
 
-        # What only the driver knows: what the worker was doing, and what a user can lower.
+        # Add what only the driver knows: what the worker was doing, and what a user can lower.
         failure.place = watch.place(failure.rank)
         if any(word in failure.cause for word in OUT_OF_MEMORY):
             failure.cause += LESS_MEMORY
         write_incident(context, failure)
 
-        # (a) and (b): a worker knew what it wanted; the message is its exception's, without the exception's name.
+        # a and b: a worker knew what it wanted. The message is its exception's, without the exception's name.
         message = failure.cause.partition(": ")[2]
         if failure.exit_code == ExitCode.PREEMPTED:
             raise Preempted(message)
         if failure.exit_code is not None:
             raise StageFailed(f"{context.name}: {message}", failure.exit_code)
 
-        # A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
+        # c: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
         if last_step(context.directory) > step_before:
             attempts_without_progress = 0
         else:
             attempts_without_progress += 1
-        # (c) One restart is enough to know that the same exception comes again. A death may have been chance.
+        # One restart is enough to know that the same exception comes again. A death may have been chance.
         raised_an_exception = failure.kind != ""
         same_again = raised_an_exception and failure.cause == last_cause and attempts_without_progress > 0
         last_cause = failure.cause
         if same_again or attempts_without_progress > context.cluster.max_restarts:
             raise no_progress(context, failure, attempts_without_progress)
 
-        prepare_restart(context, failure, attempts_without_progress)  # (d) and (e)
+        # d and e
+        prepare_restart(context, failure, attempts_without_progress)
 
 
 def attempt_folder(directory: Path, attempt: int) -> Path:

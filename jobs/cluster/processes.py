@@ -38,7 +38,7 @@ from jobs.cluster.worker_group import (
 )
 
 TICK_S = 0.5
-OOM_LOOKS = 20  # ten seconds of looks at the counter: a large process takes a while to die
+OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a large process takes a while to die
 # Imported once by the fork server, then shared by all its children: 3 s a worker group instead of 10 to 25.
 PRELOAD = ["torch", "torch._dynamo", "deepspeed"]
 
@@ -49,12 +49,12 @@ def run_worker_group(
     """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup."""
     _require_gpus(cluster)
     workers = _make_workers(function, task, cluster, folder)
-    oom_counts = deque([oom_kills()], maxlen=OOM_LOOKS)
+    recent_oom_kills = RecentOomKills()
     try:
         for worker in workers:
             worker.start()
         while _is_whole(workers):
-            oom_counts.append(oom_kills())
+            recent_oom_kills.look()
             # The end of any worker ends the wait; otherwise it is the pause between two looks.
             alive = [worker.sentinel for worker in workers if worker.is_alive()]
             wait(alive, timeout=TICK_S)
@@ -64,7 +64,7 @@ def run_worker_group(
         # A worker that is still alive waits for a dead peer for ever, and its loaders wait for it.
         _kill(workers)
 
-    oom_killer_struck = oom_kills() > oom_counts[0]
+    oom_killer_struck = recent_oom_kills.any()
     deaths = {}
     for rank, exit_code in enumerate(exit_codes):
         if exit_code:
@@ -72,6 +72,30 @@ def run_worker_group(
     if deaths:
         raise group_failure(folder, cluster.workers, deaths)
     return rank_zero_value(folder)
+
+
+class RecentOomKills:
+    """Tells whether the kernel has killed a process of this machine for want of memory in the last ten seconds.
+
+    It goes by the clock and not by the number of looks: a dying worker wakes us before it has an exit code, and up to
+    1,000 looks were counted in the 20 ms between.
+    """
+
+    def __init__(self) -> None:
+        self.counts: deque[tuple[float, int]] = deque()  # (when, kills since the machine started), oldest first
+        self.look()
+
+    def look(self) -> None:
+        """Remember the count of now, and forget those that are older than the window."""
+        now = time.monotonic()
+        self.counts.append((now, oom_kills()))
+        while self.counts[0][0] < now - OOM_WINDOW_S:
+            self.counts.popleft()
+
+    def any(self) -> bool:
+        """Compare the count of now with the oldest that is remembered."""
+        _, count_before = self.counts[0]
+        return oom_kills() > count_before
 
 
 def _make_workers(function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path) -> list[BaseProcess]:
