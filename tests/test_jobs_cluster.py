@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from data.errors import ClusterError
+from jobs.cluster import processes, worker_group
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
 from jobs.cluster.failures import group_failure
 from tests import worker_functions
@@ -127,11 +128,25 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
 
 
+def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    recent = processes.RecentOomKills()
+    assert not recent.any()
+    (tmp_path / "vmstat").write_text("oom_kill 5\n")
+    for _ in range(1000):  # a dying worker wakes the driver before it has an exit code
+        recent.look()
+    assert recent.any()
+    monkeypatch.setattr(processes, "OOM_WINDOW_S", 0.0)
+    recent.look()
+    assert not recent.any(), "what is older than the window is forgotten"
+
+
 def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     from ray.exceptions import OutOfMemoryError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from jobs.cluster import ray_backend, worker_group
+    from jobs.cluster import ray_backend
 
     here = os.uname().nodename
     monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")

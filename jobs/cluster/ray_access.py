@@ -164,7 +164,7 @@ def _put_first(name: str, path: Path) -> None:
         os.environ[name] = f"{path}{os.pathsep}{others}"
 
 
-def _print_nothing(data: object, ignore_prefix: str) -> None:
+def _print_nothing(data: object, ignore_prefix: bool) -> None:
     """Take the place of what prints the workers' output and Ray's guesses."""
 
 
