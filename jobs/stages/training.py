@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import models
@@ -10,9 +12,9 @@ from data.errors import DataError
 from data.files import write_whole
 from data.shards.index import load_index, without
 from data.shards.reader import check_sizes
+from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
-from jobs.ownership import claim_attempt
-from jobs.supervisor import run_watched, until_done
+from jobs.supervisor import supervise
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.start import Job
@@ -40,7 +42,8 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     if cfg.data.drop:
         samples, left = (sum(index.samples for index in some) for some in (indexed, sets))
         context.say(f"data.drop: {len(cfg.data.drop)} shards, {samples - left:,} of {samples:,} samples, are not read")
-    return until_done(context, lambda: attempt(cfg, context))
+    make_task = partial(make_training_task, cfg, context)
+    return supervise(worker, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
 
 
 def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
@@ -48,12 +51,12 @@ def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
     return [context.resolve(path) or "" for path, _ in cfg.data.sets().values()]
 
 
-def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
-    """One worker group, from claim to result."""
+def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
+    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts."""
     job = Job(
         run=str(context.run),
         directory=str(context.directory),
-        attempt=claim_attempt(context.run),
+        attempt=attempt,
         key=context.key,
         code=code_version(),
         model=models.to_dict(context.model),
@@ -65,5 +68,10 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         claimed=time.time(),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    write_whole(context.directory / "task.json", json.dumps(task, indent=1))  # `jobs replay` starts from it
-    return run_watched(worker, task, context, job.attempt, cfg.stall_s, job.stop_file.touch)
+    write_whole(context.directory / "task.json", json.dumps(task, indent=1))
+    return task
+
+
+def touch_stop_file(attempt_folder: Path) -> None:
+    """Ask the workers of an attempt to commit and end; rank 0 looks for this file (pipeline.start.Job.stop_file)."""
+    (attempt_folder / "stop").touch()
