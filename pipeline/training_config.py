@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import models
 from data.errors import ConfigError
@@ -14,6 +14,17 @@ from data.shards.index import Index, join, without
 from pipeline.config import Tags, require, tags
 from pipeline.evaluate import ProbeConfig, check_ops
 from pipeline.optimizer import OptimConfig
+
+
+class ModelConfig(Protocol):
+    """What training asks of an architecture's config; `models` has one such class for each architecture."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def image_size(self) -> tuple[int, int]: ...
+    @property
+    def classes(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jobs.supervisor import run_watched, until_done
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.start import Job
-from pipeline.train import worker
+from pipeline.train import train
 from pipeline.training_config import TrainConfig
 
 INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.train", "probe.test")
@@ -66,4 +66,4 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     write_whole(context.directory / "task.json", json.dumps(task, indent=1))  # `jobs replay` starts from it
-    return run_watched(worker, task, context, job.attempt, cfg.stall_s, job.stop_file.touch)
+    return run_watched(train, task, context, job.attempt, cfg.stall_s, job.stop_file.touch)
