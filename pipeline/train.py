@@ -86,8 +86,9 @@ def train(task: Mapping[str, Any]) -> StageResult:
         # 2. Forward and backward over the accumulation; the optimizer steps with the last micro-batch.
         step = progress.step
         rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
-        sample_ids = worker.order.batch(step)  # (epoch, shard, sample) of every slot of the global batch
-        first_shard = worker.index.shards[sample_ids[1][first_slot]].name
+        # Arrays over the slots of the global batch; the first shard of ours is named to the driver while we wait.
+        epochs, shards, samples = worker.order.batch(step)
+        first_shard = worker.index.shards[shards[first_slot]].name
         loss_sum = torch.zeros((), device=worker.device)
         bad_samples = 0
         ids_here: list[list[int]] = []
@@ -99,7 +100,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
             bad_samples += health.count_bad(batch)
             ids_here += batch.ids.tolist()
 
-            # Dropout's draws depend on the samples, so that an attempt repeats those of the one before it.
+            # Dropout's draws depend on the samples alone: a resumed run repeats those of an uninterrupted one.
             torch.manual_seed(seed_of_micro_batch(cfg.seed, step, batch.ids, DROPOUT))
             phases.enter("forward", step)
             images = normalise(batch.images, engine.dtype, worker.device)
@@ -115,7 +116,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         wants_stop = sigterm.is_set() or (worker.rank == 0 and job.stop_file.exists())
         mean_loss, bad_of_all, stopping, all_written = agree(worker, loss_sum, bad_samples, wants_stop)
         norm = engine.gradient_norm()
-        progress.ledger = progress.ledger.update(step, *sample_ids)
+        progress.ledger = progress.ledger.update(step, epochs, shards, samples)
         progress.step += 1
         progress.bad_samples += bad_of_all
         window.losses.append(mean_loss)
