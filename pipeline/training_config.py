@@ -1,19 +1,35 @@
-"""The configuration of a trained stage (pretrain, finetune) and the arithmetic that follows from it."""
+"""The configuration of a trained stage (pretrain, finetune), the architecture that it names, the order of its samples.
+
+In:  the section of a recipe, merged by `pipeline.config.build`; every `__post_init__` below refuses what cannot run
+Out: a frozen TrainConfig; `trained_model` and `training_order` say what follows from it
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import models
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.order import Mixture, Order
-from data.order import shares as shares_of
+from data.order import shares as check_shares  # raises ValueError where a set would get none
 from data.shards.cache import CacheConfig, wanted
 from data.shards.index import Index, join, without
+from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluate import ProbeConfig, check_ops
 from pipeline.optimizer import OptimConfig
+
+
+class ModelConfig(Protocol):
+    """What training asks of an architecture's config; `models` has one such class for each architecture."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def image_size(self) -> tuple[int, int]: ...
+    @property
+    def classes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -57,9 +73,8 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        require(
-            not (self.train and self.mixture), "give train or mixture, one of them; data.train=null leaves train out"
-        )
+        names_two_sources = bool(self.train and self.mixture)
+        require(not names_two_sources, "give train or mixture, one of them; data.train=null leaves train out")
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
         for name in ("lanes", "shuffle_block", "samples"):
             value = getattr(self, name)
@@ -67,16 +82,18 @@ class DataConfig:
         require(self.timeout_s > 0, f"timeout_s is {self.timeout_s}, expected more than 0")
         check_ops(self.preprocess)
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
+        needs_cpu = self.augment.crop == "random" or self.augment.randaug_layers > 0
         require(
-            self.decode == "cpu" or (self.augment.crop != "random" and not self.augment.randaug_layers),
+            self.decode == "cpu" or not needs_cpu,
             "data.decode=gpu crops, resizes and flips; augment.crop=random and randaug_layers need data.decode=cpu",
         )
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
     def sets(self) -> dict[str, tuple[str, float]]:
         """{name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
-        found = {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
-        return found or {"train": (self.train or "", 1.0)}
+        if not self.mixture:
+            return {"train": (self.train or "", 1.0)}
+        return {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
 
 
 @dataclass(frozen=True)
@@ -131,105 +148,118 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
+        is_phantom = self.zero == 0 and self.precision == "bf16"
         require(
-            not (self.zero == 0 and self.precision == "bf16"),
+            not is_phantom,
             "zero is 0 with precision bf16: DeepSpeed takes a phantom step there\n  use zero=1 or precision=fp32",
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
         require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
-        masked = self.objective == "masked"
+        uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
         require(
-            not (masked and (self.mixup or self.label_smoothing or self.data.evaluate)),
+            self.objective != "masked" or not uses_labels,
             "objective masked has no labels: leave out mixup, label_smoothing and data.evaluate; "
             "probe.train and probe.test judge its features",
         )
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
-        require((self.steps or self.passes or 0) > 0, "steps and passes must be more than 0")
-        for name in (
-            "batch_size",
-            "micro_batch",
-            "log_every",
-            "save_every",
-            "max_skipped",
-            "max_failed_saves",
-        ):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, expected 1 or more")
+        length = self.steps if self.steps is not None else self.passes
+        require(length is not None and length > 0, "steps and passes must be more than 0")
+        for name in ("batch_size", "micro_batch", "log_every", "save_every", "max_skipped", "max_failed_saves"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}, expected 1 or more")
         for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
-        self._check_parts()
+            value = getattr(self, name)
+            require(value >= 0, f"{name} is {value}, expected 0 (off) or more")
+        self._check_exact_parts()
         if self.data.mixture:
-            shares_of(self.batch_size, [part.weight for part in self.data.mixture.values()])
+            # Every set must get at least one sample of a batch.
+            check_shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
 
-    def _check_parts(self) -> None:
-        parts, unit = self.exact_parts, self.exact_parts * self.micro_batch
-        require(parts >= 0 and parts & (parts - 1) == 0, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+    def _check_exact_parts(self) -> None:
+        parts = self.exact_parts
+        is_power_of_two = parts & (parts - 1) == 0  # 0 too
+        require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+        if parts == 0:
+            return
+        unit = parts * self.micro_batch
         require(
-            not (parts and (self.batch_size % unit or self.uneven)),
+            self.batch_size % unit == 0 and not self.uneven,
             f"exact_parts {parts} needs a batch_size of equal parts of whole micro-batches; {self.batch_size} is not a "
             f"multiple of {parts} × micro_batch {self.micro_batch} = {unit}, or uneven is on",
         )
         require(
-            not (parts and self.deepspeed),
+            not self.deepspeed,
             "exact_parts sums and steps without DeepSpeed, whose settings in your deepspeed file would do nothing\n"
             "  leave out one of them",
         )
 
 
-def model_config(values: Mapping[str, Any], source: Any = None) -> Any:
+def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
     """The architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
 
     Raises ConfigError with what the models package found.
     """
-    plain = dict(values)
+    options = dict(values)
     try:
-        if "name" not in plain and source is not None:
-            return models.from_dict({**models.to_dict(source), **plain})
-        if str(plain.get("name")).startswith("Masked-"):
-            plain["classes"] = 0
-        return models.config_of(plain.pop("name"), plain.pop("image_size"), plain.pop("classes"), **plain)
+        if "name" not in options and source is not None:
+            return models.from_dict({**models.to_dict(source), **options})
+        if str(options.get("name")).startswith("Masked-"):
+            options["classes"] = 0
+        name = options.pop("name")
+        image_size = options.pop("image_size")
+        classes = options.pop("classes")
+        return models.config_of(name, image_size, classes, **options)
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
 
 
-def trained_model(cfg: TrainConfig, source: Any = None) -> Any:
+def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
     """The architecture a stage trains; classification starts from the ViT inside a masked model.
 
     Raises ConfigError where it cannot have the stage's objective.
     """
-    masked = cfg.objective == "masked"
-    if source is not None and source.family == "masked" and not masked:
+    is_masked = cfg.objective == "masked"
+    if isinstance(source, MaskedConfig) and not is_masked:
         source = source.vit
-    found = model_config(cfg.model, source)
+    model = model_config(cfg.model, source)
     require(
-        (found.family == "masked") == masked,
-        f"objective {cfg.objective} cannot train a model of family {found.family}\n"
+        (model.family == "masked") == is_masked,
+        f"objective {cfg.objective} cannot train a model of family {model.family}\n"
         "  write objective: masked with model.name: Masked-B/16, or neither",
     )
-    return found
+    return model
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
     """The set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and the order of its samples."""
     sets = without(sets, cfg.data.drop)
-    given = {"lanes": cfg.data.lanes, "shuffle_block": cfg.data.shuffle_block, "tail": cfg.data.tail}
-    options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size}
-    options |= {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
+    # What the recipe leaves open has its default in data.Order, which depends on the batch size.
+    if cfg.data.lanes is not None:
+        options["lanes"] = cfg.data.lanes
+    if cfg.data.shuffle_block is not None:
+        options["shuffle_block"] = cfg.data.shuffle_block
     if not cfg.data.mixture:
         return sets[0], Order(sets[0].shard_samples, **options)
-    weights, groups = [weight for _, weight in cfg.data.sets().values()], [len(one.shards) for one in sets]
-    index = join(sets, weights)
-    return index, Mixture(index.shard_samples, groups=groups, weights=weights, **options)
+    weights = [weight for _, weight in cfg.data.sets().values()]
+    shard_counts = [len(index.shards) for index in sets]
+    joined = join(sets, weights)
+    return joined, Mixture(joined.shard_samples, groups=shard_counts, weights=weights, **options)
 
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
     """Whether the shards that these slots read ahead fit the cache of a node, and what to type where they do not."""
     count, size = wanted(index, order, slots, step, cfg.cache)
-    last, limit = step + cfg.cache.ahead, cfg.cache.limit_bytes
-    line = f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last}; the cache keeps {limit / 2**30:.3g} GiB"
+    last_step = step + cfg.cache.ahead
+    limit = cfg.cache.limit_bytes
+    line = (
+        f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
+        f"the cache keeps {limit / 2**30:.3g} GiB"
+    )
     if size <= limit:
         return line
     return (
