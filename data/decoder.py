@@ -20,13 +20,13 @@ import cv2
 import numpy as np
 
 from data.errors import DataError
-from data.images.augment import AugmentConfig, augment, draw
-from data.images.decode import BadImage, Box, read_header
+from data.images.augment import AugmentConfig, Encoded, augment, draw
+from data.images.decode import BadImage, read_header
 from data.images.draws import Draws
 from data.order import Mixture, Order, key_of
 from data.shards.index import Index
+from data.shards.labels import read_labels
 from data.shards.reader import Reader
-from data.shards.tar import parse_labels
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
@@ -66,17 +66,6 @@ class Layout:
         side = self.image_size
         images = np.ndarray((self.b, side, side, 3), np.uint8, memory, offset + ids.nbytes + labels.nbytes)
         return images, labels, ids
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A row that begins with the `bytes` of a JPEG, left to the loader to decode and crop."""
-
-    row: int
-    bytes: int
-    sides: tuple[int, int]  # height, width
-    box: Box
-    flip: bool
 
 
 @dataclass(frozen=True)
@@ -183,19 +172,6 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: in
     except (DataError, OSError):
         return None
     return images / max(process_time() - start, 1e-9)
-
-
-def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
-    """Parse and check the labels of one sample; raises BadImage with a short reason."""
-    try:
-        found = parse_labels(raw)
-    except ValueError:
-        raise BadImage("no label") from None
-    if max(found) >= classes:
-        raise BadImage(f"label not below {classes}")
-    if len(found) > most:
-        raise BadImage(f"more labels than data.max_labels={most}")
-    return found
 
 
 def tell(connection: Connection) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.decoder import BadSample, read_labels
+from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.shards.cache import CacheConfig
 from data.shards.index import Index
+from data.shards.labels import read_labels
 from data.shards.reader import Reader
 
 

@@ -40,6 +40,17 @@ class AugmentConfig:
             )
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A row that begins with the `bytes` of a JPEG, left to the loader to decode and crop."""
+
+    row: int
+    bytes: int
+    sides: tuple[int, int]  # height, width
+    box: Box
+    flip: bool
+
+
 def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
     """(y, x, h, w) as tf.image.sample_distorted_bounding_box draws it: height is uniform, not area.
 

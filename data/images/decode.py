@@ -13,8 +13,8 @@ import cv2
 import numpy as np
 
 from data.images.jpeg import decode_region
-from data.shards.tar import MAX_BYTES
 
+MAX_BYTES = 100_000_000  # of one encoded image
 MAX_PIXELS = 100_000_000  # what a header may claim: 300 MB decoded
 FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that hold the image's sides
 

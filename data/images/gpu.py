@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from data.decoder import Encoded
 from data.errors import DataError
+from data.images.augment import Encoded
 from data.images.decode import reduction
 
 # b samples, S image side

@@ -1,6 +1,6 @@
 // Decode a region of a JPEG at a reduced DCT scale, and add restart markers without touching a pixel.
 //
-// Compiled on first use by data/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
+// Compiled on first use by data/images/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
 // headers are nowhere on most machines: so the public structs of its 6.2 interface (frozen since 1998) are declared
 // here as far as they are used. The library compares their sizes with its own and refuses any mismatch.
 
@@ -85,7 +85,7 @@ namespace {
 constexpr int kVersion = 62, kRgb = 2;
 constexpr unsigned kMargin = 8;  // pixels around the region, so that chroma upsampling sees the same neighbours
 constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
-constexpr uint64_t kMostPixels = 100000000;  // as in decode.py
+constexpr uint64_t kMostPixels = 100000000;  // as MAX_PIXELS in data/images/decode.py
 
 struct Jump : ErrorManager {
     jmp_buf back;

@@ -19,8 +19,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.files import whole_file
-from data.shards.cache import state_folder
+from data.files import state_folder, whole_file
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
 REDUCED = {
