@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.order
 from data.order import Ledger, Mixture, Order, key_of, permute
 
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
@@ -37,8 +38,9 @@ def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, batch, block)
             Order(sizes, seed=0, batch_size=batch, lanes=lanes, tail="drop")
         return
     order = Order(sizes, seed=0, batch_size=batch, lanes=lanes, shuffle_block=block, tail="drop")
+    steps_per_epoch = sum(sizes) // batch
     for epoch in range(2):
-        steps = range(int(epoch * order.steps_per_epoch), int((epoch + 1) * order.steps_per_epoch))
+        steps = range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch)
         seen = np.concatenate([np.stack(order.batch(step), 1) for step in steps])
         assert (seen[:, 0] == epoch).all() and len(np.unique(seen, axis=0)) == len(seen)
         assert sum(sizes) - len(seen) < batch
@@ -59,6 +61,27 @@ def test_any_step_is_computed_without_replay(sizes, lanes, batch, block, step):
 def test_a_keyed_permutation_is_a_permutation(size, key):
     found = permute(np.arange(size), np.full(size, size), np.repeat(key_of(key), size))
     assert sorted(found) == list(range(size))
+
+
+def words(numbers) -> str:
+    return " ".join(str(number) for number in numbers)
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens():
+    order = Order([3, 4, 2], seed=0, batch_size=4, lanes=2, shuffle_block=3)
+    story = data.order.__doc__.partition("Shards of 3, 4 and 2 samples")[2].replace(",", "")
+    permuted_shards, starts = order._epoch_shards(0)
+    assert f"permutes the shards to {words(permuted_shards)} which start at the positions {words(starts)}\n" in story
+    for step in (0, 1):
+        _, positions = order._places(step)
+        _, shard, sample = order.batch(step)
+        held = [f"({a} {b})" for a, b in zip(shard, sample, strict=True)]
+        assert f"step {step} takes the positions {words(positions[:2])} | {words(positions[2:])} which hold" in story
+        assert f"(shard sample) {words(held[:2])} | {words(held[2:])}\n" in story
+    _, positions = order._places(2)
+    epoch, shard, sample = order.batch(2)
+    assert f"step 2 takes the position {positions[0]} which holds ({shard[0]} {sample[0]}): all 9 are used" in story
+    assert epoch.tolist() == [0, 1, 1, 1]
 
 
 def test_epochs_and_seeds_are_shuffled_differently():
