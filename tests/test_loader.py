@@ -1,5 +1,7 @@
 """The loader gives the same pixels and labels whatever the topology, and replaces what it cannot use."""
 
+import contextlib
+import gc
 import os
 import pickle
 import random
@@ -19,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.loader
 from data.decoder import images_per_cpu_s
 from data.errors import DataError
 from data.evaluation import EvaluationSet
@@ -83,19 +86,21 @@ class Undone:
     """A decoding process in this one, which only says which samples it was given."""
 
     def __init__(self, decoder, prefetch):
-        self.decoder, self.memory = decoder, bytearray(prefetch * decoder.layout.bytes)
-        self.free, self.pending = deque(n * decoder.layout.bytes for n in range(prefetch)), deque()
+        self.decoder = decoder
+        self.memory = bytearray(prefetch * decoder.layout.bytes)
+        self.free_offsets = deque(n * decoder.layout.bytes for n in range(prefetch))
+        self.pending = deque()
 
     def brief(self):
         pass
 
     def give(self, task):
-        self.pending.append((task, self.free.popleft()))
+        self.pending.append((task, self.free_offsets.popleft()))
 
     def answer(self, timeout_s):
         task, offset = self.pending.popleft()
-        self.free.append(offset)
-        return task, offset, self.decoder.run(task, *self.decoder.layout.arrays(self.memory, offset))
+        self.free_offsets.append(offset)
+        return task, offset, self.decoder.run(task, self.decoder.layout.arrays(self.memory, offset))
 
     def end(self):
         pass
@@ -117,8 +122,8 @@ def test_every_topology_delivers_the_one_sequence(sizes, batch_size, world, proc
     order = Order(sizes, seed=0, batch_size=batch_size, lanes=lanes)
     steps = range(start_step, start_step + 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.loader.Process", Undone)
-        patch.setattr("data.worker.Decoder.fill", lambda *_: None)
+        patch.setattr("data.loader.DecoderProcess", Undone)
+        patch.setattr("data.decoder.Decoder.fill", lambda *_: None)
         found = {step: [] for step in steps}
         for rank in range(world):
             slots = range(batch_size * rank // world, batch_size * (rank + 1) // world)
@@ -127,6 +132,27 @@ def test_every_topology_delivers_the_one_sequence(sizes, batch_size, world, proc
             for batch in islice(iter(loader), len(steps) * len(loader.parts)):
                 found[batch.step] += batch.ids.tolist()
     assert found == {step: np.stack(order.batch(step), 1).tolist() for step in steps}
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens(index, monkeypatch):
+    dealt = []
+
+    class Noted(Undone):
+        def give(self, task):
+            dealt.append((self, f"step {task.step} slots {task.first} … {task.stop - 1}"))
+            super().give(task)
+
+    monkeypatch.setattr("data.loader.DecoderProcess", Noted)
+    order = Order(index.shard_samples, seed=5, batch_size=16)
+    options = {"image_size": 224, "slots": range(8, 16), "micro_batch": 3, "start_step": 5, "processes": 2}
+    batches = iter(TrainLoader(index, order, **options))
+    batch, *_ = islice(batches, 3)
+    batches.close()
+    story = data.loader.__doc__
+    for process, name in ((dealt[0][0], "process 0"), (dealt[1][0], "process 1")):
+        assert f"{name}: {', '.join(task for to, task in dealt if to is process)}, …" in story
+    assert f"its first batch has step {batch.step}, images {tuple(batch.images.shape)}" in story
+    assert f"labels {tuple(batch.labels.shape)}, ids {tuple(batch.ids.shape)}" in story
 
 
 def test_resuming_at_a_step_equals_never_having_stopped(index, order):
@@ -216,7 +242,7 @@ def test_the_float_squash_stays_float(index):
 
 
 def children() -> set[int]:
-    """Ids of this process's children that run `data.worker`."""
+    """Ids of this process's children that run `data.decoder`."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {int(pid) for pid in found if runs(pid)}
 
@@ -268,7 +294,7 @@ def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processe
 def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     script = (
         "import pickle, sys, time\n"
-        "from data import TrainLoader\n"
+        "from data.loader import TrainLoader\n"
         "index, order = pickle.load(open(sys.argv[1], 'rb'))\n"
         "loader = TrainLoader(index, order, image_size=32, slots=range(24), micro_batch=6, processes=2)\n"
         "batches = iter(loader)\n"
@@ -290,7 +316,7 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
 
 
 def test_decoding_processes_import_neither_torch_nor_webdataset():
-    check = "import data.worker, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
+    check = "import data.decoder, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[1]).returncode == 0
 
 
@@ -300,10 +326,25 @@ def test_a_data_error_in_a_process_reaches_the_loop(index, order):
         run(replace(index, shards=shards), order, steps=2, processes=1)
 
 
+def shared_memory() -> dict[int, int]:
+    """Bytes of the anonymous files that loaders of this process hold open, by inode, as the kernel counts them."""
+    gc.collect()
+    sizes = {}
+    for handle in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            if "memfd:patchline-batches" in os.readlink(handle):
+                status = os.stat(handle)
+                sizes[status.st_ino] = status.st_size
+    return sizes
+
+
 def test_shared_memory_is_bounded_and_waits_are_split(index, order):
     loader = TrainLoader(index, order, image_size=32, slots=range(24), micro_batch=6, processes=2, prefetch=3)
-    assert 2 * 3 * 6 * 32 * 32 * 3 <= loader.memory_bytes <= 2 * 3 * (6 * 32 * 32 * 3 + 3 * 4096)
+    before = shared_memory()
     batches = iter(loader)
     wait = next(batches).wait
+    added = sum(shared_memory().values()) - sum(before.values())
+    assert 2 * 3 * 6 * 32 * 32 * 3 <= added <= 2 * 3 * (6 * 32 * 32 * 3 + 3 * 4096)
     assert wait.storage_s > 0 and wait.decode_s > 0 and wait.transfer_s > 0
     batches.close()
+    assert shared_memory() == before
