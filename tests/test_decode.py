@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.images import augment as augmentation
 from data.images import jpeg
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
 from data.images.decode import BadImage, decode, decode_crop, read_header
@@ -104,6 +105,26 @@ def test_a_reduced_decode_stays_close_to_the_average_of_what_it_merges():
 
 def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int, int, int, int]:
     return inception_box(height, width, Draws(number), cfg)
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
+    story = augmentation.__doc__
+    y, x, h, w = boxes(8, 300, 400, AugmentConfig())
+    assert f"the box has y {y}, x {x}, height {h}, width {w}, and will be flipped" in story
+    shapes = []
+
+    def noted(encoded: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:
+        shapes.append((denominator, *region[2:]))
+        return decode_region(encoded, denominator, region)
+
+    decode_region = jpeg.decode_region
+    monkeypatch.setattr("data.images.decode.decode_region", noted)
+    plain, mirrored = (np.empty((64, 64, 3), np.uint8) for _ in range(2))
+    augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(flip=False), plain)
+    augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(), mirrored)
+    assert np.array_equal(plain[:, ::-1], mirrored)
+    denominator, height, width = shapes[0]
+    assert f"decoded at 1/{denominator} scale, to {height} × {width} pixels; at 1/4 its {h // 4} rows" in story
 
 
 def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
