@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.evaluation
 import data.loader
 from data.decoder import images_per_cpu_s
 from data.errors import DataError
@@ -206,6 +207,19 @@ def test_a_set_without_a_good_sample_stops_with_a_data_error(tmp_path):
     order = Order(index.shard_samples, seed=0, batch_size=4)
     with pytest.raises(DataError, match="bad samples in a row"):
         next(iter(TrainLoader(index, order, image_size=16, slots=range(4), micro_batch=4)))
+
+
+def test_the_example_of_evaluation_is_what_happens(tmp_path):
+    index = pack(islice(digits(True), 10), tmp_path)
+    given_by = []
+    for rank in (0, 1):
+        batches = []
+        for batch in EvaluationSet(index, "resize(8)", batch_size=3, rank=rank, world=2):
+            samples = [str(sample) if sample >= 0 else "−" for sample in batch.ids[:, 1].tolist()]
+            batches.append(" ".join(samples))
+        given_by.append(", ".join(batches))
+    example = f"worker 0 gives the samples {given_by[0]}; worker 1 gives {given_by[1]}"
+    assert f"10 samples, 2 workers, batches of 3: {example}" in data.evaluation.__doc__
 
 
 @pytest.mark.parametrize("world", [1, 2, 7])

@@ -6,11 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
 from data.images.preprocess import preprocess
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens():
+    small = preprocess(np.zeros((500, 375, 3), np.uint8), "decode|resize_small(256)")
+    crop = preprocess(small, "central_crop(224)")
+    example = (
+        f"an image (500, 375, 3) becomes {small.shape} by resize_small(256), and {crop.shape} by central_crop(224)"
+    )
+    assert example in preprocessing.__doc__
 
 
 @needs_golden

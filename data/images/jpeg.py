@@ -49,10 +49,12 @@ def library() -> ctypes.CDLL | None:
         reason = f"{type(error).__name__} {error}".strip()
         logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
         return None
-    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
-    binding.decode_region.argtypes = [ctypes.c_char_p, size, *[number] * 5, pointer]
-    binding.add_restarts.argtypes = [ctypes.c_char_p, size, pointer, pointer]
-    binding.release.argtypes = [pointer]
+    # The types of the C functions' arguments, as jpeg.cpp declares them at its end; all return an int, 0 for success.
+    file = [ctypes.c_char_p, ctypes.c_size_t]
+    numbers = [ctypes.c_uint] * 5  # denominator, x, y, w, h
+    binding.decode_region.argtypes = [*file, *numbers, ctypes.c_void_p]
+    binding.add_restarts.argtypes = [*file, ctypes.c_void_p, ctypes.c_void_p]
+    binding.release.argtypes = [ctypes.c_void_p]
     return binding
 
 
