@@ -49,12 +49,13 @@ def library() -> ctypes.CDLL | None:
         reason = f"{type(error).__name__} {error}".strip()
         logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
         return None
-    # The types of the C functions' arguments, as jpeg.cpp declares them at its end; all return an int, 0 for success.
-    file = [ctypes.c_char_p, ctypes.c_size_t]
-    numbers = [ctypes.c_uint] * 5  # denominator, x, y, w, h
-    binding.decode_region.argtypes = [*file, *numbers, ctypes.c_void_p]
-    binding.add_restarts.argtypes = [*file, ctypes.c_void_p, ctypes.c_void_p]
-    binding.release.argtypes = [ctypes.c_void_p]
+    # The types of the C functions' arguments, as jpeg.cpp declares them; the first two return 0 for success.
+    size = ctypes.c_size_t
+    pointer = ctypes.c_void_p
+    number = ctypes.c_uint
+    binding.decode_region.argtypes = [ctypes.c_char_p, size, *[number] * 5, pointer]
+    binding.add_restarts.argtypes = [ctypes.c_char_p, size, pointer, pointer]
+    binding.release.argtypes = [pointer]
     return binding
 
 
