@@ -19,7 +19,7 @@ from typing import IO, TypeVar
 import numpy as np
 
 from data.errors import DataError, StorageError
-from data.files import locked, take_lock
+from data.files import locked, state_folder, take_lock
 from data.order import Mixture, Order
 from data.shards.index import Index, Shard
 from data.shards.remote import forget_credentials, read_range, redacted
@@ -27,12 +27,6 @@ from data.shards.remote import forget_credentials, read_range, redacted
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
 ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
-
-
-def state_folder() -> Path:
-    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
-    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "patchline"
 
 
 @dataclass(frozen=True)
