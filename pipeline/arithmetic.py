@@ -66,7 +66,7 @@ def recomputed_blocks(cfg: TrainConfig, model: Any) -> int:
         return cfg.checkpoint_blocks
     numbers = 2 if cfg.precision == "bf16" else 4
     try:
-        return models.checkpoint_blocks_for(model, cfg.micro_batch, int(cfg.activation_gb * 2**30), numbers)
+        return models.recomputed_blocks_for(model, cfg.micro_batch, int(cfg.activation_gb * 2**30), numbers)
     except ValueError as error:
         raise ConfigError(f"activation_gb: {error}") from None
 

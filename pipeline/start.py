@@ -118,7 +118,7 @@ class Trainer:
             counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
             line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
             self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
-        model.checkpoint_blocks = recomputed_blocks(cfg, self.model_config)  # type: ignore[assignment]
+        model.recomputed_blocks = recomputed_blocks(cfg, self.model_config)
         if cfg.compile:
             models.compile_blocks(model)
         model.to(self.device)
