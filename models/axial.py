@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from models.layers import Attention
 from models.positions import Relative
-from models.vit import Attention, Block, ViT, ViTConfig
+from models.vit import Block, ViT, ViTConfig
 
 # B batch, N patches = rows x columns, D width
 

@@ -23,6 +23,7 @@ from torch import Generator, nn
 from models import axial, initial, masked, resnet, vit
 from models.checks import did_you_mean
 from models.families import FAMILIES, Model, ModelConfig
+from models.layers import PatchEmbedding
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
@@ -138,5 +139,5 @@ def decayed(model: nn.Module) -> set[str]:
 
     Goes by module type, not by rank: ZeRO-3 flattens the parameters it has partitioned.
     """
-    kernels = (nn.Linear, nn.Conv2d, vit.PatchEmbedding)
+    kernels = (nn.Linear, nn.Conv2d, PatchEmbedding)
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kernels)}

@@ -186,7 +186,9 @@ class Stages(nn.Module):
             stage_width = width * 2**stage
             for number in range(count):
                 # The first stage keeps the size of the map; each other halves it in its first unit.
-                stride = 2 if stage > 0 and number == 0 else 1
+                stride = 1
+                if stage > 0 and number == 0:
+                    stride = 2
                 block.add_module(name.format(number + 1), unit(inside, stage_width, stride))
                 inside = stage_width * EXPANSION
             self.add_module(f"block{stage + 1}", block)

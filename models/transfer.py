@@ -90,6 +90,7 @@ def transfer(
     kept: list[Change] = []
     resized: list[Change] = []
     new: list[Change] = []
+    carried: set[str] = set()
     for name, shape in shapes_of(target).items():
         old = weights.get(name)
         if old is None or name.startswith(not_carried):
@@ -97,28 +98,26 @@ def transfer(
             new.append((name, None, shape))
             continue
         state[name] = resize(name, old, source, target)
+        carried.add(name)
         change = (name, tuple(old.shape), shape)
         if torch.equal(state[name], old):
             kept.append(change)
         else:
             resized.append(change)
 
-    carried = {name for name, _, _ in (*kept, *resized)}
-    dropped = dropped_changes(weights, (name for name in weights if name not in carried))
+    dropped: list[Change] = []
+    for name, weight in weights.items():
+        if name not in carried:
+            dropped.append((name, tuple(weight.shape), None))
     check_weights(state, target)
     report = TransferReport(
         kept=tuple(kept),
         resized=tuple(resized),
         new=tuple(new),
-        dropped=dropped,
+        dropped=tuple(dropped),
         drift=drift(weights, source, state, target),
     )
     return state, report
-
-
-def dropped_changes(weights: dict[str, Tensor], names: Iterable[str]) -> tuple[Change, ...]:
-    """Return the report's rows for weights of these names that the target has no use for."""
-    return tuple((name, tuple(weights[name].shape), None) for name in names)
 
 
 def unmask(
@@ -126,14 +125,14 @@ def unmask(
 ) -> tuple[dict[str, Tensor], TransferReport]:
     """Carry over the ordinary ViT inside a masked model; what was around it is dropped."""
     inside: dict[str, Tensor] = {}
-    around: list[str] = []
+    around: list[Change] = []
     for name, weight in weights.items():
         if name.startswith("vit."):
             inside[name.removeprefix("vit.")] = weight
         else:
-            around.append(name)
+            around.append((name, tuple(weight.shape), None))
     state, report = transfer(inside, source.vit, target, generator=generator)
-    return state, replace(report, dropped=report.dropped + dropped_changes(weights, around))
+    return state, replace(report, dropped=report.dropped + tuple(around))
 
 
 def check_comparable(source: ModelConfig, target: ModelConfig) -> None:
@@ -153,13 +152,17 @@ def check_comparable(source: ModelConfig, target: ModelConfig) -> None:
 
 def shapes_of(config: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every parameter by name, in the module's order."""
-    return {name: tuple(parameter.shape) for name, parameter in catalog.empty(config).named_parameters()}
+    return tensor_shapes(catalog.empty(config).named_parameters())
+
+
+def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
+    """Return the shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
     """Raise ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    check_shapes(shapes, shapes_of(config), config.family)
+    check_shapes(tensor_shapes(weights.items()), shapes_of(config), config.family)
 
 
 def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:

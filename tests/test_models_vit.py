@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import models
-from models.vit import DropPath
+from models.layers import DropPath
 
 SMALL = {"image_size": (16, 24), "classes": 5, "depth": 3}
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)

@@ -96,7 +96,12 @@ def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tenso
 
 def fields_of(config: ViTConfig) -> ForeignConfig:
     """Return the fields of transformers.ViTConfig that make it this model."""
-    labels = [f"LABEL_{number}" for number in range(config.classes)]
+    # Classes have no names here: these are the names transformers itself gives.
+    names: dict[int, str] = {}
+    numbers: dict[str, int] = {}
+    for number in range(config.classes):
+        names[number] = f"LABEL_{number}"
+        numbers[f"LABEL_{number}"] = number
     return {
         "architectures": ["ViTForImageClassification" if config.classes else "ViTModel"],
         "model_type": "vit",
@@ -114,8 +119,8 @@ def fields_of(config: ViTConfig) -> ForeignConfig:
         "qkv_bias": True,
         "pooler_output_size": config.representation or config.width,
         "pooler_act": "tanh",
-        "id2label": dict(enumerate(labels)),
-        "label2id": {label: number for number, label in enumerate(labels)},
+        "id2label": names,
+        "label2id": numbers,
         "dtype": "float32",
     }
 

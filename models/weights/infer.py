@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models import catalog, checks, resnet
 from models.catalog import ConfigFields
-from models.transfer import Shape
+from models.transfer import Shape, tensor_shapes
 from models.vit import SIZES, ViTConfig
 from models.weights.layout import Layout
 
@@ -29,7 +29,7 @@ class StoredShapes:
     """Shapes of stored tensors, found under our names of the parameters."""
 
     def __init__(self, stored: dict[str, Tensor], layout: Layout) -> None:
-        self.shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
+        self.shapes = tensor_shapes(stored.items())
         self.layout = layout
 
     def shape(self, name: str) -> Shape | None:
@@ -50,6 +50,13 @@ class StoredShapes:
         while self.shape(f"blocks.{depth}.norm1.bias") is not None:
             depth += 1
         return depth
+
+    def registers(self) -> int:
+        """How many registers there are: theirs is a parameter (1, registers, D)."""
+        shape = self.shape("prefix.registers")
+        if shape is None:
+            return 0
+        return shape[1]
 
     def pool(self) -> str:
         """How tokens are pooled: each way but the mean has a parameter of its own."""
@@ -74,7 +81,6 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
         rows, columns, _, width = embedding
     else:
         width, _, rows, columns = embedding
-    registers = shapes.shape("prefix.registers")
     config: ConfigFields = {
         "width": width,
         "depth": shapes.depth(),
@@ -83,7 +89,7 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
         "classes": shapes.size("head.bias") or 0,
         "representation": shapes.size("pre_logits.bias"),
         "pool": shapes.pool(),
-        "registers": registers[1] if registers else 0,
+        "registers": shapes.registers(),
         **known,
     }
     # From here on these two are calculated with; a config.json may give one number for both sides.
@@ -117,7 +123,9 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     class_tokens = 1 if config["pool"] == "token" else 0
     prefix = class_tokens + config["registers"]
     stem = resnet.stem_stride(config.get("stem"))
-    rows_stride, columns_stride = (side * stem for side in config["patch"])
+    patch_height, patch_width = config["patch"]
+    rows_stride = patch_height * stem
+    columns_stride = patch_width * stem
     if "image_size" not in config:
         side = square_side(length, prefix)
         config["image_size"] = (side * rows_stride, side * columns_stride)

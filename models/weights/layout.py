@@ -95,7 +95,9 @@ def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 
     state: dict[str, Tensor] = {}
     for name, parts in parts_by_name.items():
-        tensors = [in_our_order(stored[part.key], part.here, layout) for part in parts]
+        tensors = []
+        for part in parts:
+            tensors.append(in_our_order(stored[part.key], part.here, layout))
         state[name] = torch.cat(tensors)
     return state
 
@@ -135,6 +137,9 @@ def with_learned_positions(
         return state, config
     missing_slots = slots - config.position_slots
     table = F.pad(positions.whole_table(state, config), (0, 0, missing_slots, 0))
-    learned = {name: tensor for name, tensor in state.items() if "positions." not in name}
+    learned: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if "positions." not in name:
+            learned[name] = tensor
     learned["positions.0.table"] = table
     return learned, replace(config, positions="learned", class_slot=slots > 0)

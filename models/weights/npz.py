@@ -139,8 +139,12 @@ def model_keys(keys: list[str], part: str) -> dict[str, str]:
     names = {key: key for key in keys}
     # One after the other: `params/img/` is two of them.
     for prefix in prefixes:
-        if any(name.startswith(prefix) for name in names):
-            names = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
+        inside: dict[str, str] = {}
+        for name, key in names.items():
+            if name.startswith(prefix):
+                inside[name.removeprefix(prefix)] = key
+        if inside:
+            names = inside
     return names
 
 
@@ -167,7 +171,9 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
             layers[f"Transformer/encoderblock_{number}/{key.removeprefix(scanned)}"] = layer
     apart |= layers
     # Some of BiT's files number their convolutions; there is one to a unit's part, so the number says nothing.
-    unnumbered = {re.sub(r"standardized_conv2d_\d+", "standardized_conv2d", key): t for key, t in apart.items()}
+    unnumbered: dict[str, Tensor] = {}
+    for key, tensor in apart.items():
+        unnumbered[re.sub(r"standardized_conv2d_\d+", "standardized_conv2d", key)] = tensor
     return renumber(unnumbered)
 
 
@@ -225,10 +231,13 @@ def infer_bit(stored: dict[str, Tensor], overrides: ConfigFields) -> BiTConfig:
         root = "root_block/conv_root/kernel"
         head = "head/bias"
         pool_padding = "-inf"
+    classes = 0
+    if head in stored:
+        classes = stored[head].numel()
     config: ConfigFields = {
         "width": stored[root].shape[3],
         "units": weights_infer.units_of(stored),
-        "classes": stored[head].numel() if head in stored else 0,
+        "classes": classes,
         "pool_padding": pool_padding,
         **overrides,
     }

@@ -96,9 +96,12 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
 
 def with_class_token_as_register(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with the class token before the registers: unpooled, it is one of them."""
-    registers = [stored[key] for key in ("cls_token", "reg_token") if key in stored]
-    others = {key: tensor for key, tensor in stored.items() if key != "cls_token"}
-    return {**others, "reg_token": torch.cat(registers, dim=1)}
+    moved = dict(stored)
+    registers = moved.pop("cls_token")  # (1, 1, D)
+    if "reg_token" in moved:
+        registers = torch.cat([registers, moved["reg_token"]], dim=1)
+    moved["reg_token"] = registers
+    return moved
 
 
 def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], str]:
