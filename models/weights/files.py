@@ -95,7 +95,8 @@ def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
     """Return the float32 module in eval mode that holds these tensors."""
     check_weights(state, config)
     model = catalog.empty(config)
-    in_float32 = {name: tensor.to(torch.float32) for name, tensor in state.items()}
+    # Copied, because a safetensors file is mapped and its tensors start at any byte: MKL's last bit depends on that.
+    in_float32 = {name: tensor.to(torch.float32, copy=True) for name, tensor in state.items()}
     model.load_state_dict(in_float32, assign=True)
     return model.eval()
 
