@@ -77,7 +77,7 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
         return cfg.checkpoint_blocks
     limit_bytes = int(cfg.activation_gb * 2**30)
     try:
-        return models.checkpoint_blocks_for(model, cfg.micro_batch, limit_bytes, bytes_of_a_number(cfg))
+        return models.recomputed_blocks_for(model, cfg.micro_batch, limit_bytes, bytes_of_a_number(cfg))
     except ValueError as error:
         raise ConfigError(f"activation_gb: {error}") from None
 

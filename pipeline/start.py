@@ -201,7 +201,7 @@ def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry
             f"parameters of init: {len(report.kept)} kept, {len(report.resized)} resized, {len(report.new)} new, "
             f"{len(report.dropped)} dropped",
         )
-    model.checkpoint_blocks = recomputed_blocks(cfg, model_config)  # type: ignore[assignment]
+    model.recomputed_blocks = recomputed_blocks(cfg, model_config)
     if cfg.compile:
         models.compile_blocks(model)
     return model

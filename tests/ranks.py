@@ -139,7 +139,7 @@ def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
         zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=1.0, user_file=None
     )
     model = models.from_config(models.config_of("H/14"), torch.Generator().manual_seed(0))
-    model.checkpoint_blocks = model.config.depth  # type: ignore[assignment]
+    model.recomputed_blocks = model.config.depth
     engine = Engine(model, models.decayed(model), OptimConfig(lr=3e-4), settings)
     before = next(f.tensors["master"].detach().clone() for f in engine.fragments())
     images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(dist.get_rank()))
