@@ -7,7 +7,6 @@ with Progress("samples", total=60_000) as progress:
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from pipeline.telemetry import amount, duration
@@ -73,35 +72,28 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.close()
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show that so many are done; `note` is what else there is to say of them."""
-        if self.bar is not None:
-            self.bar.update(done, self.total, f"{self.unit}  {note}".rstrip())
-            return
         now = self.clock()
-        if now - self.last_line < self.every_s:
-            return
-        self.last_line = now
-        self.say(self.line(done, note, now - self.began))
+        rate = done / max(now - self.began, 1e-9)
+        if self.bar is not None:
+            self.bar.update(done, self.total, joined(self.unit, note, f"{amount(rate)}/s"))
+        elif now - self.last_line >= self.every_s:
+            self.last_line = now
+            self.say(self.line(done, note, rate))
 
-    def line(self, done: int, note: str, seconds: float) -> str:
-        """What is done, at which rate, and when the rest will be, as far as the total is known."""
-        rate = done / seconds
+    def line(self, done: int, note: str, rate: float) -> str:
+        """What is done, at which rate a second, and when the rest will be, as far as the total is known."""
         count = f"{amount(done)} of {amount(self.total)}" if self.total else amount(done)
-        parts = [f"{count} {self.unit}"]
-        if note:
-            parts.append(note)
-        parts.append(f"{amount(rate)}/s")
+        eta = ""
         if self.total and rate:
             remaining = max(self.total - done, 0)
-            parts.append(f"eta {duration(remaining / rate)}")
-        return "  ".join(parts)
+            eta = f"eta {duration(remaining / rate)}"
+        return joined(f"{count} {self.unit}", note, f"{amount(rate)}/s", eta)
 
     def packed(self, shards: int, samples: int) -> None:
         """Show what has been packed: the `report` of data.shards.packing and data.shards.doctor.repair."""
@@ -111,3 +103,8 @@ class Progress:
         """Show so many of a total that is told with every call: the `report` of indexing and checking."""
         self.total = total
         self(done)
+
+
+def joined(*parts: str) -> str:
+    """The parts that are not empty, two spaces apart."""
+    return "  ".join(part for part in parts if part)
