@@ -64,10 +64,11 @@ def main(
     except TyperException as error:
         return report_usage(error)
     except KeyboardInterrupt:
+        text = "interrupted"
         # The first Ctrl-C asks a campaign to commit and end; only a second one arrives here (jobs/session.py).
-        runs_campaign = kind is not None or words[:1] == ["run"]
-        twice = "interrupted twice: ended without a commit; the last checkpoint stands"
-        print(twice if runs_campaign else "interrupted", file=sys.stderr)
+        if kind is not None or words[:1] == ["run"]:
+            text = "interrupted twice: ended without a commit; the last checkpoint stands"
+        print(text, file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         return ExitCode.IO
@@ -95,7 +96,9 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     if code == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
         text = f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
     # To have stopped after a commit is no error: the message says what to type next.
-    print(text if code == ExitCode.PREEMPTED else f"error: {text}", file=sys.stderr)
+    if code != ExitCode.PREEMPTED:
+        text = f"error: {text}"
+    print(text, file=sys.stderr)
     return code
 
 

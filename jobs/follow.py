@@ -33,7 +33,7 @@ class Follower:
     def skip(self, directory: Path) -> None:
         """Take what a stage's log holds for shown: earlier commands have."""
         log = directory / "log.txt"
-        self.shown_bytes.setdefault(log, log.stat().st_size if log.exists() else 0)
+        self.shown_bytes.setdefault(log, size_of(log))
 
     def tick(self, attempt_folder: Path, number: int) -> None:
         """Show what the worker group has logged since the last call; after a long silence, what is being waited for."""
@@ -48,9 +48,8 @@ class Follower:
 
     def new_lines(self, log: Path) -> list[str] | None:
         """The whole lines that were added since the last call; None where nothing was."""
-        size = log.stat().st_size if log.exists() else 0
         shown = self.shown_bytes.get(log, 0)
-        if size <= shown:
+        if size_of(log) <= shown:
             return None
         with open(log, "rb") as file:
             file.seek(shown)
@@ -72,6 +71,11 @@ class Follower:
         """Take the bar away."""
         if self.bar is not None:
             self.bar.close()
+
+
+def size_of(log: Path) -> int:
+    """Bytes of a file, 0 where it is not there yet."""
+    return log.stat().st_size if log.exists() else 0
 
 
 def waiting_for(directory: Path, attempt_folder: Path) -> str:

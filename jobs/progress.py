@@ -32,7 +32,9 @@ class LiveBar:
         self.rich.start()
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        count = f"{done}/{total}" if total else str(done)
+        count = str(done)
+        if total:
+            count += f"/{total}"
         self.rich.update(self.task, completed=done, total=total, description=text, count=count, visible=True)
 
     def say(self, text: str) -> None:
@@ -65,7 +67,10 @@ class Progress:
         self.every_s = every_s
         self.clock = clock
         self.say = say or print
-        self.bar = live_bar() if say is None else None
+        self.bar: LiveBar | None = None
+        # Whoever says lines elsewhere (a stage, into its campaign's log) shows its own bar, if any.
+        if say is None:
+            self.bar = live_bar()
         self.began = clock()
         self.last_line = self.began
 
@@ -88,8 +93,10 @@ class Progress:
 
     def line(self, done: int, note: str, rate: float) -> str:
         """What is done, at which rate a second, and when the rest will be, as far as the total is known."""
-        count = f"{amount(done)} of {amount(self.total)}" if self.total else amount(done)
+        count = amount(done)
         eta = ""
+        if self.total:
+            count += f" of {amount(self.total)}"
         if self.total and rate:
             remaining = max(self.total - done, 0)
             eta = f"eta {duration(remaining / rate)}"
@@ -107,4 +114,4 @@ class Progress:
 
 def joined(*parts: str) -> str:
     """The parts that are not empty, two spaces apart."""
-    return "  ".join(part for part in parts if part)
+    return "  ".join(filter(None, parts))

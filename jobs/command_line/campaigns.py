@@ -38,8 +38,9 @@ def run_stage(
     from jobs.session import run_campaign
 
     loaded = load_campaign(recipe, overrides)
-    name = stage_of_kind(loaded, context.obj) if stage is None else loaded.stage(stage).name
-    run_campaign(loaded, fresh=fresh, only=name)
+    if stage is None:
+        stage = stage_of_kind(loaded, kind=context.obj)
+    run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
 
 
 @commands.command()
@@ -109,6 +110,7 @@ def recipe_path(recipe: str) -> Path:
 
     Raises ConfigError, with the names of those that ship, where there is neither.
     """
+    # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
     if path.exists():
         return path

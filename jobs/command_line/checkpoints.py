@@ -54,6 +54,7 @@ def diff(
     """Compare two checkpoints: their manifests, then their states."""
     from jobs.commands import checkpoints
 
+    # Without --with, another step of the same run.
     other_run = other_run or run
     if other_run == run and other_step == step:
         raise UsageError("diff needs something to compare with: --with RUN, or --with-step N of the same run")

@@ -61,5 +61,6 @@ def list_jobs(_debug: Debug = False) -> None:
 
 def job_name(run: str) -> str:
     """A run is named by its directory; "runs/digits" and its absolute path are the same run, a job id stays one."""
-    is_directory = "/" in run or Path(run).exists()
-    return str(Path(run).resolve()) if is_directory else run
+    if "/" in run or Path(run).exists():
+        return str(Path(run).resolve())
+    return run

@@ -70,10 +70,10 @@ def pack(
     """Pack images of many kinds into shards with their index."""
     from jobs.commands.data import pack_images
 
-    images_path = None if path == "-" else path
+    # The same words as those of a set in a recipe; a dash stands for none.
     described = {
         "source": source,
-        "path": images_path,
+        "path": path if path != "-" else None,
         "split": split,
         "root": root,
         "wnids": wnids,
@@ -113,8 +113,9 @@ def check(path: IndexPath, page: Page = None, world: World = 1, workers: Workers
     """Read and decode every sample; exit 65 where a run would miss one."""
     from jobs.commands.data import check_set
 
-    all_readable = check_set(path, page=page, world=world, workers=workers)
-    return ExitCode.DONE if all_readable else ExitCode.DATA
+    if check_set(path, page=page, world=world, workers=workers):
+        return ExitCode.DONE
+    return ExitCode.DATA
 
 
 @data_commands.command()

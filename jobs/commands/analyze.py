@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +70,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
     except ValueError as error:
         raise UsageError(f"{weights} cannot be analysed: {error}") from None
 
+    # Nothing has been written so far: a refusal leaves no folder behind.
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     draw_attention(images, attention.maps, folder / "attention.png")
@@ -150,7 +150,7 @@ def look_inside(model: nn.Module) -> Inside:
     return Inside(similarity, components, explained_variance)
 
 
-def rounded(tensor: Tensor | None) -> list[Any] | None:
+def rounded(tensor: Tensor | None) -> object:
     """Nested lists of numbers of six digits; None stays None."""
     if tensor is None:
         return None
@@ -168,6 +168,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     """Figure 6: each image beside itself, lit where the model looks."""
     shown = list(images.values())[:SHOWN]
     height, width = shown[0].shape[:2]
+    # All images have the size of the first: they were squashed to the model's.
     row_height = 2 * height / width  # inches; both columns together are four wide
     figure = Figure(figsize=(4, row_height * len(shown) + 0.3), layout="constrained")
     rows = figure.subplots(len(shown), 2, squeeze=False)
@@ -224,6 +225,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
         axes.text(0.5, 0.5, "no table is added to the patches", ha="center")
         axes.set_axis_off()
         return
+    # Maps of neighbours get a line of NaN between them, which imshow leaves white.
     rows, columns = similarity.shape[:2]
     framed = F.pad(similarity.double(), (0, 1, 0, 1), value=float("nan"))  # (rows, columns, rows + 1, columns + 1)
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
@@ -247,6 +249,7 @@ def position_ticks(count: int) -> tuple[list[float], list[str]]:
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
     """(count, 3, h, w) as one picture with white gaps, each scaled to the whole range of colours."""
+    # Filters have no natural scale; each is shown from its smallest value (black) to its largest.
     low = components.amin((1, 2, 3), keepdim=True)
     high = components.amax((1, 2, 3), keepdim=True)
     scaled = (components - low) / (high - low).clamp(min=1e-12)

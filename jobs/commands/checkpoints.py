@@ -52,6 +52,7 @@ def selected(path: Path, step: int | None) -> list[Path]:
         raise UsageError(f"nothing is committed in {path} yet")
     if step is None:
         return folders
+    # A step can be there several times: of several stages, or of attempts of which a later one took it again.
     of_step = [folder for folder in folders if step_of(folder) == step]
     if not of_step:
         known_steps = ", ".join(str(step_of(folder)) for folder in folders)
@@ -122,9 +123,11 @@ def inspect(path: Path, step: int | None) -> Iterator[str]:
     folder = newest(path, step)
     manifest = checkpoint.verify(folder)
     for field, value in asdict(manifest).items():
-        text = json.dumps(value) if isinstance(value, dict) else value
-        yield f"{field:13} {text}"
+        if isinstance(value, dict):
+            value = json.dumps(value)
+        yield f"{field:13} {value}"
 
+    # The tensors lie in pieces, one file a rank; a reader puts them together whatever the number of ranks was.
     reader = Reader(folder, manifest.files)
     kinds: dict[str, list[str]] = {}  # parameter → "master" and the moments that are saved of it
     for name, kind in reader.pieces:
@@ -157,6 +160,7 @@ def compare(path: Path, step: int | None, other_path: Path, other_step: int | No
     for difference in differences(without_files(first_manifest), without_files(second_manifest)):
         yield f"  {difference}"
 
+    # Compare what is saved of each parameter, whatever number of workers wrote the one and the other.
     first_reader = Reader(first, first_manifest.files)
     second_reader = Reader(second, second_manifest.files)
     states = sorted(first_reader.pieces.keys() | second_reader.pieces.keys())

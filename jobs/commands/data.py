@@ -52,10 +52,11 @@ def index_tars(
     tars: list[str], *, output: str | None, at: str | None, name: str | None, classes: int | None, workers: int
 ) -> list[str]:
     """Index existing tars, unchanged; the same call again goes on after a kill."""
-    is_single_place = len(tars) == 1 and not tars[0].endswith(".tar")  # a folder, or a URL that names many
+    # One word that is no tar stands for many: a folder, or a URL with a pattern.
+    is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     with Progress("shards") as progress:
         index = build_index(
-            tars[0] if is_single_place else tars,
+            tars[0] if is_folder_or_pattern else tars,
             output=output,
             name=name,
             classes=classes,
@@ -73,8 +74,10 @@ def check_set(path: str, *, page: str | None, world: int, workers: int) -> bool:
     write_page_if_wanted(report, page, world)
     if report.ok:
         return True
-    way_out = f"; a set that can: python -m jobs data repair {path} NEW-FOLDER" if report.good else ""
-    print(f"not all of it can be read{way_out}")
+    line = "not all of it can be read"
+    if report.good:
+        line += f"; a set that can: python -m jobs data repair {path} NEW-FOLDER"
+    print(line)
     return False
 
 
@@ -102,6 +105,7 @@ def write_page_if_wanted(report: Report, page: str | None, world: int) -> None:
 def repair_set(path: str, directory: Path, *, unique: bool, name: str | None, workers: int) -> list[str]:
     """Pack every good sample into a new set. Raises DataError where that would overwrite the old one."""
     index = load_index(path)
+    # The shards and their index may lie in two folders; neither may be written into.
     if directory.resolve() in (Path(index.directory), index.tables):
         raise DataError(f"{directory} holds the set that is to be repaired\n  give another folder")
     with Progress("samples", index.samples) as progress:
@@ -121,8 +125,11 @@ def spreads(report: Report) -> list[str]:
     """How image sides, bytes and classes are spread."""
     lines = []
     for name, spread in report.spreads.items():
-        lowest, median, highest = (spread.quantile(share) for share in (0.01, 0.5, 0.99))
-        lines.append(f"{name}: 1 % {lowest:g}, median {median:g}, 99 % {highest:g}")
+        # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
+        low = spread.quantile(0.01)
+        median = spread.quantile(0.5)
+        high = spread.quantile(0.99)
+        lines.append(f"{name}: 1 % {low:g}, median {median:g}, 99 % {high:g}")
     ranked = report.classes.most_common()
     lines.append(f"most: {class_counts(ranked[:5])}")
     rarest_first = ranked[::-1]

@@ -39,17 +39,21 @@ class Killer:
         """Look how far an attempt is, and kill its worker a quarter of the way from one commit to the next."""
         if self.killed_at is not None or folder.parents[1] != self.directory:
             return
-        steps = [record["step"] for record in read_metrics(self.directory)]
+        # A quarter of the way to the next commit: far enough that steps are lost and must be computed again.
+        reports = read_metrics(self.directory)
         saved = last_step(self.directory)
-        if saved <= 0 or not steps or steps[-1] < saved + self.save_every // 4:
+        if saved <= 0 or not reports:
+            return
+        reported = reports[-1]["step"]
+        if reported < saved + self.save_every // 4:
             return
         victim = records(folder, self.world)[VICTIM]["pid"]
         print(
-            f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {steps[-1]}, last commit step {saved}",
+            f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {reported}, last commit step {saved}",
             flush=True,
         )
         os.kill(victim, signal.SIGKILL)
-        self.killed_at = steps[-1]
+        self.killed_at = reported
 
 
 def demo(parent: Path) -> int:
@@ -68,7 +72,9 @@ def demo(parent: Path) -> int:
 
     equal = report(loaded, twin, killer)
     print(f"demo: {time.monotonic() - began:.0f}s in all; the run is in {loaded.run}")
-    return ExitCode.DONE if equal else ExitCode.INTERNAL
+    if equal:
+        return ExitCode.DONE
+    return ExitCode.INTERNAL
 
 
 def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
@@ -76,6 +82,7 @@ def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
     directory = loaded.directory(loaded.stage("pretrain"))
     twin_directory = twin.directory(twin.stage("pretrain"))
 
+    # Losses: a step that was computed twice must have the twin's loss both times.
     losses = step_losses(directory)
     twin_losses = step_losses(twin_directory)
     equal_losses = killer.killed_at is not None and losses.keys() == twin_losses.keys()
@@ -83,9 +90,11 @@ def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
     for step, values in losses.items():
         if len(values) > 1:
             computed_twice += 1
-        if equal_losses and any(loss != twin_losses[step][0] for loss in values):
-            equal_losses = False
+        for loss in values:
+            if step in twin_losses and loss != twin_losses[step][0]:
+                equal_losses = False
 
+    # Checkpoints: a manifest holds the sha256 of every file, so equal manifests mean equal bytes.
     manifest = newest_manifest(directory)
     twin_manifest = newest_manifest(twin_directory)
     equal_files = manifest.files == twin_manifest.files and manifest.ledger == twin_manifest.ledger

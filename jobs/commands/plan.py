@@ -93,7 +93,9 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
     sets = training_sets(campaign, cfg)
     indexes = [part.index for part in sets if part.index is not None]
     all_there = len(indexes) == len(sets)
-    samples = sum(index.samples for index in indexes) if all_there else cfg.data.samples
+    samples = cfg.data.samples
+    if all_there:
+        samples = sum(index.samples for index in indexes)
     if samples is None and cfg.steps is None:
         lines.append(f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
         return lines
@@ -101,11 +103,14 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
     images = steps * cfg.batch_size
     lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes_text(images, samples, all_there)})")
 
+    # Where the samples come from: each set's share of a batch, and what a node's cache must hold.
     if cfg.data.mixture:
         lines += mixture_lines(cfg.batch_size, sets, steps)
     if all_there and any(index.remote for index in indexes):
         index, order = training_order(cfg, indexes)
         lines.append(f"  cache   a worker needs {cache_line(index, order, arithmetic.slots(0), 0, cfg.data)}")
+
+    # What it costs, and whether the workers can be fed.
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
@@ -142,8 +147,10 @@ def batch_line(arithmetic: Arithmetic) -> str:
 def passes_text(images: int, samples: int | None, all_there: bool) -> str:
     if not samples:
         return "data is not there yet"
-    source = "" if all_there else " (as the recipe says; the data is not there yet)"
-    return f"{images / samples:.2f} passes over {samples:,} samples{source}"
+    text = f"{images / samples:.2f} passes over {samples:,} samples"
+    if all_there:
+        return text
+    return f"{text} (as the recipe says; the data is not there yet)"
 
 
 def mixture_lines(batch_size: int, sets: list[TrainingSet], steps: int) -> list[str]:
@@ -163,6 +170,7 @@ def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
     """Whether the decoding processes of a worker keep up with its GPU, and what to type where they do not."""
     cfg: TrainConfig = stage.config
     cores_per_worker = campaign.cluster.cpus_per_worker
+    # How fast a core decodes depends on the photographs: measured where a set lies on this machine.
     measured = None
     for index in indexes:
         if not index.remote:
@@ -181,11 +189,12 @@ def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
         return line + "data.decode=gpu, not judged"
     if min(cfg.data.processes, cores_per_worker) >= cores:
         return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
-    # One core more than decode: the worker itself needs one.
-    more_cores = "" if cores < cores_per_worker else f" cluster.cpus_per_worker={cores + 1}"
+    overrides = f"{stage.name}.data.processes={cores}"
+    if cores >= cores_per_worker:
+        overrides += f" cluster.cpus_per_worker={cores + 1}"  # the worker itself needs a core beside those that decode
     return line + (
         f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
-        f"type {stage.name}.data.processes={cores}{more_cores}, pack with --restarts, or {stage.name}.data.decode=gpu"
+        f"type {overrides}, pack with --restarts, or {stage.name}.data.decode=gpu"
     )
 
 

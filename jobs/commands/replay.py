@@ -119,6 +119,7 @@ def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: 
 
 def with_recorded_drop(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
     """The config with the `data.drop` of the last attempt that reported the step, or might have: it changes."""
+    # Attempts that reported the step; of several, the last is the one whose weights went on.
     attempts = []
     for record in read_metrics(folder):
         first_step = record["step"] - len(record["losses"]) + 1
@@ -140,6 +141,7 @@ def order_of(cfg: TrainConfig, job: Job) -> tuple[Index, Order | Mixture]:
 
 def logged(folder: Path, step: int) -> list[str]:
     """The loss that each attempt reported for the step, and what the records of spikes know of it."""
+    # A spike's record holds the steps before it too, which tell how it came.
     lines = []
     for spike in read_metrics(folder, "spike"):
         for record in spike["recent"]:
@@ -148,6 +150,7 @@ def logged(folder: Path, step: int) -> list[str]:
                     f"attempt {spike['attempt']}: gradient norm {record['grad_norm']:.3g}, loss {record['loss']:.6f} "
                     f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
                 )
+    # A report holds the losses of all steps since the one before it.
     for record in read_metrics(folder):
         first_step = record["step"] - len(record["losses"]) + 1
         if first_step <= step <= record["step"]:

@@ -23,6 +23,7 @@ class Outcome(TypedDict):
 
 def status(run: Path) -> list[str]:
     """One line a stage folder, in the order they were first started. Raises UsageError where there is no run."""
+    # A stage's folder has a stage.json from its very start.
     folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
@@ -65,6 +66,7 @@ def stage_line(folder: Path) -> str:
     done = folder / "done.json"
     if done.exists():
         return done_line(json.loads(done.read_text()))
+    # Not finished: the newest report says how far it is.
     last = last_metrics(folder)
     if last is None:
         return "started, no step yet"

@@ -48,8 +48,11 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
             models.save(model, path, format, writing=whole_file)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
-    # An .npz has no config beside it, and cannot tell its image size.
-    changes = {"image_size": config.image_size} if format == "npz" else {}
+    # Whoever reads the file must get the same model: read it back as they would, and compare. An .npz has no config
+    # beside it, and cannot tell its image size.
+    changes: dict[str, object] = {}
+    if format == "npz":
+        changes["image_size"] = config.image_size
     exported = load(path, changes)
 
     lines = [*described(model, directory), *numerics(model)]
@@ -88,6 +91,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
 def load(path: str, overrides: Mapping[str, object]) -> nn.Module:
     """The model behind a path. Raises DataError, which names the file, for whatever refuses it."""
     changes: dict[str, Any] = dict(overrides)
+    # Only whatever a wrong file raises becomes a DataError; a bug of ours stays what it is.
     try:
         return models.load(path, **changes)
     except UNREADABLE as error:
@@ -139,5 +143,7 @@ def read_back(model: nn.Module, exported: nn.Module) -> list[str]:
 def outputs(model: nn.Module, image: Tensor) -> Tensor:
     """Logits, or features where a masked model has no logits."""
     config: Any = model.config
-    compute: Any = model.features if config.family == "masked" else model
-    return compute(image)
+    if config.family == "masked":
+        features: Any = model.features
+        return features(image)
+    return model(image)
