@@ -22,15 +22,15 @@ class OptimConfig:
     """Which optimizer, how fast, with how much decay. The defaults are the paper's pretraining on JFT-300M."""
 
     name: Literal["adam", "sgd"] = "adam"  # adam decays decoupled from the gradient, as torch's AdamW
-    lr: float = 8e-4  # peak, at batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
+    lr: float = 8e-4  # the peak; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
     weight_decay: float = 0.1  # torch convention: multiplied by the rate; kernels only (paper, table 3)
     head_weight_decay: float | None = None  # of the head's kernel; None: as the rest (ViT-G: 3.0 beside 0.03)
-    clip: float = 1.0  # largest global gradient norm (paper, section 4.1 and table 3); 0 is off
+    clip: float = 1.0  # largest global gradient norm (the paper mentions 1 for ImageNet, SPEC 2.1); 0 is off
     beta1: float = 0.9  # adam: decay of the gradient's mean a step (paper, section 4.1)
     beta2: float = 0.999  # adam: decay of the squared gradient's mean a step (paper, section 4.1)
     eps: float = 1e-8  # adam: added to the root of the squared gradient's mean
     momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # of the learning rate
 
     RESUME: ClassVar[Tags] = tags(
         forbid="name lr weight_decay head_weight_decay clip beta1 beta2 eps momentum schedule"
