@@ -43,10 +43,10 @@ class BiTConfig:
 
     image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
     classes: int = 1000  # 0: no head
-    units: tuple[int, ...] = UNITS[50]
+    units: tuple[int, ...] = UNITS[50]  # bottleneck units of each stage
     width: int = 64  # channels of the root: 64 times the width factor
     pool_padding: str = "zero"  # of the root's max-pool: zero (bit_pytorch, bit_jax) or -inf (big_vision)
-    head_bias: float = 0.0
+    head_bias: float = 0.0  # initial
 
     family = "bit"
 

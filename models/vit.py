@@ -60,15 +60,15 @@ class ViTConfig:
     """The architecture of one ViT; the defaults are the paper's B/16."""
 
     image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
-    patch: tuple[int, int] = (16, 16)
+    patch: tuple[int, int] = (16, 16)  # height, width of a patch in pixels; after a stem, in its output's
     classes: int = 1000  # 0: no head, the logits are the features
-    width: int = 768
-    depth: int = 12
-    mlp: int = 3072
-    heads: int = 12
+    width: int = 768  # of a token
+    depth: int = 12  # transformer blocks
+    mlp: int = 3072  # hidden width of a block's MLP
+    heads: int = 12  # attention heads of a block
     pool: str = "token"  # token: a class token; gap: mean of the patches; map: attention from a probe
     representation: int | None = None  # size of the tanh layer before the head, used at pre-training
-    positions: str = "learned"
+    positions: str = "learned"  # kind of position embedding (paper, D.4)
     positions_at: str | None = None  # None: the stem; relative, which acts inside attention: every layer
     class_slot: bool = True  # prefix tokens have position entries (vit_jax) or none (big_vision)
     position_std: float | None = None  # None: 0.02, or width**-0.5 in big_vision's layouts (slotless, MAP)
@@ -76,8 +76,8 @@ class ViTConfig:
     dropout: float = 0.0  # SPEC 1.3: after positions, attention, GELU and the second MLP layer
     drop_path: float = 0.0  # stochastic depth of the last block, rising linearly from 0
     head_bias: float = 0.0  # initial; -10 for sigmoid losses on ImageNet-21k and JFT (SPEC 1.5)
-    activation: str = "gelu_tanh"
-    norm_eps: float = 1e-6
+    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: by erf, as timm and Hugging Face
+    norm_eps: float = 1e-6  # added to the variance in LayerNorm
     stem: tuple[int, ...] | None = None  # units of the stages of a ResNet before the patches; None: plain ViT
     stem_width: int = 64  # channels of its root
 

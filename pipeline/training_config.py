@@ -36,7 +36,7 @@ class ModelConfig(Protocol):
 class MixedConfig:
     """One of several sets to train on, and its weight among them."""
 
-    train: str = "???"  # as `DataConfig.train`
+    train: str = "???"  # the set's index, or its folder; or "@stage/name"
     weight: float = "???"  # type: ignore[assignment]  # of every batch; only the ratios count
 
     RESUME: ClassVar[Tags] = tags(forbid="train weight")
@@ -49,21 +49,21 @@ class MixedConfig:
 class DataConfig:
     """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
-    train: str | None = None  # the set's index, or its folder; or
+    train: str | None = None  # the set's index, or its folder; or "@stage/name"; or `mixture` instead
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets by name, which share their labels
     drop: tuple[str, ...] = ()  # shards of these sets to do without: lost or corrupt ones, by name; steps stay
-    samples: int | None = None  # what `plan` counts with while an index is not there
-    evaluate: str | None = None
+    samples: int | None = None  # how many `plan` counts with while an index is not there
+    evaluate: str | None = None  # index or folder of the set that accuracy is measured on; or "@stage/name"
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch
-    shuffle_block: int | None = None  # positions shuffled together; None: the default of data.Order
-    tail: Literal["carry", "drop"] = "carry"
+    augment: AugmentConfig = field(default_factory=AugmentConfig)  # of training images
+    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch (docs/order.md)
+    shuffle_block: int | None = None  # positions shuffled together; None: 16384 (docs/order.md)
+    tail: Literal["carry", "drop"] = "carry"  # samples that fill no batch go to the next epoch, or are left out
     max_labels: int = 1  # labels a sample has at most
-    max_bad_fraction: float = 1e-3  # of the samples seen, judged from the 10,000th on; past it, exit 65
-    processes: int = 0  # decoding processes a worker
+    max_bad_fraction: float = 1e-3  # of bad samples among those seen, judged from the 10,000th on; past it, exit 65
+    processes: int = 0  # decoding processes a worker; 0: the training process decodes
     decode: Literal["cpu", "gpu"] = "cpu"  # gpu: nvJPEG in the training process; other pixels than cpu's
-    timeout_s: float = 120.0  # without a batch, or a piece of a shard
+    timeout_s: float = 120.0  # without a batch, or a piece of a shard; then the decoding process is replaced
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
     RESUME: ClassVar[Tags] = tags(
@@ -104,39 +104,39 @@ class TrainConfig:
     `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
     """
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
     model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
     new_head: bool = False  # replace the head by a zero-initialised one (paper, B.1.1) even where classes agree
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    objective: Literal["classification", "masked"] = "classification"
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # of classification
-    label_smoothing: float = 0.0
-    mixup: float = 0.0  # Beta(p, p); 0 is off
+    optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
+    objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
+    label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
+    mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
     polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
-    steps: int | None = None  # optimizer steps; or
-    passes: float | None = None  # over the data, rounded to steps as big_vision does
-    batch_size: int = 4096  # global
-    micro_batch: int = 64  # per worker; accumulation is derived
-    uneven: bool = False  # let workers own numbers of slots that differ by one
+    steps: int | None = None  # optimizer steps; or `passes` instead
+    passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
+    batch_size: int = 4096  # images a step, of all workers together
+    micro_batch: int = 64  # images a worker takes at a time; accumulation is derived
+    uneven: bool = False  # let workers own numbers of a batch's slots that differ by one
     exact_parts: int = 0  # 1, 2, 4 … up to so many workers have the same bits (docs/exact.md); 0: off
-    precision: Literal["bf16", "fp32"] = "bf16"
-    zero: int = 2  # DeepSpeed ZeRO stage
-    checkpoint_blocks: int = 0  # blocks that recompute their activations; or
-    activation_gb: float | None = None  # as many as make a micro-batch's activations fit in this (GiB)
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the optimizer keeps fp32
+    zero: int = 2  # DeepSpeed ZeRO stage, 0 to 3: workers share 1 the optimizer's state, 2 gradients too, 3 weights too
+    checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
+    activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    deepspeed: str | None = None  # your own ds_config.json, merged in
-    seed: int = 0
-    evaluate_every: int = 0  # steps; 0: only at the end
-    probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot on the fly
-    log_every: int = 50
-    save_every: int = 1000
-    keep: int = 3  # newest checkpoints
+    deepspeed: str | None = None  # path of your own ds_config.json, merged in
+    seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
+    evaluate_every: int = 0  # steps between evaluations; 0: only at the end
+    probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
+    log_every: int = 50  # steps between log lines
+    save_every: int = 1000  # steps between checkpoints
+    keep: int = 3  # newest checkpoints that stay, 2 or more
     keep_every: int = 0  # steps whose multiples are kept for good; 0: none
     max_skipped: int = 5  # non-finite steps in a row before exit 70
-    max_failed_saves: int = 3  # in a row before exit 74
-    timeout_s: float = 1800.0  # collectives
-    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
+    max_failed_saves: int = 3  # checkpoints in a row that cannot be written before exit 74
+    timeout_s: float = 1800.0  # after which a collective that not all workers have joined fails
+    stall_s: float = 600.0  # without any worker entering a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "

@@ -35,14 +35,15 @@ ATTEMPTS = 100  # to draw a box, as in TensorFlow
 class AugmentConfig:
     """What happens to a training image between its bytes and the batch."""
 
-    crop: Literal["inception", "random", "none"] = "inception"  # random: resize_small(size · 8/7), then crop
+    # inception: of random area and aspect; random: resize_small(size · 8/7), then crop; none: the whole image
+    crop: Literal["inception", "random", "none"] = "inception"
     reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale where the crop still covers the image size
-    flip: bool = True  # left to right, with probability 1/2
-    min_area: float = 0.05  # of the image; Szegedy et al. 2015 and big_vision
-    min_aspect: float = 0.75  # width / height, TensorFlow's defaults
-    max_aspect: float = 1.33
+    flip: bool = True  # mirror left to right with probability 1/2
+    min_area: float = 0.05  # least share of the image that a crop covers (Szegedy et al. 2015 and big_vision)
+    min_aspect: float = 0.75  # least width / height of a crop (TensorFlow's default)
+    max_aspect: float = 1.33  # largest width / height of a crop (TensorFlow's default)
     randaug_layers: int = 0  # operations of RandAugment an image; 0 is off (AugReg and the better baselines: 2)
-    randaug_magnitude: float = 10.0  # of every one of them; 0 is not a no-op
+    randaug_magnitude: float = 10.0  # strength of every one of them, 0 to 30; 0 is not a no-op
 
     def __post_init__(self) -> None:
         if not (0 < self.min_area <= 1 and 0 < self.min_aspect <= self.max_aspect):

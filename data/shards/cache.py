@@ -33,11 +33,11 @@ ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and
 class CacheConfig:
     """Where remote shards are kept on a node, and how patient fetching is."""
 
-    directory: str = ""  # default: the user's cache folder, or PATCHLINE_CACHE
-    limit_bytes: int = 200 << 30  # besides what is being fetched
-    attempts: int = 8  # of one piece, without any progress between them
-    backoff_s: float = 0.5  # doubled each time, with full jitter (Brooker 2015), 30 s at most
-    timeout_s: float = 30.0  # of one request that is silent
+    directory: str = ""  # absolute path; empty: in PATCHLINE_CACHE, or else in the user's cache folder
+    limit_bytes: int = 200 << 30  # what a node keeps, besides what is being fetched
+    attempts: int = 8  # to fetch one piece, without any progress between them
+    backoff_s: float = 0.5  # before the next attempt; doubled each time, with full jitter (Brooker 2015), 30 s at most
+    timeout_s: float = 30.0  # of silence, after which a request is given up
     ahead: int = 64  # steps whose shards are fetched before they are needed
     fetchers: int = 4  # downloads at once
 

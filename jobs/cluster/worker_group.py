@@ -95,13 +95,13 @@ class WorkerGroupError(Exception):
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    workers: int = 1
-    backend: Literal["ray", "processes"] = "ray"
+    workers: int = 1  # processes that train together, each a rank
+    backend: Literal["ray", "processes"] = "ray"  # Ray, embedded or joined; or plain processes of this machine
     cpus_per_worker: int = 1  # reserved in Ray, and the threads a worker computes with
-    gpus_per_worker: int = 0
-    max_restarts: int = 3  # attempts in a row without a new checkpoint
+    gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
+    max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
-    start_timeout_s: float = 300.0  # how long to wait for the workers' resources
+    start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [

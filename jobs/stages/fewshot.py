@@ -29,11 +29,11 @@ from pipeline.watchdog import Phases
 @dataclass(frozen=True)
 class Config:
     init: str = "???"  # weights: a folder, or "@stage"
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)  # both sets are needed here
     preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
     micro_batch: int = 64  # images a worker at a time
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
-    precision: Literal["bf16", "fp32"] = "fp32"
+    precision: Literal["bf16", "fp32"] = "fp32"  # in which features are computed
     stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")

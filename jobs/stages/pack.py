@@ -39,7 +39,7 @@ class SetConfig:
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
     ] = "folder"
-    path: str | None = None
+    path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
@@ -61,9 +61,9 @@ class SetConfig:
 class Config:
     """A pack stage: its sets by name, and how large their shards are."""
 
-    sets: dict[str, SetConfig] = field(default_factory=dict)
-    shard_samples: int = 10_000
-    shard_bytes: int = 1 << 30
+    sets: dict[str, SetConfig] = field(default_factory=dict)  # one or more, by name
+    shard_samples: int = 10_000  # samples that a shard holds at most
+    shard_bytes: int = 1 << 30  # of encoded images that a shard holds at most, unless one alone has more
     restarts: bool = False  # restart markers in JPEGs: the same pixels, cropped faster
     workers: int = 1  # threads that write shards
 
