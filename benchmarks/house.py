@@ -11,6 +11,7 @@ import argparse
 import ast
 import io
 import statistics
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,7 @@ class Counts:
 
     def rows(self) -> dict[str, str]:
         """The numbers in words, under the names of the rows in docs/house.md."""
+        # Ties are broken by the order in which files are read, which is sorted.
         folder, files = self.files_in_folder.most_common(1)[0]
         longest_file = max(self.file_lengths, key=self.file_lengths.__getitem__)
         any_share = self.signatures_with_any / max(self.public_signatures, 1)
@@ -81,11 +83,18 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def count(paths: Iterable[Path]) -> Counts:
-    """Count all Python files of the paths together; raises SystemExit where there is none."""
+    """Count all Python files of the paths together; raises SystemExit where there is none.
+
+    A file that this version of Python cannot parse is named and left out.
+    """
     counts = Counts()
     for file in python_files(paths):
         source = file.read_text()
-        tree = ast.parse(source, str(file))
+        try:
+            tree = ast.parse(source, str(file))
+        except SyntaxError as error:
+            print(f"left out: {file}: {error.msg}", file=sys.stderr)
+            continue
         counts.file_lengths[file] = len(source.splitlines())
         counts.files_in_folder[file.parent] += 1
         counts.lines += sum(1 for line in source.splitlines() if line.strip())
@@ -121,6 +130,7 @@ def count_expressions(tree: ast.Module, counts: Counts) -> None:
             assert node.end_lineno is not None, "ast.parse gives every function its last line"
             counts.function_lengths.append(node.end_lineno - node.lineno + 1)
 
+        # A vague name is counted where it gets its value, not at every use: a name used often is no worse.
         name = bound_name(node)
         if name in VAGUE_NAMES:
             counts.vague_names[name] += 1
