@@ -1,6 +1,8 @@
 # make env    .venv with everything constraints.txt pins, and the command patchline; does nothing when up to date
 # make demo   the whole campaign on scikit-learn's digits: shards to few-shot, with a worker killed on the way
-# make test   the tests                make soak   the long ones
+# make check  style, types, the layout and the quick tests, within two minutes
+# make test   all tests but the long ones; says at the end how long each area took
+# make soak   the long tests
 # make lint   style and types
 
 # The first of these that is new enough; another one: make env PYTHON=/path/to/python
@@ -14,7 +16,7 @@ TORCH := torch$(if $(shell command -v nvidia-smi),===,==)2.13.0
 REQUIREMENTS := $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
 
-.PHONY: env demo test soak lint
+.PHONY: env demo check test soak lint
 
 env: $(STAMP)
 
@@ -32,6 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: env
 	$(BIN)/python -m jobs demo
+
+# tests/areas.py names the quick test files.
+check: lint
+	$(BIN)/python -m pytest $$($(BIN)/python -m tests.areas)
 
 test: env
 	$(BIN)/python -m pytest

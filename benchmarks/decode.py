@@ -26,7 +26,8 @@ from data.images import jpeg
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
 from data.shards.sources import tars
 
-SIZE, CONFIG = 224, AugmentConfig()
+SIZE = 224  # pixels
+CONFIG = AugmentConfig()
 OUT = np.empty((SIZE, SIZE, 3), np.uint8)
 
 
@@ -95,9 +96,9 @@ def main() -> None:
                 continue
             rates.setdefault(name, []).append(len(photos) / (time.process_time() - start))
     base = statistics.median(rates["Pillow"])
-    for name, found in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
-        middle = statistics.median(found)
-        spread = f"({min(found):.0f} … {max(found):.0f})"
+    for name, rates_of_rounds in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
+        middle = statistics.median(rates_of_rounds)
+        spread = f"({min(rates_of_rounds):.0f} … {max(rates_of_rounds):.0f})"
         print(f"{name:28} × {middle / base:.2f}   {middle:6.0f} img per CPU-second {spread}")
 
 

@@ -71,8 +71,9 @@ def digest(engine: Engine) -> str:
 
 def step(engine: Engine, number: int, task: dict[str, Any]) -> None:
     """One global batch of a micro-batch for every part."""
-    rank, here = torch.distributed.get_rank(), task["parts"] // torch.distributed.get_world_size()
-    for part in range(rank * here, (rank + 1) * here):
+    rank = torch.distributed.get_rank()
+    parts_here = task["parts"] // torch.distributed.get_world_size()
+    for part in range(rank * parts_here, (rank + 1) * parts_here):
         generator = torch.Generator().manual_seed(number * 1000 + part)
         images = torch.randn(task["micro_batch"], 3, 224, 224, generator=generator)
         labels = torch.randint(1000, (task["micro_batch"],), generator=generator)
@@ -91,11 +92,11 @@ def main() -> None:
     options = parser.parse_args()
     print("| workers | plain step s | exact / plain | sum s | all-reduce s | GB | GB exact | weights | weights exact |")
     for world in options.worlds:
-        found = measure(options, world, ["plain", "exact"], options.rounds)
+        measured = measure(options, world, ["plain", "exact"], options.rounds)
         memory = [measure(options, world, [kind], 2)["memory"] for kind in ("plain", "exact")]
-        plain, exact = found["seconds"].values()
+        plain, exact = measured["seconds"].values()
         numbers = [statistics.median(plain), statistics.median(b / a for a, b in zip(plain, exact, strict=True))]
-        cells = [world, *(f"{n:.3f}" for n in (*numbers, *found["sums"], *memory)), *found["weights"].values()]
+        cells = [world, *(f"{n:.3f}" for n in (*numbers, *measured["sums"], *memory)), *measured["weights"].values()]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 

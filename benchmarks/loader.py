@@ -23,7 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-SIZE, BATCH, PROCESSES = 224, 32, 2
+SIZE = 224  # pixels of a crop
+BATCH = 32
+PROCESSES = 2  # that decode
 
 
 def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
@@ -60,7 +62,8 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
 
     from data.images.augment import AugmentConfig, Draws, inception_box
 
-    cfg, draws = AugmentConfig(), Draws(0)
+    cfg = AugmentConfig()
+    draws = Draws(0)
 
     def load(sample):
         return decode(sample["jpg"], lambda h, w: inception_box(h, w, draws, cfg), draws.uniform() < 0.5), int(
@@ -71,9 +74,9 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
         images = [image for image, _ in rows]
         return torch.stack(images) if torch.is_tensor(images[0]) else torch.from_numpy(np.stack(images))
 
-    found = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None)
-    found = found.shuffle(100).map(load).batched(BATCH, collation_fn=stack)
-    return iter(webdataset.WebLoader(found, batch_size=None, num_workers=processes) if processes else found)
+    samples = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None)
+    samples = samples.shuffle(100).map(load).batched(BATCH, collation_fn=stack)
+    return iter(webdataset.WebLoader(samples, batch_size=None, num_workers=processes) if processes else samples)
 
 
 def with_pillow(data, box, flip):
@@ -105,9 +108,9 @@ def usual(shards: list[str], folder: str) -> Iterator:
     from torchvision.transforms import v2
 
     steps = [v2.RandomResizedCrop(SIZE, (0.05, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    found = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None).shuffle(100)
-    found = found.decode("pil").to_tuple("jpg", "cls").map_tuple(v2.Compose(steps)).batched(BATCH)
-    return iter(webdataset.WebLoader(found, batch_size=None, num_workers=PROCESSES))
+    samples = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None).shuffle(100)
+    samples = samples.decode("pil").to_tuple("jpg", "cls").map_tuple(v2.Compose(steps)).batched(BATCH)
+    return iter(webdataset.WebLoader(samples, batch_size=None, num_workers=PROCESSES))
 
 
 def opencv(shards: list[str], folder: str) -> Iterator:
@@ -159,8 +162,8 @@ def tfdata(shards: list[str], folder: str) -> Iterator:
         image = tf.image.resize(tf.image.decode_and_crop_jpeg(data, window, channels=3), [SIZE, SIZE])
         return tf.cast(tf.image.random_flip_left_right(image), tf.uint8)
 
-    found = tf.data.Dataset.from_generator(jpegs, output_signature=tf.TensorSpec([], tf.string))
-    return iter(found.shuffle(100).map(load, PROCESSES).batch(BATCH).prefetch(1).as_numpy_iterator())
+    samples = tf.data.Dataset.from_generator(jpegs, output_signature=tf.TensorSpec([], tf.string))
+    return iter(samples.shuffle(100).map(load, PROCESSES).batch(BATCH).prefetch(1).as_numpy_iterator())
 
 
 def dali(shards: list[str], folder: str) -> Iterator:
@@ -191,9 +194,9 @@ def grain(shards: list[str], folder: str) -> Iterator:
     from grain import python as pygrain
 
     flags.FLAGS(["loader"])  # its processes refuse to start before
-    found = pygrain.MapDataset.source(jpegs(shards)).seed(0).shuffle().repeat()
-    found = found.random_map(lambda data, rng: random_pillow(data, int(rng.integers(2**60)))).batch(BATCH)
-    return iter(found.to_iter_dataset().mp_prefetch(pygrain.MultiprocessingOptions(num_workers=PROCESSES)))
+    samples = pygrain.MapDataset.source(jpegs(shards)).seed(0).shuffle().repeat()
+    samples = samples.random_map(lambda data, rng: random_pillow(data, int(rng.integers(2**60)))).batch(BATCH)
+    return iter(samples.to_iter_dataset().mp_prefetch(pygrain.MultiprocessingOptions(num_workers=PROCESSES)))
 
 
 def streaming(shards: list[str], folder: str) -> Iterator:
@@ -210,8 +213,8 @@ def streaming(shards: list[str], folder: str) -> Iterator:
     with MDSWriter(out=place, columns={"jpg": "bytes"}) as writer:
         for data in jpegs(shards):
             writer.write({"jpg": data})
-    found = Crops(local=place, shuffle=True, batch_size=BATCH, epoch_size=1 << 17)
-    return iter(torch.utils.data.DataLoader(found, BATCH, num_workers=PROCESSES))
+    samples = Crops(local=place, shuffle=True, batch_size=BATCH, epoch_size=1 << 17)
+    return iter(torch.utils.data.DataLoader(samples, BATCH, num_workers=PROCESSES))
 
 
 def energon(shards: list[str], folder: str) -> Iterator:
@@ -246,8 +249,8 @@ def energon(shards: list[str], folder: str) -> Iterator:
     )
     workers = energon.WorkerConfig(rank=0, world_size=1, num_workers=PROCESSES)
     options = {"batch_size": BATCH, "shuffle_buffer_size": 100, "max_samples_per_sequence": 100}
-    found = energon.get_train_dataset(place, worker_config=workers, task_encoder=Crops(), **options)
-    return iter(energon.get_loader(found))
+    samples = energon.get_train_dataset(place, worker_config=workers, task_encoder=Crops(), **options)
+    return iter(energon.get_loader(samples))
 
 
 def ffcv(shards: list[str], folder: str) -> Iterator:
@@ -307,14 +310,15 @@ def tree_cpu_s() -> float:
     import psutil
 
     here = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in [here, *here.children(recursive=True)])
+    return sum(sum(process.cpu_times()[:2]) for process in [here, *here.children(recursive=True)])
 
 
 def measure(name: str, shards: list[str], folder: str, images: int) -> dict[str, float]:
     batches = CONTENDERS[name](shards, folder)
     for _ in range(300 // BATCH):
         next(batches)
-    cpu, wall = tree_cpu_s(), time.perf_counter()
+    cpu = tree_cpu_s()
+    wall = time.perf_counter()
     for _ in range(images // BATCH):
         next(batches)
     images = images // BATCH * BATCH
@@ -353,7 +357,7 @@ def main() -> None:
                     print(f"left out: {name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
                 else:
                     results.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]))
-    base = statistics.median(one["per_cpu_s"] for one in results["webdataset + Pillow"])
+    base = statistics.median(run["per_cpu_s"] for run in results["webdataset + Pillow"])
     for name, runs in sorted(results.items(), key=lambda item: -statistics.median(r["per_cpu_s"] for r in item[1])):
         rates = [run["per_cpu_s"] for run in runs]
         middle = statistics.median(rates)

@@ -19,7 +19,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.order import Order
 
-BATCH, SHARDS, SAMPLES = 1024, 1000, 1000
+BATCH = 1024
+SHARDS = 1000
+SAMPLES = 1000  # of a shard
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
@@ -31,16 +33,18 @@ def epoch(order: Order, number: int) -> np.ndarray:
 
 
 def measures(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
-    N, shard = SHARDS * SAMPLES, first // SAMPLES
+    shard = first // SAMPLES
     classes = np.stack([np.bincount(row // 10, minlength=SHARDS // 10) for row in shard]) / first.shape[1]
-    when = np.full((2, N), -1)
+    when = np.full((2, SHARDS * SAMPLES), -1)
     for row, ids in enumerate((first, second)):
         when[row, ids] = np.arange(len(ids))[:, None]
     seen = (when >= 0).all(0)
     pairs = together = 0
     for ids in first[:: max(1, len(first) // 100)]:
         order = np.argsort(ids // SAMPLES, kind="stable")
-        a, b = ids[order][:-1], ids[order][1:]
+        by_shard = ids[order]
+        a = by_shard[:-1]
+        b = by_shard[1:]
         same = (a // SAMPLES == b // SAMPLES) & seen[a] & seen[b]
         pairs += same.sum()
         together += (when[1, a] == when[1, b])[same].sum()
@@ -60,12 +64,12 @@ def main() -> None:
     for lanes in (1, 16, 64, 256):
         for block in (1_000, 4_000, 16_000):
             order = Order([SAMPLES] * SHARDS, seed=0, batch_size=BATCH, lanes=lanes, shuffle_block=block)
-            found = measures(epoch(order, 0), epoch(order, 1))
-            ratio = {name: found[name] / full[name] for name in ("labels", "mixing", "together")}
+            measured = measures(epoch(order, 0), epoch(order, 1))
+            ratio = {name: measured[name] / full[name] for name in ("labels", "mixing", "together")}
             length = min(block, SHARDS * SAMPLES // lanes)
             shards = lanes * (-(-length // SAMPLES) + 1)
             columns = "  ".join(f"{ratio[name]:>7.2f}" for name in ratio)
-            print(f"{lanes:>6} {block:>7} {columns} {found['shards']:>15.0f} {shards:>5}")
+            print(f"{lanes:>6} {block:>7} {columns} {measured['shards']:>15.0f} {shards:>5}")
     large = Order([10_000] * 30_000, seed=0, batch_size=4096)
     large.batch(0)
     start = time.process_time()

@@ -131,7 +131,8 @@ def training_step(build: Callable[[str], torch.nn.Module], setting: Setting) -> 
 
 def product_step(setting: Setting) -> tuple[Step, float]:
     """The MLP's first product at this batch, repeated, and its FLOPs: the ceiling of a step."""
-    config, repeats = models.config_of(setting.model), 4
+    config = models.config_of(setting.model)
+    repeats = 4
     rows = setting.batch * (math.prod(config.grid) + config.prefix_tokens)
     a = torch.randn(rows, config.width, device=setting.device, dtype=setting.dtype)
     b = torch.randn(config.width, config.mlp, device=setting.device, dtype=setting.dtype)

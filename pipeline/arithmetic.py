@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import models
 from data.errors import ConfigError
+from models import ModelConfig
 from models.cost import block_activation_bytes
 from pipeline.config import require
 from pipeline.optimizer import STATE
-from pipeline.training_config import ModelConfig, TrainConfig
+from pipeline.training_config import TrainConfig
 
 BYTES_FP32 = 4
 BYTES_BF16 = 2
@@ -75,6 +76,10 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
     """`checkpoint_blocks`, or the fewest that fit `activation_gb`. Raises ConfigError where none does."""
     if cfg.activation_gb is None:
         return cfg.checkpoint_blocks
+    if not isinstance(model, models.ViTConfig):
+        raise ConfigError(
+            "activation_gb counts the activations of transformers; a ResNet's are not known: leave it out"
+        )
     limit_bytes = int(cfg.activation_gb * 2**30)
     try:
         return models.recomputed_blocks_for(model, cfg.micro_batch, limit_bytes, bytes_of_a_number(cfg))
@@ -122,7 +127,7 @@ def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[i
         state /= world
     states = round(models.parameters_of(model) * (weights + gradients + state))
 
-    if not hasattr(model, "depth"):  # a ResNet; activations are counted for transformers alone
+    if not isinstance(model, models.ViTConfig):  # a ResNet; activations are counted for transformers alone
         return states, 0
     whole, recomputed = block_activation_bytes(model, bytes_of_a_number(cfg))
     recomputed_count = min(recomputed_blocks(cfg, model), model.depth)

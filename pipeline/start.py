@@ -26,6 +26,7 @@ from data.errors import CheckpointError, DataError
 from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
+from models import ModelConfig
 from pipeline import checkpoint, config
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.engine import Engine, deepspeed_config, join_group
@@ -33,7 +34,7 @@ from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.saver import Saver
 from pipeline.telemetry import Telemetry, Window
-from pipeline.training_config import ModelConfig, TrainConfig, cache_line, training_order
+from pipeline.training_config import TrainConfig, cache_line, training_order
 from pipeline.watchdog import Phases
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import models
 from data.errors import Preempted
 from data.files import whole_file
+from models import ModelConfig
 from pipeline import checkpoint, config
 from pipeline.accounting import account
 from pipeline.evaluate import normalise
@@ -34,7 +35,7 @@ from pipeline.reports import evaluate, report_training
 from pipeline.schedule import learning_rate
 from pipeline.start import Job, Progress, Worker, micro_batches, set_up
 from pipeline.telemetry import read_metrics
-from pipeline.training_config import ModelConfig, TrainConfig
+from pipeline.training_config import TrainConfig
 
 
 class StageResult(TypedDict):

@@ -6,7 +6,7 @@ Out: a frozen TrainConfig; `trained_model` and `training_order` say what follows
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import models
 from data.errors import ConfigError
@@ -15,21 +15,11 @@ from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
 from data.shards.cache import CacheConfig, wanted
 from data.shards.index import Index, join, without
+from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluate import ProbeConfig, check_ops
 from pipeline.optimizer import OptimConfig
-
-
-class ModelConfig(Protocol):
-    """What training asks of an architecture's config; `models` has one such class for each architecture."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def image_size(self) -> tuple[int, int]: ...
-    @property
-    def classes(self) -> int: ...
 
 
 @dataclass(frozen=True)

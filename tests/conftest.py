@@ -1,11 +1,13 @@
-"""Tiny shards and a tiny campaign that several test files share."""
+"""Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from data.shards.packing import pack
 from data.shards.sources import digits
+from tests.areas import AREAS, area_of
 
 RECIPE = """
 run: {run}
@@ -51,3 +53,26 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
     return path
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long each area took, and with -vv each file; setups, calls and teardowns are summed."""
+    seconds_of_file: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = Path(report.nodeid.partition("::")[0]).name
+                seconds_of_file[file] += report.duration
+    if len(seconds_of_file) < 2:  # one file's time is in the closing line
+        return
+
+    seconds_of_area: Counter[str] = Counter()
+    for file, seconds in seconds_of_file.items():
+        seconds_of_area[area_of(file)] += seconds
+    terminalreporter.section("time by area")
+    for area in (*AREAS, "other"):
+        if area in seconds_of_area:
+            terminalreporter.write_line(f"{area:12} {seconds_of_area[area]:7.1f} s")
+    if terminalreporter.verbosity > 0:
+        for file, seconds in seconds_of_file.most_common():
+            terminalreporter.write_line(f"    {file:32} {seconds:7.1f} s")

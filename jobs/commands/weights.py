@@ -14,7 +14,7 @@ from typing import Any
 
 import safetensors
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import models
 from data.errors import DataError, UsageError
@@ -41,7 +41,7 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
     """Write our weights into a file or folder of others, read it back and compare; returns the report."""
     refuse_existing(path)
     model = load(directory, {})
-    config: Any = model.config
+    config = model.config
     with warnings.catch_warnings(record=True) as inexact:
         warnings.simplefilter("always")
         try:
@@ -88,7 +88,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
     return overrides
 
 
-def load(path: str, overrides: Mapping[str, object]) -> nn.Module:
+def load(path: str, overrides: Mapping[str, object]) -> models.Model:
     """The model behind a path. Raises DataError, which names the file, for whatever refuses it."""
     changes: dict[str, Any] = dict(overrides)
     # Only whatever a wrong file raises becomes a DataError; a bug of ours stays what it is.
@@ -98,9 +98,9 @@ def load(path: str, overrides: Mapping[str, object]) -> nn.Module:
         raise DataError(f"cannot load {path}: {error}") from None
 
 
-def described(model: nn.Module, path: str) -> list[str]:
+def described(model: models.Model, path: str) -> list[str]:
     """What kind of model was read, and that every tensor of it has its place."""
-    config: Any = model.config
+    config = model.config
     height, width = config.image_size
     fields = []
     for name in ("width", "depth", "heads", "patch", "pool", "positions", "representation"):
@@ -115,7 +115,7 @@ def described(model: nn.Module, path: str) -> list[str]:
     ]
 
 
-def numerics(model: nn.Module) -> list[str]:
+def numerics(model: models.Model) -> list[str]:
     """How the model computes what the paper's code computes in one way and others in another."""
     activation = getattr(model.config, "activation", None)
     norm_eps = getattr(model.config, "norm_eps", None)
@@ -128,9 +128,9 @@ def numerics(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def read_back(model: nn.Module, exported: nn.Module) -> list[str]:
+def read_back(model: models.Model, exported: models.Model) -> list[str]:
     """What a reader of the export gets instead, in its config and in the outputs for one random image."""
-    config: Any = model.config
+    config = model.config
     lines = []
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         lines.append(f"becomes  {change}")
@@ -140,9 +140,9 @@ def read_back(model: nn.Module, exported: nn.Module) -> list[str]:
     return [*lines, f"checked  read back; outputs of one random image differ by {largest:.1e} at most"]
 
 
-def outputs(model: nn.Module, image: Tensor) -> Tensor:
+def outputs(model: models.Model, image: Tensor) -> Tensor:
     """Logits, or features where a masked model has no logits."""
-    config: Any = model.config
+    config = model.config
     if config.family == "masked":
         features: Any = model.features
         return features(image)

@@ -1,0 +1,212 @@
+"""Counts how plain a tree of Python files is; docs/house.md says what each number is for.
+
+    python -m benchmarks.house                       # the four packages, and the tests apart
+    python -m benchmarks.house --markdown            # the same as rows of the table in docs/house.md
+    python -m benchmarks.house OTHER/src OTHER/x.py  # any Python tree; the paths are counted together
+
+All rates are per 1,000 lines that are not blank. What each number counts is written at its field of `Counts`.
+"""
+
+import argparse
+import ast
+import io
+import statistics
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "data", "pipeline", "jobs")
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+VAGUE_NAMES = ("found", "one")  # names that say nothing of the value they hold
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Counts:
+    """What was counted in a tree of files."""
+
+    lines: int = 0  # that are not blank
+    comment_lines: int = 0  # that hold a comment and nothing else
+    comprehensions: int = 0  # of lists, sets and dicts, and generator expressions
+    conditional_expressions: int = 0  # `a if b else c`
+    tuple_assignments: int = 0  # both sides are written as tuples: `a, b = 1, 2`
+    vague_names: Counter[str] = field(default_factory=Counter)  # assignments, loop variables and parameters
+    public_signatures: int = 0  # functions of modules and classes whose names do not begin with one underscore
+    signatures_with_any: int = 0  # those of them with `Any` somewhere in an annotation
+    function_lengths: list[int] = field(default_factory=list)  # in lines, the signature included
+    file_lengths: dict[Path, int] = field(default_factory=dict)  # in lines, blank ones included
+    files_in_folder: Counter[Path] = field(default_factory=Counter)  # Python files, sub-folders not included
+
+    def per_1000(self, number: int) -> float:
+        """The number as a rate per 1,000 lines that are not blank."""
+        return 1000 * number / self.lines
+
+    def rows(self) -> dict[str, str]:
+        """The numbers in words, under the names of the rows in docs/house.md."""
+        # Ties are broken by the order in which files are read, which is sorted.
+        folder, files = self.files_in_folder.most_common(1)[0]
+        longest_file = max(self.file_lengths, key=self.file_lengths.__getitem__)
+        any_share = self.signatures_with_any / max(self.public_signatures, 1)
+        median_length = statistics.median(self.function_lengths or [0])
+        rows = {
+            "lines that are not blank": f"{self.lines:,}",
+            "comprehensions per 1,000 lines": f"{self.per_1000(self.comprehensions):.1f}",
+            "conditional expressions per 1,000 lines": f"{self.per_1000(self.conditional_expressions):.1f}",
+            "tuple assignments per 1,000 lines": f"{self.per_1000(self.tuple_assignments):.1f}",
+            "comment lines": f"{self.per_1000(self.comment_lines) / 10:.1f} %",
+            "most files in one flat folder": f"{files} ({folder.name})",
+            "public signatures with `Any`": f"{100 * any_share:.0f} %",
+        }
+        for name in VAGUE_NAMES:
+            rows[f"variables named `{name}`"] = f"{self.vague_names[name]}"
+        rows["longest file, lines"] = f"{self.file_lengths[longest_file]} ({longest_file.name})"
+        rows["median function, lines"] = f"{median_length:.0f}"
+        return rows
+
+
+def python_files(paths: Iterable[Path]) -> list[Path]:
+    """The Python files among the paths and in the folders among them, those of hidden folders left out."""
+    files = []
+    for path in paths:
+        if path.is_file():
+            files.append(path)
+            continue
+        for file in sorted(path.rglob("*.py")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if not is_hidden:
+                files.append(file)
+    return files
+
+
+def count(paths: Iterable[Path]) -> Counts:
+    """Count all Python files of the paths together; raises SystemExit where there is none.
+
+    A file that this version of Python cannot parse is named and left out.
+    """
+    counts = Counts()
+    for file in python_files(paths):
+        source = file.read_text()
+        try:
+            tree = ast.parse(source, str(file))
+        except SyntaxError as error:
+            print(f"left out: {file}: {error.msg}", file=sys.stderr)
+            continue
+        counts.file_lengths[file] = len(source.splitlines())
+        counts.files_in_folder[file.parent] += 1
+        counts.lines += sum(1 for line in source.splitlines() if line.strip())
+        counts.comment_lines += count_comment_lines(source)
+        count_expressions(tree, counts)
+        count_signatures(tree, counts)
+    if not counts.lines:
+        raise SystemExit("these paths hold no line of Python")
+    return counts
+
+
+def count_comment_lines(source: str) -> int:
+    """Lines that hold a comment alone; a number sign inside a string is none."""
+    number = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        stands_alone = not token.line[: token.start[1]].strip()
+        if token.type == tokenize.COMMENT and stands_alone:
+            number += 1
+    return number
+
+
+def count_expressions(tree: ast.Module, counts: Counts) -> None:
+    """Add what is counted anywhere in the file: expressions, assignments, names, lengths of functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS):
+            counts.comprehensions += 1
+        elif isinstance(node, ast.IfExp):
+            counts.conditional_expressions += 1
+        elif isinstance(node, ast.Assign):
+            has_tuple_target = any(isinstance(target, ast.Tuple) for target in node.targets)
+            counts.tuple_assignments += has_tuple_target and isinstance(node.value, ast.Tuple)
+        elif isinstance(node, Function):
+            assert node.end_lineno is not None, "ast.parse gives every function its last line"
+            counts.function_lengths.append(node.end_lineno - node.lineno + 1)
+
+        # A vague name is counted where it gets its value, not at every use: a name used often is no worse.
+        name = bound_name(node)
+        if name in VAGUE_NAMES:
+            counts.vague_names[name] += 1
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """The name that this node gives a value to, if it does."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    return None
+
+
+def count_signatures(tree: ast.Module, counts: Counts) -> None:
+    """Add the public functions of the module and of its classes, and those of them whose annotations say `Any`."""
+    for function in functions_of_modules_and_classes(tree):
+        is_dunder = function.name.startswith("__")
+        if function.name.startswith("_") and not is_dunder:
+            continue
+        counts.public_signatures += 1
+        counts.signatures_with_any += any(says_any(annotation) for annotation in annotations(function))
+
+
+def functions_of_modules_and_classes(tree: ast.Module) -> Iterator[Function]:
+    """Functions at the top of the module and methods of its classes, but no function inside another."""
+    for node in tree.body:
+        if isinstance(node, Function):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, Function):
+                    yield member
+
+
+def annotations(function: Function) -> list[ast.expr]:
+    """Every annotation of a signature: parameters and the returned value."""
+    arguments = function.args
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    for variadic in (arguments.vararg, arguments.kwarg):
+        if variadic is not None:
+            parameters.append(variadic)
+    written = [parameter.annotation for parameter in parameters]
+    written.append(function.returns)
+    return [annotation for annotation in written if annotation is not None]
+
+
+def says_any(annotation: ast.expr) -> bool:
+    """Whether the annotation names `Any`, alone or inside another type."""
+    return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
+
+
+def table(columns: dict[str, Counts], markdown: bool) -> str:
+    """One line a number, one column a tree; aligned text, or rows of a Markdown table."""
+    headings = ["", *columns]
+    lines = [headings]
+    for label in next(iter(columns.values())).rows():
+        lines.append([label, *(counts.rows()[label] for counts in columns.values())])
+    if markdown:
+        lines.insert(1, ["---", *("--:" for _ in columns)])
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"{cells[0]:42}" + "".join(f"{cell:>24}" for cell in cells[1:]) for cells in lines)
+
+
+def main() -> None:
+    """Print the numbers of the paths, or of this checkout's packages and tests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path, help="files and folders, counted together")
+    parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
+    options = parser.parse_args()
+    if options.paths:
+        columns = {"paths": count(options.paths)}
+    else:
+        columns = {"packages": count(ROOT / name for name in PACKAGES), "tests": count([ROOT / "tests"])}
+    print(table(columns, options.markdown))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Which area every test file belongs to, and which files are quick: `python -m tests.areas` prints the quick ones.
+
+`make test` sums its time by area (tests/conftest.py); `make check` runs the quick files; tests/test_areas.py holds that
+no file is missing here.
+"""
+
+AREAS: dict[str, tuple[str, ...]] = {
+    "models": (
+        "test_models_analysis.py",
+        "test_models_cost.py",
+        "test_models_initial.py",
+        "test_models_masked.py",
+        "test_models_transfer.py",
+        "test_models_vit.py",
+        "test_models_weights.py",
+    ),
+    "data": (
+        "test_cache.py",
+        "test_decode.py",
+        "test_doctor.py",
+        "test_gpu.py",
+        "test_loader.py",
+        "test_order.py",
+        "test_packing.py",
+        "test_preprocess.py",
+        "test_randaug.py",
+        "test_tar.py",
+    ),
+    "pipeline": (
+        "test_accounting.py",
+        "test_checkpoint.py",
+        "test_checkpoint_crash.py",
+        "test_config.py",
+        "test_engine.py",
+        "test_evaluate.py",
+        "test_exact.py",
+        "test_finetune.py",
+        "test_full_size.py",
+        "test_optimizer.py",
+        "test_probe.py",
+        "test_telemetry.py",
+        "test_train.py",
+        "test_watchdog.py",
+    ),
+    "jobs": (
+        "test_analyze.py",
+        "test_areas.py",
+        "test_campaign.py",
+        "test_checkpoint_command.py",
+        "test_data_commands.py",
+        "test_jobs_cluster.py",
+        "test_jobs_submission.py",
+        "test_layout.py",
+        "test_weights_commands.py",
+    ),
+    "whole runs": (
+        "test_checkpoint_runs.py",
+        "test_mixture.py",
+        "test_readme.py",
+        "test_resume.py",
+        "test_short_ways.py",
+    ),
+}
+
+# What `make check` has time for in its two minutes; test_short_ways.py trains two real steps.
+QUICK: tuple[str, ...] = (
+    "test_layout.py",
+    "test_areas.py",
+    "test_short_ways.py",
+    "test_models_analysis.py",
+    "test_models_transfer.py",
+    "test_decode.py",
+    "test_doctor.py",
+    "test_gpu.py",
+    "test_order.py",
+    "test_packing.py",
+    "test_preprocess.py",
+    "test_randaug.py",
+    "test_tar.py",
+    "test_accounting.py",
+    "test_config.py",
+    "test_evaluate.py",
+    "test_finetune.py",
+    "test_optimizer.py",
+    "test_probe.py",
+    "test_telemetry.py",
+    "test_watchdog.py",
+    "test_data_commands.py",
+    "test_weights_commands.py",
+)
+
+
+def area_of(file: str) -> str:
+    """The area of a test file, by its name; "other" for one that the table does not name."""
+    for area, files in AREAS.items():
+        if file in files:
+            return area
+    return "other"
+
+
+if __name__ == "__main__":
+    print(*(f"tests/{file}" for file in QUICK))

@@ -1,0 +1,138 @@
+"""The README's commands do what it says: on a tiny run those that can run here, and the others are at least accepted.
+
+1. The lines of code blocks that begin with `python -m jobs` are the commands, in the order of the README.
+2. `places` says what stands for a name in the README: the tiny run for `runs/digits`, for example. The commands are run
+   with the names replaced, one after the other, so that each finds what those before it have made.
+3. A command that cannot run here (`NOT_HERE`) must name a subcommand whose `--help` works.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import models
+from data.shards.sources import digits
+from jobs.__main__ import main
+from tests.conftest import RECIPE
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+NOT_HERE = ("submit", "list", "logs", "stop")  # these need a Ray cluster; tests/test_jobs_submission.py starts one
+ENTRY = ["python", "-m", "jobs"]
+
+# Files and folders of the repository, where a text names one; "/data/web" is a user's own.
+PATH = re.compile(r"(?<![\w/.])(?:jobs|pipeline|models|data|tests|docs|benchmarks)/[\w./-]*\w")
+# docs/SPEC.md, which this leaves out by its capitals, describes other people's repositories.
+DOCUMENTS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("[a-z]*.md"))
+PAGES = ["README.md", "benchmarks/README.md", *DOCUMENTS]
+
+
+def code_blocks(text: str) -> list[str]:
+    """The contents of the fenced blocks."""
+    return text.split("```")[1::2]
+
+
+def commands() -> list[list[str]]:
+    """The words of every command line in the README's code blocks, without comments."""
+    lines = [line for block in code_blocks(README) for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("python -m jobs")]
+
+
+def subcommand(words: list[str]) -> str:
+    """The word after `python -m jobs`; "" for `python -m jobs.pretrain`, which is a command of its own."""
+    return words[3] if words[:3] == ENTRY else ""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
+    """What the README's names stand for in this test; stages are named once they are there (see `in_place`)."""
+    folder = tmp_path_factory.mktemp("readme")
+    recipe = folder / "tiny.yaml"
+    text = RECIPE.format(run=folder / "run", shards=shards)
+    recipe.write_text(text.replace("steps: 24", "steps: 2").replace("workers: 2", "workers: 1"))
+
+    # A folder of images for each of two classes, and an official file of weights.
+    for number, sample in enumerate(digits(train=False, image_size=16)):
+        if number == 8:
+            break
+        path = folder / "images" / f"class-{number % 2}" / f"{number}.{sample.extension}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample.read())
+    config = models.config_of("mu/8", 16, 10)
+    models.save_weights(models.from_config(config).state_dict(), folder / "ours", config)
+    official = folder / "vit_b16.npz"
+    assert main(["export", str(folder / "ours"), str(official), "--format", "npz"]) == 0
+
+    return {
+        "jobs/recipes/digits.yaml": str(recipe),
+        "runs/digits": str(folder / "run"),
+        "/images/train": str(folder / "images"),
+        "shards/train": str(folder / "packed"),
+        "report.html": str(folder / "report.html"),
+        "vit_b16.npz": str(official),
+        "weights/b16": str(folder / "imported"),
+        "out": str(folder / "out"),
+        "photos/": str(folder / "images" / "class-0"),
+        "figures": str(folder / "figures"),
+        "step=120": "step=2",
+        "finetune.steps=300": "finetune.steps=3",
+    }
+
+
+def in_place(word: str, places: dict[str, str]) -> str:
+    """What a word of a command stands for: a place itself, or a stage of the run whose key nobody can know before."""
+    if word in places:
+        return places[word]
+    stage = re.fullmatch(r"runs/digits/(\w+)-[0-9a-f]{8}", word)
+    if stage is None:
+        return word
+    folders = sorted(Path(places["runs/digits"]).glob(f"{stage[1]}-*"))
+    assert folders, f"{word}: the run has no such stage"
+    return str(folders[0])
+
+
+def run(words: list[str]) -> int:
+    """The exit code of a command of the README; a module of its own needs a process of its own."""
+    if words[:3] == ENTRY:
+        return main(words[3:])
+    return subprocess.run([sys.executable, *words[1:]], cwd=ROOT, timeout=120).returncode
+
+
+def test_the_commands_of_the_readme_run(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(places["runs/digits"]).parent)
+    wanted = [words for words in commands() if subcommand(words) not in NOT_HERE]
+    names = {subcommand(words) for words in wanted}
+    assert {"plan", "run", "status", "pack", "data", "import", "export", "checkpoints", "replay", "analyze"} <= names
+    for words in wanted:
+        assert run([in_place(word, places) for word in words]) == 0, shlex.join(words)
+
+
+def test_every_command_that_the_readme_names_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    in_sentences = re.findall(r"`python -m jobs ([a-z]+)", README)
+    in_blocks = [subcommand(words) for words in commands()]
+    named = {name for name in (*in_sentences, *in_blocks) if name}
+    assert set(NOT_HERE) < named
+    for name in sorted(named):
+        assert main([name, "--help"]) == 0, name
+        assert name in capsys.readouterr().out
+
+
+def test_every_target_of_make_that_the_readme_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z]+)", README, re.MULTILINE)) | set(re.findall(r"`make ([a-z]+)`", README))
+    assert {"demo", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    linked = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    missing = [link for link in linked if not ((ROOT / page).parent / link).exists()]
+    for name in PATH.findall(text):
+        if not (ROOT / name).exists():
+            missing.append(name)
+    assert not missing, f"{page} names {', '.join(missing)}"

@@ -1,0 +1,63 @@
+"""How many calls lie between the command and `model(images)`, and between the training loop and a commit.
+
+What is counted, on a real run with the processes backend: frames on the stack whose files belong to our four
+packages. Frames of libraries (torch, DeepSpeed, the command line, multiprocessing) and of the tests are not, nor
+is the line of `jobs/__main__.py` that calls `main`.
+
+1. To the model: the driver's frames when it starts the first worker process, of which `main` is the first, and that
+   worker's frames when the forward pass of the model begins; the last one is the function that calls the model.
+2. To the commit: the frames below the training loop, `pipeline.train.train`, when `os.rename` gives a checkpoint its
+   name; the last one is the function that calls `os.rename`.
+"""
+
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from jobs.__main__ import main
+from tests.conftest import RECIPE
+from tests.stacks import Call, numbered, recorded, recording_start
+
+MOST_CALLS_TO_THE_MODEL = 10
+MOST_CALLS_TO_A_COMMIT = 3
+LOOP = ("pipeline/train.py", "train")
+
+
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """Folder of what was recorded while one worker pretrained for two steps."""
+    folder = tmp_path_factory.mktemp("stacks")
+    recipe = folder / "tiny.yaml"
+    pretraining_alone = RECIPE.partition("resize:")[0]
+    recipe.write_text(pretraining_alone.format(run=folder / "run", shards=shards))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseProcess, "start", recording_start(folder, BaseProcess.start))
+        options = ["cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null"]
+        assert main(["run", str(recipe), *options]) == 0
+    return folder
+
+
+def show(title: str, calls: list[Call]) -> str:
+    """The map, printed for `pytest -s` and returned for the message of an assertion."""
+    lines = [f"{title}: {len(calls)} calls", *numbered(calls)]
+    text = "\n".join(lines)
+    print(f"\n{text}")
+    return text
+
+
+def test_at_most_ten_calls_from_the_command_to_the_model(stacks: Path) -> None:
+    in_the_driver = recorded(stacks, "start")
+    in_the_worker = recorded(stacks, "forward")
+    assert in_the_driver[0] == ("jobs/__main__.py", "main")
+    assert LOOP in in_the_worker, "the worker's way to the model leads through the training loop"
+    calls = in_the_driver + in_the_worker
+    text = show("from `python -m jobs run` to model(images)", calls)
+    assert len(calls) <= MOST_CALLS_TO_THE_MODEL, text
+
+
+def test_at_most_three_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
+    in_the_worker = recorded(stacks, "commit")
+    calls = in_the_worker[in_the_worker.index(LOOP) + 1 :]
+    text = show("from the training loop to the rename of a checkpoint", calls)
+    assert len(calls) <= MOST_CALLS_TO_A_COMMIT, text
