@@ -70,12 +70,12 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
     added before the rows are normalised again (paper D.8; authors, vision_transformer issues 18 and 27).
     """
     tokens = weights[0].shape[-1]
-    itself = torch.eye(tokens, dtype=torch.float64, device=weights[0].device)
-    mixed = itself
+    residual = torch.eye(tokens, dtype=torch.float64, device=weights[0].device)
+    mixed = residual
     for layer in weights:
         mean = layer.double().mean(1)
         if identity:
-            mean = mean + itself
+            mean = mean + residual
         mixed = mean / mean.sum(-1, keepdim=True) @ mixed
     return mixed
 

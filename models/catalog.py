@@ -46,10 +46,10 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     if parts is None:
         examples = '"B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32" or "Masked-B/16"'
         raise ValueError(f"{name!r} is not a model name; write it as {examples}")
-    given = {"image_size": image_size, "classes": classes, **config}
+    caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
-        return checked(resnet.BiTConfig, {**bit_fields(parts), **given})
-    return checked(VIT_KINDS[parts["kind"]], {**vit_fields(parts), **given})
+        return checked(resnet.BiTConfig, {**bit_fields(parts), **caller_fields})
+    return checked(VIT_KINDS[parts["kind"]], {**vit_fields(parts), **caller_fields})
 
 
 def vit_fields(parts: re.Match[str]) -> ConfigFields:

@@ -7,7 +7,7 @@
 
     weights, source = load_weights("pretrained")                       # ViTConfig(image_size=(224, 224), classes=21843)
     state, report = transfer(weights, source, models.config_of("B/16", 384, classes=1000))
-    print(report)        kept 148 parameters unchanged
+    print(report)        kept 149 parameters unchanged
                          resized  positions.0.table                       1x197x768 -> 1x577x768
                          new      head.weight                                     - -> 1000x768   ...
 """

@@ -46,15 +46,15 @@ def test_the_attention_map_is_the_class_tokens_row_on_the_grid(case):
     model, weights, _, expected = case
     rows = expected["rollout_cls_to_patches"]
     largest = rows.max((1, 2), keepdims=True)
-    found = analysis.attention_map(weights, model.config).numpy()
-    np.testing.assert_allclose(found * largest, rows, atol=1e-5, rtol=0)
+    computed = analysis.attention_map(weights, model.config).numpy()
+    np.testing.assert_allclose(computed * largest, rows, atol=1e-5, rtol=0)
 
 
 def test_attention_distance_with_the_class_token_dropped_either_way(case):
     model, weights, _, expected = case
     for name, renormalise in (("attn_distance_raw", False), ("attn_distance_renormalised", True)):
-        found = analysis.attention_distance(weights, model.config, renormalise)
-        np.testing.assert_allclose(found, expected[name], atol=1e-5, rtol=0, err_msg=name)
+        computed = analysis.attention_distance(weights, model.config, renormalise)
+        np.testing.assert_allclose(computed, expected[name], atol=1e-5, rtol=0, err_msg=name)
 
 
 def test_position_similarity(case):
@@ -66,8 +66,8 @@ def test_uniform_attention_reaches_the_mean_distance_of_a_grid_that_is_not_squar
     config = models.config_of("mu/8", image_size=(16, 24), classes=0, pool="gap")
     places = np.array([(y, x) for y in (0, 8) for x in (0, 8, 16)], float)
     expected = np.linalg.norm(places[:, None] - places, axis=-1).mean()
-    found = analysis.attention_distance([torch.full((1, 2, 6, 6), 1 / 6)], config)
-    torch.testing.assert_close(found, torch.full((1, 2), expected, dtype=torch.float64))
+    computed = analysis.attention_distance([torch.full((1, 2, 6, 6), 1 / 6)], config)
+    torch.testing.assert_close(computed, torch.full((1, 2), expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_the_recomputed_weights_mix_the_values_to_what_the_attention_gave_out(co
     handle = last.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
     weights = analysis.attention_weights(model, IMAGES)
     handle.remove()
-    x, given = seen[0]
+    x, output = seen[0]
     v = last.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (last.heads, -1)).transpose(1, 2)
-    torch.testing.assert_close(last.out((weights[-1] @ v).transpose(1, 2).flatten(2)), given)
+    torch.testing.assert_close(last.out((weights[-1] @ v).transpose(1, 2).flatten(2)), output)
     assert analysis.attention_map(weights, model.config).shape == (2, 2, 3)
     assert not any(block.attention._forward_pre_hooks for block in model.blocks)
 
