@@ -150,12 +150,14 @@ class Engine:
         if self.zero == 0:
             # We clip ourselves: DeepSpeed cannot after a dropped gradient (`_guard_stage_0`).
             settings = {**settings, "gradient_clipping": 0.0}
-        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
-        masters: dict[str, Tensor] = {}
-        if is_bf16:
-            masters = {name: p.detach().clone().flatten() for name, p in model.named_parameters()}
+        self.sizes: dict[str, int] = {}  # elements of every parameter
+        masters: dict[str, Tensor] = {}  # before DeepSpeed rounds them
+        for name, p in model.named_parameters():
+            self.sizes[name] = p.numel()
+            if is_bf16:
+                masters[name] = p.detach().clone().flatten()
 
         optimizer = build_optimizer(model, decayed, optim)
         self.engine, *_ = deepspeed.initialize(
@@ -164,7 +166,7 @@ class Engine:
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
-        # DeepSpeed makes its masters from weights that it has rounded to bf16; these are the ones before rounding.
+        # DeepSpeed made its masters from weights that it had rounded to bf16: put the ones before rounding there.
         if is_bf16:
 
             def read_master(name: str, kind: str, start: int, count: int) -> Tensor:
@@ -310,8 +312,9 @@ class Engine:
 
     def _replica(self, p: Any, kind: str) -> Tensor:
         """Stage 0: the whole flat master or state, which every worker has."""
-        stored = p.data if kind == "master" else self._optimizer.state[p][kind]
-        return stored.view(-1)
+        if kind == "master":
+            return p.data.view(-1)
+        return self._optimizer.state[p][kind].view(-1)
 
     def _partition(self, p: Any, kind: str) -> Tensor:
         """Stage 3: this worker's part of a flat master or state, padded where the last part is short."""

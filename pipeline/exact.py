@@ -55,18 +55,18 @@ def tree_sum(flat: Tensor) -> None:
     for level in range(levels):
         low, high = span.tensor_split(2)
         if rank >> level & 1:
-            kept, given = high, low
+            kept, sent = high, low
         else:
-            kept, given = low, high
+            kept, sent = low, high
         received = torch.empty_like(kept)
-        swap(given, received, rank ^ 1 << level)
-        halves.append((kept, given))
+        swap(sent, received, rank ^ 1 << level)
+        halves.append((kept, sent))
         span = kept.add_(received)
 
     # Doubling: back up the tree, every worker gets the halves that the others have summed.
     for level in reversed(range(levels)):
-        kept, given = halves[level]
-        swap(kept, given, rank ^ 1 << level)
+        kept, sent = halves[level]
+        swap(kept, sent, rank ^ 1 << level)
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,13 @@ def train(task: Mapping[str, Any]) -> StageResult:
 def notice_sigterm() -> threading.Event:
     """An event that SIGTERM sets; the loop looks at it after every step."""
     asked = threading.Event()
+
+    def remember(number: int, frame: object) -> None:
+        asked.set()
+
     # Only a main thread may catch signals; under Ray we are in another, and the driver's stop file tells us to stop.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+        signal.signal(signal.SIGTERM, remember)
     return asked
 
 
