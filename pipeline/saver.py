@@ -89,9 +89,8 @@ class Saver:
         return self.thread is not None and not self.thread.is_alive()
 
     def begin(self, engine: Engine, manifest: Manifest) -> None:
-        """Copy the state to host memory and start writing it; a save still in flight is finished first."""
-        if self.in_flight:
-            self.finish()
+        """Copy the state to host memory and start writing it; the caller has finished the save before."""
+        assert not self.in_flight
         self.began = time.monotonic()
         self.manifest = manifest
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"

@@ -137,6 +137,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
         is_due = progress.step % cfg.save_every == 0 and health.skipped_in_a_row == 0
         if is_due or is_last or stopping:
             phases.enter("save", progress.step)
+            if saver.in_flight:  # slow storage: the loop waits for the save before
+                saver.finish()
             saver.begin(engine, manifest_of(worker, progress))
         if stopping and not is_last:
             phases.enter("save", progress.step)
