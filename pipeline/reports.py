@@ -80,7 +80,7 @@ def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[s
 
 
 def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
-    """This rank's batches of a set, preprocessed as the recipe says, each entered as a phase."""
+    """Iterate this rank's batches of a set, preprocessed as the recipe says, each entered as a phase."""
     data = worker.cfg.data
     samples = EvaluationSet(
         worker.sets[path],
