@@ -21,7 +21,7 @@ BYTES_BF16 = 2
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a global batch falls on the workers."""
+    """Says how a global batch falls on the workers."""
 
     batch_size: int
     micro_batch: int
@@ -29,14 +29,14 @@ class Arithmetic:
     accumulation: int
 
     def slots(self, rank: int) -> range:
-        """The contiguous slots of the global batch that a worker owns."""
+        """Return the contiguous slots of the global batch that a worker owns."""
         first = rank * self.batch_size // self.world
         stop = (rank + 1) * self.batch_size // self.world
         return range(first, stop)
 
 
 def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
-    """Accumulation from batch_size, micro_batch and the world.
+    """Derive the accumulation from batch_size, micro_batch and the world.
 
     Raises ConfigError with the nearest sizes that fit where they do not divide, unless `uneven` allows it.
     """
@@ -73,7 +73,7 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
 
 
 def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
-    """`checkpoint_blocks`, or the fewest that fit `activation_gb`. Raises ConfigError where none does."""
+    """Return `checkpoint_blocks`, or the fewest that fit `activation_gb`. Raises ConfigError where none does."""
     if cfg.activation_gb is None:
         return cfg.checkpoint_blocks
     if not isinstance(model, models.ViTConfig):
@@ -88,7 +88,7 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
 
 
 def bytes_of_a_number(cfg: TrainConfig) -> int:
-    """Bytes of a number in the weights and activations that compute."""
+    """Return the bytes of a number in the weights and activations that compute."""
     return BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
 
 
@@ -102,7 +102,7 @@ def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
 
 
 def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[int, int]:
-    """Bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
+    """Estimate the bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
 
     ZeRO 1 splits masters and moments over the workers, 2 also gradients, 3 also weights (Rajbhandari et al. 2020,
     figure 1). Activations are `models.cost`'s count; buffers of libraries and allocators come on top.

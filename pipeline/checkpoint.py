@@ -46,7 +46,7 @@ UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}  # this file
 
 
 class FileRecord(TypedDict):
-    """What a manifest says of one file."""
+    """Holds what a manifest says of one file."""
 
     bytes: int
     sha256: str
@@ -54,7 +54,7 @@ class FileRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself; plain data that prints."""
+    """Holds what a checkpoint says about itself; it is plain data that prints."""
 
     step: int
     samples_seen: int
@@ -80,7 +80,7 @@ class NewerSchema(CheckpointError):
 
 
 def newest_attempt(directory: Path) -> int:
-    """The highest attempt number claimed in a run directory; 0 where there is none."""
+    """Return the highest attempt number claimed in a run directory; 0 where there is none."""
     newest = 0
     for path in (directory / "attempts").glob("*.json"):
         if path.stem.isdigit():
@@ -89,7 +89,7 @@ def newest_attempt(directory: Path) -> int:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Checkpoints whose folder was renamed into place, newest step first, then attempt (by name, never by time).
+    """List the checkpoints that were renamed into place, newest step first, then attempt (by name, never by time).
 
     Folders of other names, copies that somebody made say, are none.
     """
@@ -97,7 +97,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a committed checkpoint's folder."""
+    """Return the step in the name of a committed checkpoint's folder."""
     return int(checkpoint.name.split("-")[1])
 
 
@@ -105,12 +105,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def seal(manifest: Manifest) -> str:
-    """The text of a manifest file: the values and their digest; there is exactly one text for given values."""
+    """Return the text of a manifest file: the values and their digest; there is exactly one text for given values."""
     return sealed_text(json.dumps(asdict(manifest), indent=1, sort_keys=True))
 
 
 def sealed_text(body: str) -> str:
-    """The JSON text that holds `body` and its sha256."""
+    """Return the JSON text that holds `body` and its sha256."""
     return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body})
 
 
@@ -143,7 +143,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def unreadable(path: Path, error: OSError) -> Exception:
-    """The error to raise: about this file where the file is bad, the same OSError where the storage is."""
+    """Return the error to raise: about this file where the file is bad, the same OSError where the storage is."""
     if error.errno in UNREADABLE:
         return CheckpointError(f"{path}: {error.strerror or error}")
     return error
@@ -188,7 +188,7 @@ def verify_file(path: Path, expected: FileRecord) -> None:
 
 
 def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose every file verifies; bad ones are renamed out of the way and named.
+    """Return the newest checkpoint whose every file verifies; bad ones are renamed out of the way and named.
 
     None where nothing was ever committed. Leftovers of saves that never committed are swept here, before anything
     is written. Raises CheckpointError where the storage fails, where a checkpoint is of a newer schema, and where
@@ -223,7 +223,7 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
 
 
 class Piece(NamedTuple):
-    """Where some elements of a parameter's master or moment lie: [start, start + length) under `key` of a file."""
+    """Says where elements [start, start + length) of a parameter's master or moment lie: under `key` of a file."""
 
     start: int
     length: int
@@ -254,7 +254,7 @@ class Reader:
             self.pieces.setdefault((name, kind), []).append(Piece(int(start), count, file, key))
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
-        """Elements [start, start + count) of one parameter's master or moment, flat fp32.
+        """Return elements [start, start + count) of one parameter's master or moment, flat fp32.
 
         Raises CheckpointError where the checkpoint holds no such parameter or not all of the range.
         """
@@ -274,7 +274,7 @@ class Reader:
         return wanted
 
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
-        """Whole fp32 parameters (or their "average"), free of any world size: what the next stage starts from."""
+        """Return whole fp32 parameters (or their "average"), of no world size: what the next stage starts from."""
         return {name: self(name, kind, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
 
 

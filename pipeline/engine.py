@@ -35,7 +35,7 @@ ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this worker owns of one parameter: `tensors` are flat views, elements [start, start + len)."""
+    """Holds what this worker owns of one parameter: `tensors` are flat views, elements [start, start + len)."""
 
     name: str
     start: int
@@ -81,7 +81,7 @@ def give_later_groups_the_timeout(timeout: timedelta) -> None:
 def deepspeed_config(
     *, zero: int, precision: str, micro_batch: int, accumulation: int, clip: float, user_file: str | None
 ) -> dict[str, Any]:
-    """Our DeepSpeed settings, with the user's own ds_config.json merged in.
+    """Return our DeepSpeed settings, with the user's own ds_config.json merged in.
 
     Raises ConfigError where the user's file sets something that Patchline derives to another value.
     """
@@ -110,7 +110,7 @@ def deepspeed_config(
 
 
 def merge_settings(ours: Mapping[str, Any], user: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Our settings with the user's beside them; raises ConfigError where both set one to different values."""
+    """Return our settings with the user's beside them; raises ConfigError where both set one to different values."""
     merged = dict(ours)
     for key, value in user.items():
         if key not in ours:
@@ -150,12 +150,14 @@ class Engine:
         if self.zero == 0:
             # We clip ourselves: DeepSpeed cannot after a dropped gradient (`_guard_stage_0`).
             settings = {**settings, "gradient_clipping": 0.0}
-        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
-        masters: dict[str, Tensor] = {}
-        if is_bf16:
-            masters = {name: p.detach().clone().flatten() for name, p in model.named_parameters()}
+        self.sizes: dict[str, int] = {}  # elements of every parameter
+        masters: dict[str, Tensor] = {}  # before DeepSpeed rounds them
+        for name, p in model.named_parameters():
+            self.sizes[name] = p.numel()
+            if is_bf16:
+                masters[name] = p.detach().clone().flatten()
 
         optimizer = build_optimizer(model, decayed, optim)
         self.engine, *_ = deepspeed.initialize(
@@ -164,7 +166,7 @@ class Engine:
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
-        # DeepSpeed makes its masters from weights that it has rounded to bf16; these are the ones before rounding.
+        # DeepSpeed made its masters from weights that it had rounded to bf16: put the ones before rounding there.
         if is_bf16:
 
             def read_master(name: str, kind: str, start: int, count: int) -> Tensor:
@@ -180,7 +182,7 @@ class Engine:
 
     @property
     def _flats(self) -> list[Tensor]:
-        """The fp32 tensors that the optimizer steps on this worker; its state hangs on them."""
+        """Return the fp32 tensors that the optimizer steps on this worker; its state hangs on them."""
         if self.zero in (1, 2):
             return self.engine.optimizer.single_partition_of_fp32_groups
         if self.zero == 3:
@@ -260,7 +262,10 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, torch.tensor(self._norm))
 
     def gradient_norm(self) -> float:
-        """Global norm of the last step's averaged gradient before clipping; not finite where the step was skipped."""
+        """Return the global norm of the last step's averaged gradient before clipping.
+
+        It is not finite where the step was skipped.
+        """
         if self.zero == 0:
             return self._norm
         norm = self.engine.get_global_grad_norm()
@@ -269,7 +274,7 @@ class Engine:
         return float(norm)
 
     def fragments(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
-        """Views of the fp32 masters and state that this worker owns, each element owned by exactly one worker.
+        """Iterate views of the fp32 masters and state that this worker owns, each element owned by exactly one worker.
 
         `kinds` are "master" and names of states; all, where none is named.
         """
@@ -309,12 +314,13 @@ class Engine:
         return start, {kind: self._partition(p, kind)[:length] for kind in kinds}
 
     def _replica(self, p: Any, kind: str) -> Tensor:
-        """Stage 0: the whole flat master or state, which every worker has."""
-        stored = p.data if kind == "master" else self._optimizer.state[p][kind]
-        return stored.view(-1)
+        """Return, at stage 0, the whole flat master or state, which every worker has."""
+        if kind == "master":
+            return p.data.view(-1)
+        return self._optimizer.state[p][kind].view(-1)
 
     def _partition(self, p: Any, kind: str) -> Tensor:
-        """Stage 3: this worker's part of a flat master or state, padded where the last part is short."""
+        """Return, at stage 3, this worker's part of a flat master or state, padded where the last part is short."""
         key = None if kind == "master" else kind
         return self.engine.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
 
@@ -338,7 +344,7 @@ class Engine:
             self._refresh_stage_3()
 
     def _whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
-        """Stage 0: every parameter as one fragment."""
+        """Iterate, at stage 0, every parameter as one fragment."""
         kinds = kinds or ("master", *self.state_names)
         for name, p in self.model.named_parameters():
             yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds})
@@ -355,7 +361,7 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates so far: Adam's bias correction depends on it; it is behind `step` by skipped steps."""
+        """Count the optimizer updates so far, which Adam's bias correction depends on; skipped steps are none."""
         for state in self._optimizer.state.values():
             return int(state.get("step", 0))
         return 0

@@ -55,30 +55,30 @@ def tree_sum(flat: Tensor) -> None:
     for level in range(levels):
         low, high = span.tensor_split(2)
         if rank >> level & 1:
-            kept, given = high, low
+            kept, sent = high, low
         else:
-            kept, given = low, high
+            kept, sent = low, high
         received = torch.empty_like(kept)
-        swap(given, received, rank ^ 1 << level)
-        halves.append((kept, given))
+        swap(sent, received, rank ^ 1 << level)
+        halves.append((kept, sent))
         span = kept.add_(received)
 
     # Doubling: back up the tree, every worker gets the halves that the others have summed.
     for level in reversed(range(levels)):
-        kept, given = halves[level]
-        swap(kept, given, rank ^ 1 << level)
+        kept, sent = halves[level]
+        swap(kept, sent, rank ^ 1 << level)
 
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Which elements of a flat tensor of the optimizer are which elements of the whole gradient."""
+    """Says which elements of a flat tensor of the optimizer are which elements of the whole gradient."""
 
     flat: Tensor
     places: list[tuple[slice, slice]]  # (in the flat, in the whole gradient)
 
 
 class ExactEngine(Engine):
-    """Engine's verbs with sums in the fixed order; `loss` is the last step's mean, summed like a gradient."""
+    """Has Engine's verbs with sums in the fixed order; `loss` is the last step's mean, summed like a gradient."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ExactEngine(Engine):
         *,
         parts: int,
     ) -> None:
-        """As an Engine is made, and the number of parts: a power of two, and a multiple of the world size."""
+        """Takes what an Engine takes and the number of parts: a power of two, and a multiple of the world size."""
         super().__init__(model, decayed, optim, settings, polyak)
         world = dist.get_world_size()
         self.micro_batches = self.engine.gradient_accumulation_steps() * world  # of the global batch
@@ -106,7 +106,7 @@ class ExactEngine(Engine):
         self._plans = self._plan()
 
     def _plan(self) -> list[FlatPlan]:
-        """For each flat tensor of the optimizer, where its elements lie in the whole gradient."""
+        """Find, for each flat tensor of the optimizer, where its elements lie in the whole gradient."""
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
         total = 0
         for name, size in self.sizes.items():
@@ -193,11 +193,11 @@ class ExactEngine(Engine):
             self._average()
 
     def gradient_norm(self) -> float:
-        """Global norm of the last step's gradient before clipping; not finite where the step was skipped."""
+        """Return the global norm of the last step's gradient before clipping; not finite where the step was skipped."""
         return self._norm
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
-        """Collective: seconds of a sum over the workers, and of the backend's all-reduce of as many numbers."""
+        """Collective: measure the seconds of a sum over the workers, and of the backend's all-reduce of as much."""
         flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
         tree_seconds = []
         all_reduce_seconds = []
@@ -208,7 +208,7 @@ class ExactEngine(Engine):
 
 
 def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
-    """Collective: how long a sum over the workers takes once all have come to it."""
+    """Collective: measure how long a sum over the workers takes once all have come to it."""
     dist.barrier()
     began = time.monotonic()
     add_up(flat)
@@ -239,7 +239,7 @@ def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step:
 
 
 def conditions() -> dict[str, int | str]:
-    """What the last bits of a gradient depend on beside the config."""
+    """Return what the last bits of a gradient depend on beside the config."""
     processor = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
         processor = torch.cuda.get_device_name()

@@ -37,7 +37,7 @@ BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step, as the record of a spike shows it."""
+    """Holds a finished step, as the record of a spike shows it."""
 
     step: int
     loss: float
@@ -59,7 +59,7 @@ class Health:
         self.left_out = read_left_out(directory)
 
     def next_step(self, step: int) -> int:
-        """`step`, or the first after it that is not left out."""
+        """Return `step`, or the first after it that is not left out."""
         stretch = self.stretch_with(step)
         while stretch is not None:
             step = stretch.stop
@@ -67,7 +67,7 @@ class Health:
         return step
 
     def stretch_with(self, step: int) -> range | None:
-        """The stretch of left-out steps that holds this one."""
+        """Return the stretch of left-out steps that holds this one."""
         for stretch in self.left_out:
             if step in stretch:
                 return stretch
@@ -100,7 +100,7 @@ class Health:
             self.go_back_or_end(step)
 
     def spike_limit(self) -> float:
-        """The norm above which a step is a spike; the largest float until enough norms are known."""
+        """Return the norm above which a step is a spike; the largest float until enough norms are known."""
         finite_norms = [record.grad_norm for record in self.recent if math.isfinite(record.grad_norm)]
         if len(finite_norms) < SPIKE_AFTER:
             return sys.float_info.max  # JSON has no infinity
@@ -140,7 +140,7 @@ class Health:
         raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are left out")
 
     def count_bad(self, batch: Batch) -> int:
-        """How many samples of the batch were replaced; this worker's first and every thousandth are named."""
+        """Count the replaced samples of the batch; this worker's first and every thousandth are named."""
         for bad in batch.bad:
             self.bad_of_this_worker += 1
             number = self.bad_of_this_worker
@@ -159,7 +159,7 @@ class Health:
 
 
 def read_left_out(directory: Path) -> list[range]:
-    """Collective: what rank 0 reads of the file; empty where there is none."""
+    """Collective: return what rank 0 reads of the file; nothing where there is none."""
     path = directory / LEFT_OUT
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():
@@ -174,7 +174,7 @@ def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
 
 
 def newest_committed_step(checkpoints: Path) -> int:
-    """Collective: what rank 0 sees, 0 where it sees none; others may have an older listing of a shared folder."""
+    """Collective: return what rank 0 sees, 0 for none; others may have an older listing of a shared folder."""
     step = [0]
     if dist.get_rank() == 0:
         folders = checkpoint.committed(checkpoints)

@@ -24,7 +24,7 @@ Objective = Callable[[Worker, int, Tensor, Batch], Tensor]
 
 
 def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tensor:
-    """Summed loss against the labels, smoothed and mixed as the recipe says."""
+    """Return the summed loss against the labels, smoothed and mixed as the recipe says."""
     cfg = worker.cfg
     labels = batch.labels.to(worker.device)
     targets = dense_targets(labels, worker.model_config.classes, cfg.label_smoothing)
@@ -35,7 +35,7 @@ def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch)
 
 
 def masked_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tensor:
-    """Summed loss of masked patch prediction.
+    """Return the summed loss of masked patch prediction.
 
     What is corrupted depends on the step and on the micro-batch's samples, so it is the same at every world size that
     cuts the batch into the same micro-batches.
@@ -52,5 +52,5 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
-    """The seed of what is drawn for a micro-batch: from the recipe's seed, the step, its sample ids and the purpose."""
+    """Derive the seed of a micro-batch's draws from the recipe's seed, the step, its sample ids and the purpose."""
     return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)

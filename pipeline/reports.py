@@ -48,8 +48,10 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
         values |= measure_few_shot(worker, progress.step, job.probe_train, job.probe_test)
     if values and worker.rank == 0:
         progress.last_metrics = {name: value for name, value in values.items() if isinstance(value, float)}
-        # Single seeds of the few-shot probe are in metrics.jsonl; the line has their mean.
-        shown = [f"{name} {value:.4f}" for name, value in progress.last_metrics.items() if "seed" not in name]
+        shown = []
+        for name, value in progress.last_metrics.items():
+            if "seed" not in name:  # metrics.jsonl has every seed of the few-shot probe, the line their mean
+                shown.append(f"{name} {value:.4f}")
         line = f"evaluate step {progress.step}  {'  '.join(shown)}{remark}"
         worker.telemetry.report("evaluate", {"step": progress.step, **values}, line)
     worker.window.evaluated_s += time.monotonic() - began
@@ -78,7 +80,7 @@ def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[s
 
 
 def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
-    """This rank's batches of a set, preprocessed as the recipe says, each entered as a phase."""
+    """Iterate this rank's batches of a set, preprocessed as the recipe says, each entered as a phase."""
     data = worker.cfg.data
     samples = EvaluationSet(
         worker.sets[path],

@@ -37,7 +37,7 @@ from pipeline.telemetry import Telemetry
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one worker's thread has left: a file with its size and sha256, or an error."""
+    """Describes what one worker's thread has left: a file with its size and sha256, or an error."""
 
     name: str
     bytes: int = 0
@@ -47,7 +47,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 decided about a save, and every worker is told."""
+    """Holds what rank 0 has decided about a save; every worker is told."""
 
     manifest: Manifest | None  # None: nothing was committed, for the reason in `failure`
     failure: str = ""
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class Saver:
-    """One save in flight; `begin` costs the loop a copy, `finish` commits what the threads of all workers wrote."""
+    """Has one save in flight: `begin` costs the loop a copy, `finish` commits what the threads of all workers wrote."""
 
     def __init__(
         self, folder: Path, run: Path, telemetry: Telemetry, *, keep: int, keep_every: int, max_failed_saves: int
@@ -89,9 +89,8 @@ class Saver:
         return self.thread is not None and not self.thread.is_alive()
 
     def begin(self, engine: Engine, manifest: Manifest) -> None:
-        """Copy the state to host memory and start writing it; a save still in flight is finished first."""
-        if self.in_flight:
-            self.finish()
+        """Copy the state to host memory and start writing it; the caller has finished the save before."""
+        assert not self.in_flight
         self.began = time.monotonic()
         self.manifest = manifest
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
@@ -121,7 +120,7 @@ class Saver:
         return self.snapshot.numpy().data
 
     def write(self, path: Path, content: memoryview) -> None:
-        """The thread's work; leaves what became of it in `result`."""
+        """Do the thread's work, and leave what became of it in `result`."""
         try:
             path.parent.mkdir(exist_ok=True)
             write_durably(path, content)
@@ -204,7 +203,7 @@ class Saver:
 
 
 def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice]]:
-    """The head of a safetensors file that holds these flat fp32 views one after the other.
+    """Return the head of a safetensors file that holds these flat fp32 views one after the other.
 
     Returns it with where each view's elements lie in the data behind it. The format is 8 bytes of length, little
     endian, and so much JSON (https://huggingface.co/docs/safetensors).

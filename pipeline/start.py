@@ -40,7 +40,7 @@ from pipeline.watchdog import Phases
 
 @dataclass(frozen=True)
 class Job:
-    """Where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
+    """Says where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
 
     run: str  # the run directory, shared by all nodes
     directory: str  # of this stage
@@ -66,14 +66,14 @@ class Job:
         return self.attempt_folder / "stop"
 
     def set_paths(self) -> set[str]:
-        """Every set that the stage reads."""
+        """Return the paths of every set that the stage reads."""
         optional = (self.evaluate, self.probe_train, self.probe_test)
         return {*self.train, *(path for path in optional if path is not None)}
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What one worker trains with; nothing here is replaced while the stage trains."""
+    """Holds what one worker trains with; nothing here is replaced while the stage trains."""
 
     cfg: TrainConfig
     job: Job
@@ -96,7 +96,7 @@ class Worker:
 
 @dataclass
 class Progress:
-    """What changes with every step; plain data that prints, and goes into a checkpoint's manifest."""
+    """Holds what changes with every step; it is plain data that prints, and goes into a checkpoint's manifest."""
 
     step: int  # steps that are whole
     bad_samples: int  # of all workers, since step 0
@@ -190,7 +190,7 @@ def check_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, sets: dic
 
 
 def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
-    """The network with random weights from the seed, or with those of `init`; recomputed and compiled as asked."""
+    """Return the network with random weights from the seed or those of `init`, recomputed and compiled as asked."""
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
     if job.init:
         stored_weights, stored_config = models.load_weights(job.init)
@@ -209,7 +209,7 @@ def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """The model under DeepSpeed, with sums in a fixed order in exact mode."""
+    """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
     settings = deepspeed_config(
         zero=cfg.zero,
         precision=cfg.precision,
@@ -265,7 +265,7 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
 
 
 def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | None) -> str:
-    """The words for which of the three ways of starting it is."""
+    """Return the words for which of the three ways of starting it is."""
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
         return (
@@ -278,7 +278,7 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | No
 
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """This worker's micro-batches from a step on."""
+    """Iterate this worker's micro-batches from a step on."""
     cfg = worker.cfg
     loader = TrainLoader(
         worker.index,

@@ -39,7 +39,7 @@ from pipeline.training_config import TrainConfig
 
 
 class StageResult(TypedDict):
-    """What a trained stage hands on to the driver."""
+    """Holds what a trained stage hands on to the driver."""
 
     step: int
     samples_seen: int
@@ -138,6 +138,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
         is_due = progress.step % cfg.save_every == 0 and health.skipped_in_a_row == 0
         if is_due or is_last or stopping:
             phases.enter("save", progress.step)
+            if saver.in_flight:  # slow storage: the loop waits for the save before
+                saver.finish()
             saver.begin(engine, manifest_of(worker, progress))
         if stopping and not is_last:
             phases.enter("save", progress.step)
@@ -164,16 +166,23 @@ def train(task: Mapping[str, Any]) -> StageResult:
 
 
 def notice_sigterm() -> threading.Event:
-    """An event that SIGTERM sets; the loop looks at it after every step."""
+    """Return an event that SIGTERM sets; the loop looks at it after every step."""
     asked = threading.Event()
+
+    def remember(number: int, frame: object) -> None:
+        asked.set()
+
     # Only a main thread may catch signals; under Ray we are in another, and the driver's stop file tells us to stop.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+        signal.signal(signal.SIGTERM, remember)
     return asked
 
 
 def agree(worker: Worker, loss_sum: torch.Tensor, bad_samples: int, wants_stop: bool) -> tuple[float, int, bool, bool]:
-    """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
+    """Collective, once a step: add up what the workers have seen, and hear what they want.
+
+    Returns (mean loss, bad samples, anyone wants to stop, everyone has written its file).
+    """
     numbers = [0.0, bad_samples, wants_stop, worker.saver.written]
     status = torch.tensor(numbers, dtype=torch.float64, device=worker.device)
     status[0] = loss_sum
@@ -186,7 +195,7 @@ def agree(worker: Worker, loss_sum: torch.Tensor, bad_samples: int, wants_stop: 
 
 
 def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:
-    """What the checkpoint of this moment says about itself."""
+    """Return what the checkpoint of this moment says about itself."""
     return checkpoint.Manifest(
         step=progress.step,
         samples_seen=progress.step * worker.cfg.batch_size,
@@ -241,7 +250,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
 
 
 def export(folder: Path, model_config: ModelConfig) -> dict[str, torch.Tensor]:
-    """World-size-free fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
+    """Return the whole fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
     manifest = checkpoint.read_manifest(folder)
     with torch.device("meta"):
         model = models.from_config(model_config)

@@ -24,7 +24,7 @@ from pipeline.optimizer import OptimConfig
 
 @dataclass(frozen=True)
 class MixedConfig:
-    """One of several sets to train on, and its weight among them."""
+    """Names one of several sets to train on, and its weight among them."""
 
     train: str = "???"  # the set's index, or its folder; or "@stage/name"
     weight: float = "???"  # type: ignore[assignment]  # of every batch; only the ratios count
@@ -37,7 +37,7 @@ class MixedConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
+    """Says which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
     train: str | None = None  # the set's index, or its folder; or "@stage/name"; or `mixture` instead
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets by name, which share their labels
@@ -80,7 +80,7 @@ class DataConfig:
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
     def sets(self) -> dict[str, tuple[str, float]]:
-        """{name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
+        """Return {name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
         if not self.mixture:
             return {"train": (self.train or "", 1.0)}
         return {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
@@ -88,7 +88,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3).
+    """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3).
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
     `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
@@ -187,7 +187,7 @@ class TrainConfig:
 
 
 def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
-    """The architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
+    """Return the architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
 
     Raises ConfigError with what the models package found.
     """
@@ -208,7 +208,7 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
 
 
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
-    """The architecture a stage trains; classification starts from the ViT inside a masked model.
+    """Return the architecture a stage trains; classification starts from the ViT inside a masked model.
 
     Raises ConfigError where it cannot have the stage's objective.
     """
@@ -225,7 +225,7 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
-    """The set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and the order of its samples."""
+    """Return the set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and its samples' order."""
     sets = without(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
     # What the recipe leaves open has its default in data.Order, which depends on the batch size.
@@ -242,7 +242,7 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
 
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
-    """Whether the shards that these slots read ahead fit the cache of a node, and what to type where they do not."""
+    """Say whether the shards that these slots read ahead fit a node's cache, and what to type where they do not."""
     count, size = wanted(index, order, slots, step, cfg.cache)
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes
