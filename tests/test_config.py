@@ -39,7 +39,7 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"optim": {"lrr": 1}}, r"unknown key s\.optim\.lrr; did you mean 'lr'\?"),
         ({"batch_sise": 1}, r"unknown key s\.batch_sise; did you mean 'batch_size'\?"),
@@ -65,9 +65,9 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
         ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
     ],
 )
-def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(given, message):
+def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):
     with pytest.raises(ConfigError, match=message):
-        config.build(TrainConfig, {"data": {"train": "x"}, **given}, "s")
+        config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
 
 
 def test_values_override_defaults_of_nested_configs():
@@ -124,10 +124,10 @@ def test_workers_that_cannot_share_the_exact_parts_are_refused():
 
 
 def test_uneven_slots_cover_the_batch_once():
-    found = batch_arithmetic(TrainConfig(steps=1, batch_size=100, micro_batch=8, uneven=True), 7)
-    slots = [found.slots(rank) for rank in range(7)]
+    arithmetic = batch_arithmetic(TrainConfig(steps=1, batch_size=100, micro_batch=8, uneven=True), 7)
+    slots = [arithmetic.slots(rank) for rank in range(7)]
     assert [slot for part in slots for slot in part] == list(range(100))
-    assert {len(part) for part in slots} == {14, 15} and found.accumulation == 2
+    assert {len(part) for part in slots} == {14, 15} and arithmetic.accumulation == 2
 
 
 def test_passes_become_steps_as_in_the_original():

@@ -60,15 +60,15 @@ def judge(samples: Iterator[Sample], folder: Path, max_labels: int) -> tuple[flo
 
 
 def test_real_accuracy_from_the_distributed_files_is_the_originals(golden, files, tmp_path):
-    found, judged = judge(imagenet_real(files / "val.tar", files / "real.json"), tmp_path, max_labels=9)
+    share_right, judged = judge(imagenet_real(files / "val.tar", files / "real.json"), tmp_path, max_labels=9)
     assert judged == golden["n_evaluated"] < golden["n_total"]  # images with an empty list are skipped
-    assert found == pytest.approx(golden["n_correct"] / judged) == pytest.approx(golden["real_accuracy"])
+    assert share_right == pytest.approx(golden["n_correct"] / judged) == pytest.approx(golden["real_accuracy"])
 
 
 def test_top_1_accuracy_on_the_original_labels_is_the_originals(golden, files, tmp_path):
     labels = [(label,) for label in golden["original_labels"]]
-    found, judged = judge(labelled_images(files / "val.tar", labels, "labels"), tmp_path, max_labels=1)
-    assert judged == golden["n_total"] and found == pytest.approx(golden["top1_original"])
+    share_right, judged = judge(labelled_images(files / "val.tar", labels, "labels"), tmp_path, max_labels=1)
+    assert judged == golden["n_total"] and share_right == pytest.approx(golden["top1_original"])
 
 
 def test_as_many_label_lists_as_images_are_asked_for(files, tmp_path):

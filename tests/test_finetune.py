@@ -27,19 +27,20 @@ def arrays():
     return np.load(GOLDEN / "finetune_e2e.io.npz")
 
 
-def told(arrays) -> dict:
+def settings_of(arrays) -> dict:
     return json.loads(str(arrays["config_json"]))
 
 
 def batch(arrays, step: int) -> tuple[Tensor, Tensor]:
     images = torch.from_numpy(arrays["images"][step]).permute(0, 3, 1, 2)
-    return images, dense_targets(torch.from_numpy(arrays["labels"][step])[:, None], told(arrays)["finetune_classes"])
+    labels = torch.from_numpy(arrays["labels"][step])[:, None]
+    return images, dense_targets(labels, settings_of(arrays)["finetune_classes"])
 
 
 def start(arrays) -> nn.Module:
     """The pretrained file at the new size, with a new head."""
     pretrained = models.load(GOLDEN / "finetune_e2e.pretrained.npz")
-    size, classes = told(arrays)["finetune_res"], told(arrays)["finetune_classes"]
+    size, classes = settings_of(arrays)["finetune_res"], settings_of(arrays)["finetune_classes"]
     target = replace(pretrained.config, image_size=(size, size), classes=classes, representation=None)
     state, _ = models.transfer(pretrained.state_dict(), pretrained.config, target)
     model = models.from_config(target)
@@ -78,29 +79,30 @@ def test_the_first_gradient_of_every_parameter_is_the_originals(arrays):
 
 
 def test_every_loss_and_where_the_fine_tune_ends_are_the_originals(arrays):
-    about, model = told(arrays), start(arrays)
-    schedule = ScheduleConfig(decay="cosine", warmup_steps=about["warmup_steps"])
+    settings = settings_of(arrays)
+    model = start(arrays)
+    schedule = ScheduleConfig(decay="cosine", warmup_steps=settings["warmup_steps"])
     cfg = OptimConfig(
         name="sgd",
-        lr=about["base_lr"],
-        momentum=about["momentum"],
+        lr=settings["base_lr"],
+        momentum=settings["momentum"],
         weight_decay=0,
-        clip=about["clip"],
+        clip=settings["clip"],
         schedule=schedule,
     )
     optimizer = build_optimizer(model, models.decayed(model), cfg)
     losses, rates = [], []
-    for step in range(about["steps"]):
+    for step in range(settings["steps"]):
         images, targets = batch(arrays, step)
-        parts = zip(images.chunk(about["accum_steps"]), targets.chunk(about["accum_steps"]), strict=True)
+        parts = zip(images.chunk(settings["accum_steps"]), targets.chunk(settings["accum_steps"]), strict=True)
         optimizer.zero_grad()
         losses.append(0.0)
         for micro_images, micro_targets in parts:  # accumulated as means of equal parts
-            loss = softmax_loss(model(micro_images), micro_targets).mean() / about["accum_steps"]
+            loss = softmax_loss(model(micro_images), micro_targets).mean() / settings["accum_steps"]
             loss.backward()
             losses[-1] += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        rates.append(learning_rate(step, about["steps"], cfg.lr, cfg.schedule))
+        rates.append(learning_rate(step, settings["steps"], cfg.lr, cfg.schedule))
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
         optimizer.step()

@@ -23,13 +23,13 @@ def golden(name: str):
 
 
 def schedule_of(case: dict) -> ScheduleConfig:
-    given = case["kwargs"]
+    settings = case["kwargs"]
     return ScheduleConfig(
-        decay=given["decay_type"],
-        warmup_steps=given.get("warmup_steps", 0),
+        decay=settings["decay_type"],
+        warmup_steps=settings.get("warmup_steps", 0),
         end=1e-5 if case["kind"] == "vit_jax" else 0.0,  # big_vision's linear ends at 0 by default
-        timescale=given.get("timescale", 10_000),
-        cooldown_steps=given.get("cooldown_steps", 0),
+        timescale=settings.get("timescale", 10_000),
+        cooldown_steps=settings.get("cooldown_steps", 0),
     )
 
 
@@ -69,12 +69,12 @@ def config_of(meta: dict) -> tuple[OptimConfig, float, int]:
         schedule = ScheduleConfig(decay=meta["decay"], warmup_steps=meta["warmup_steps"])
         cfg = OptimConfig(name="sgd", lr=meta["base_lr"], weight_decay=0.0, clip=meta["clip"], schedule=schedule)
         return cfg, meta["clip"], meta["total_steps"]
-    given = meta["schedule"]
+    settings = meta["schedule"]
     schedule = ScheduleConfig(
-        decay=given["decay_type"],
-        warmup_steps=given["warmup_steps"],
-        timescale=given.get("timescale", 10_000),
-        cooldown_steps=given.get("cooldown_steps", 0),
+        decay=settings["decay_type"],
+        warmup_steps=settings["warmup_steps"],
+        timescale=settings.get("timescale", 10_000),
+        cooldown_steps=settings.get("cooldown_steps", 0),
     )
     decay = meta["wd"] / meta["lr"]
     head = dict(meta.get("wd_mults", [])).get(".*head/kernel")

@@ -49,7 +49,7 @@ def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_ta
     assert last_metrics(tmp_path / "nothing") is None
 
 
-def test_only_the_lead_reports_and_everybody_may_say(tmp_path: Path):
+def test_only_rank_0_reports_and_every_worker_may_say(tmp_path: Path):
     other = Telemetry(tmp_path, rank=2, attempt=1)
     other.report("train", REPORT)
     other.say("bad sample 1 replaced: a.tar 7: no JPEG")

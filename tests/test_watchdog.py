@@ -32,7 +32,7 @@ def awake(rank: int) -> bool:
 
 
 def put(group: list[Phases], *phases: str) -> None:
-    """All workers go through a whole step, then as far as the given phases."""
+    """All workers go through a whole step, then as far as `phases`."""
     order = ["data", "forward", "backward", "reduce"]
     for worker, phase in zip(group, phases, strict=True):
         for passed in [*order, *order[: order.index(phase)]]:
@@ -75,8 +75,8 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gr
     clock.now = 9
     assert watch.look(awake) is None, "judged before the time-out"
     clock.now = 11
-    found = watch.look(lambda r: r == stopped)
-    assert found is not None and found.rank == rank and found.cause.startswith(cause)
+    verdict = watch.look(lambda r: r == stopped)
+    assert verdict is not None and verdict.rank == rank and verdict.cause.startswith(cause)
     assert watch.place(rank) == place
 
 
@@ -88,7 +88,7 @@ def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
 
 
 def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> None:
-    """A worker that never starts, one stuck at the start, a lead that works alone, a stuck evaluation."""
+    """A worker that never starts, one stuck at the start, a rank 0 that works alone, a stuck evaluation."""
     late = Watch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
     for worker in group[:2]:
         worker.enter("join", 0)
@@ -97,7 +97,7 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
     assert watch.look(awake) == Verdict(2, "does not start, 11s without a sign of life")
     assert late.look(awake) is None, "importing takes its time"
     clock.now = 12
-    with group[0].led("restore", 0, True):  # the lead restores, the others wait for it
+    with group[0].led("restore", 0, True):  # rank 0 restores, the others wait for it
         for worker in group[1:]:
             for phase in ("restore", "wait") if worker is group[1] else ("join", "restore", "wait"):
                 worker.enter(phase, 0)
@@ -109,7 +109,7 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
     assert watch.look(awake) is None and watch.place(2) == "evaluate after step 40, shard test-000001.tar"
 
 
-def test_a_slow_worker_is_named_and_an_even_gang_is_not(group, watch, clock) -> None:
+def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, clock) -> None:
     for _ in range(SLOW_LOOKS):
         put(group, "reduce", "reduce", "reduce")
         watch.look(awake)
@@ -118,8 +118,8 @@ def test_a_slow_worker_is_named_and_an_even_gang_is_not(group, watch, clock) -> 
         put(group, "reduce", "reduce", "forward")
         watch.look(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)
-    found = watch.slow()
-    assert found is not None and found[0] == 2 and found[1] > 0.9
+    slow = watch.slow()
+    assert slow is not None and slow[0] == 2 and slow[1] > 0.9
     assert watch.slow() is None, "said again without new looks"
 
 
