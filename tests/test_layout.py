@@ -66,8 +66,7 @@ def arrows(package: str) -> dict[str, set[str]]:
 
 def targets(source: str, modules: set[str]) -> set[str]:
     """Those of `modules` that the source imports, whichever way the import is written."""
-    imported = [f"{name}." for _, name in imports(source)]
-    return {module for module in modules if any(name.startswith(f"{module}.") for name in imported)}
+    return {module for module in modules for _, found in imports(source) if f"{found}.".startswith(f"{module}.")}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
