@@ -1,4 +1,4 @@
-# make env    .venv with everything constraints.txt pins; does nothing when it is up to date
+# make env    .venv with everything constraints.txt pins, and the command patchline; does nothing when up to date
 # make demo   the whole campaign on scikit-learn's digits: shards to few-shot, with a worker killed on the way
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones; says at the end how long each area took
@@ -28,6 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
 	@# timm imports torchvision, which has no CPU wheel beside torch's: the tests declare the operators it misses
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision
+	@# the command $(BIN)/patchline, which runs this very checkout
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $(STAMP)
 
 demo: env

@@ -26,6 +26,8 @@ from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline import checkpoint
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.optimizer import OptimConfig
+from pipeline.saver import Saver
+from pipeline.telemetry import Telemetry
 
 
 def worker(task: dict[str, Any]) -> dict[str, list[float]]:
@@ -37,7 +39,8 @@ def worker(task: dict[str, Any]) -> dict[str, list[float]]:
     )
     engine = Engine(model, models.decayed(model), OptimConfig(), settings)
     folder = Path(task["folder"])
-    saver = checkpoint.Saver(folder / "ours", folder, 1)
+    quiet = Telemetry(folder, 1, 1)  # of a rank that writes nothing
+    saver = Saver(folder / "ours", folder, quiet, keep=2, keep_every=0, max_failed_saves=1)
     rows: dict[str, list[float]] = {"ours, stall": [], "ours, total": [], "deepspeed": [], "deepspeed + fsync": []}
     for number in range(task["rounds"] + 1):
         torch.distributed.barrier()
@@ -51,7 +54,7 @@ def worker(task: dict[str, Any]) -> dict[str, list[float]]:
     return rows
 
 
-def ours(saver: checkpoint.Saver, engine: Engine, number: int) -> tuple[float, float]:
+def ours(saver: Saver, engine: Engine, number: int) -> tuple[float, float]:
     manifest = checkpoint.Manifest(number, 0, 0, "", 1, 2, 2, {}, "", "")
     began = time.monotonic()
     saver.begin(engine, manifest)
@@ -59,9 +62,7 @@ def ours(saver: checkpoint.Saver, engine: Engine, number: int) -> tuple[float, f
     while not saver.written:
         time.sleep(0.001)  # the loop would train here
     commit = time.monotonic()
-    saver.finish()
-    if torch.distributed.get_rank() == 0:
-        checkpoint.prune(saver.folder, 2, 0)
+    saver.finish()  # commits and prunes
     return stall + time.monotonic() - commit, time.monotonic() - began
 
 

@@ -26,7 +26,8 @@ SAMPLES = 1000  # of a shard
 
 def epoch(order: Order, number: int) -> np.ndarray:
     """Sample ids (0 … N−1) of an epoch's whole batches, (steps, batch)."""
-    steps = range(int(number * order.steps_per_epoch) + (number > 0), int((number + 1) * order.steps_per_epoch))
+    steps_per_epoch = order.samples_per_epoch / order.batch_size
+    steps = range(int(number * steps_per_epoch) + (number > 0), int((number + 1) * steps_per_epoch))
     batches = (order.batch(step) for step in steps)
     return np.stack([shard * SAMPLES + sample for _, shard, sample in batches])
 

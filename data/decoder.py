@@ -1,6 +1,20 @@
 """A decoding process: takes tasks from its loader, writes pixels into memory they share, answers what it did.
 
-Run by `data.loader` as `python -m data.decoder CONNECTION MEMORY`, two inherited file descriptors. It imports
+What becomes of a task:
+
+1. The loader sends (task, offset): the slots to decode, and where in the shared memory the result belongs.
+2. The order says which samples sit in these slots. The global batch is computed once for all tasks of its step.
+3. For every slot, the reader gives the sample's bytes. A key made of the seed and the sample's id (epoch, shard,
+   sample) gives its random numbers: crop, flip and distortion are the same whichever process decodes it.
+4. The pixels, labels and ids are written into the row of the slot.
+5. A bad sample is replaced by the next ones of its lane until one is good; each bad one is named in the answer.
+6. The answer, `Done`, goes back through the pipe: the bad samples, and where the time went.
+
+    Task(step=7, first=12, stop=16) with two labels a sample at most and images of 224 pixels fills
+    images (4, 224, 224, 3), labels [[3, −1], [17, 4], …] and ids [[0, 21, 508], [0, 21, 77], …],
+    and is answered by Done(bad=(BadSample("train-000021.tar", "n0144", "truncated"),), storage_s=0.002, decode_s=0.05)
+
+Run by `data.decoder_process` as `python -m data.decoder CONNECTION MEMORY`, two inherited file descriptors. It imports
 no torch, holds nothing that needs cleaning up, and ends when its loader does.
 """
 
@@ -11,30 +25,38 @@ import select
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
 from time import perf_counter, process_time
-from typing import Any
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from data.errors import DataError
-from data.images.augment import AugmentConfig, augment, draw
-from data.images.decode import BadImage, Box, read_header
+from data.images.augment import AugmentConfig, Encoded, augment, draw
+from data.images.decode import BadImage, read_header
 from data.images.draws import Draws
 from data.order import Mixture, Order, key_of
 from data.shards.index import Index
+from data.shards.labels import read_labels
 from data.shards.reader import Reader
-from data.shards.tar import parse_labels
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
 MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
 MOST_PIXELS = 1 << 22  # of an image that is left encoded: 12 MB each once decoded
 SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
+PAGE = 4096  # bytes; every micro-batch begins on a page of its own
 
-Task = tuple[int, int, int]  # step, first slot, slot after the last
+
+class Task(NamedTuple):
+    """One micro-batch to decode: the slots `first` … `stop` − 1 of the global batch `step`."""
+
+    step: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +68,17 @@ class BadSample:
     reason: str
 
 
+class Arrays(NamedTuple):
+    """The arrays of one micro-batch, somewhere in memory."""
+
+    images: np.ndarray  # (b, S, S, 3) uint8
+    labels: np.ndarray  # (b, L) int64, padded with −1
+    ids: np.ndarray  # (b, 3) int64: epoch, shard, sample
+
+
 @dataclass(frozen=True)
 class Layout:
-    """The arrays of one micro-batch of b samples, laid end to end in `bytes` bytes of shared memory."""
+    """How the arrays of one micro-batch of b samples lie in memory: ids, labels, images, end to end."""
 
     b: int
     image_size: int
@@ -56,27 +86,20 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        size = self.b * (self.image_size**2 * 3 + 8 * self.max_labels + 8 * 3)
-        return -(-size // 4096) * 4096
+        """The memory that one micro-batch takes, in whole pages."""
+        image_bytes = self.image_size**2 * 3
+        size = self.b * (image_bytes + 8 * self.max_labels + 8 * 3)
+        return -(-size // PAGE) * PAGE
 
-    def arrays(self, memory: Any, offset: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(images (b, S, S, 3) uint8, labels (b, L) int64, ids (b, 3) int64) on some memory."""
-        ids = np.ndarray((self.b, 3), np.int64, memory, offset)
-        labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset + ids.nbytes)
+    def arrays(self, memory: mmap | bytearray, offset: int = 0) -> Arrays:
+        """The arrays of the micro-batch that begins at `offset` of some memory."""
         side = self.image_size
-        images = np.ndarray((self.b, side, side, 3), np.uint8, memory, offset + ids.nbytes + labels.nbytes)
-        return images, labels, ids
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A row that begins with the `bytes` of a JPEG, left to the loader to decode and crop."""
-
-    row: int
-    bytes: int
-    sides: tuple[int, int]  # height, width
-    box: Box
-    flip: bool
+        ids = np.ndarray((self.b, 3), np.int64, memory, offset)
+        offset += ids.nbytes
+        labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset)
+        offset += labels.nbytes
+        images = np.ndarray((self.b, side, side, 3), np.uint8, memory, offset)
+        return Arrays(images, labels, ids)
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,7 @@ class Done:
     bad: tuple[BadSample, ...]
     storage_s: float
     decode_s: float
-    encoded: tuple[Encoded, ...] = ()
+    encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
 
 
 class Decoder:
@@ -100,58 +123,79 @@ class Decoder:
         cfg: AugmentConfig,
         seed: int,
         reader: Reader,
-        leave_encoded: bool = False,
+        leave_encoded: bool = False,  # JPEGs stay as they are, for the GPU
     ):
-        self.index, self.order, self.layout, self.cfg, self.seed = index, order, layout, cfg, seed
-        self.reader, self.leave_encoded = reader, leave_encoded
-        self.encoded: list[Encoded] = []  # of the task at hand
-        self.step, self.ids = -1, np.empty((0, 3), np.int64)  # the last global batch asked for
+        self.index = index
+        self.order = order
+        self.layout = layout
+        self.cfg = cfg
+        self.seed = seed
+        self.reader = reader
+        self.leave_encoded = leave_encoded
+        # The last global batch asked for, which the other micro-batches of its step will ask for too.
+        self.step = -1
+        self.ids = np.empty((0, 3), np.int64)
+        # Of the task at hand.
         self.storage_s = 0.0
+        self.encoded: list[Encoded] = []
 
-    def run(self, task: Task, images: np.ndarray, labels: np.ndarray, ids: np.ndarray) -> Done:
-        """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes."""
-        step, first, stop = task
-        start, self.storage_s = perf_counter(), 0.0
-        if step != self.step:
-            self.step, self.ids = step, np.stack(self.order.batch(step), 1)
-        ids[: stop - first] = self.ids[first:stop]
-        keys = self.keys(ids[: stop - first])
-        bad: list[BadSample] = []
+    def run(self, task: Task, arrays: Arrays) -> Done:
+        """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes.
+
+        Raises DataError where a hundred in a row are bad, and what the reader raises.
+        """
+        start = perf_counter()
+        self.storage_s = 0.0
         self.encoded = []
-        for row in range(stop - first):
-            for attempt in range(1, MAX_REPLACEMENTS + 1):
-                problem = self.fill(row, ids[row], int(keys[row]), images[row], labels[row])
-                if problem is None:
-                    break
-                bad.append(problem)
-                ids[row] = self.order.replacement(step, first + row, attempt)
-                keys[row] = self.keys(ids[row : row + 1])[0]
-            else:
-                raise DataError(
-                    f"{MAX_REPLACEMENTS} bad samples in a row, the last {bad[-1].key} of {bad[-1].shard}: "
-                    f"{bad[-1].reason}; `python -m jobs data check` lists them"
-                )
+        if task.step != self.step:
+            self.step = task.step
+            self.ids = np.stack(self.order.batch(task.step), 1)
+        rows = task.stop - task.first
+        arrays.ids[:rows] = self.ids[task.first : task.stop]
+
+        keys = self.keys(arrays.ids[:rows])
+        bad: list[BadSample] = []
+        for row in range(rows):
+            bad += self.fill_slot(task, row, int(keys[row]), arrays)
         decode_s = perf_counter() - start - self.storage_s
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded))
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
-        """What each sample's augmentation is drawn from."""
+        """What each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""
         return key_of(SEED_DOMAIN, self.seed, *ids.T)
 
-    def fill(self, row: int, ids: np.ndarray, key: int, image: np.ndarray, labels: np.ndarray) -> BadSample | None:
-        """Read and decode one sample into its row; returns what is wrong with it, if anything is."""
-        shard, sample = int(ids[1]), int(ids[2])
+    def fill_slot(self, task: Task, row: int, key: int, arrays: Arrays) -> list[BadSample]:
+        """Fill a row with its slot's sample or with the first good replacement; returns the bad ones before it."""
+        bad: list[BadSample] = []
+        for attempt in range(1, MAX_REPLACEMENTS + 1):
+            problem = self.fill(row, key, arrays)
+            if problem is None:
+                return bad
+            bad.append(problem)
+            arrays.ids[row] = self.order.replacement(task.step, task.first + row, attempt)
+            key = int(self.keys(arrays.ids[row : row + 1])[0])
+        raise DataError(
+            f"{MAX_REPLACEMENTS} bad samples in a row, the last {bad[-1].key} of {bad[-1].shard}: "
+            f"{bad[-1].reason}; `python -m jobs data check` lists them"
+        )
+
+    def fill(self, row: int, key: int, arrays: Arrays) -> BadSample | None:
+        """Read and decode the sample that a row's id names; returns what is wrong with it, if anything is."""
+        _, shard, sample = arrays.ids[row].tolist()
         start = perf_counter()
-        name, encoded, raw = self.reader.read(shard, sample)
+        name, encoded, raw_labels = self.reader.read(shard, sample)
         self.storage_s += perf_counter() - start
+
+        image = arrays.images[row]
         try:
-            found = read_labels(raw, self.index.classes, self.layout.max_labels)
-            if not (self.leave_encoded and self.leave(row, encoded, key, image)):
+            labels = read_labels(raw_labels, self.index.classes, self.layout.max_labels)
+            left_encoded = self.leave_encoded and self.leave(row, encoded, key, image)
+            if not left_encoded:
                 augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
         except BadImage as error:
             return BadSample(self.index.shards[shard].name, name, str(error))
-        labels[:] = -1
-        labels[: len(found)] = found
+        arrays.labels[row] = -1
+        arrays.labels[row, : len(labels)] = labels
         return None
 
     def leave(self, row: int, data: bytes, key: int, image: np.ndarray) -> bool:
@@ -168,54 +212,60 @@ class Decoder:
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: int = 128) -> float | None:
-    """Measured here and now: images of the set's first shard that one core decodes in a second; None if it cannot."""
-    shard = next((number for number, one in enumerate(index.shards) if one.samples), None)  # one may be empty
-    if shard is None:
+    """Images of the set's first shard that one core decodes in a second, measured here and now; None if it cannot.
+
+    `most` images are decoded.
+    """
+    filled_shards = np.flatnonzero(index.shard_samples)
+    if len(filled_shards) == 0:
         return None
-    reader, out = Reader(index, verify=False), np.empty((image_size, image_size, 3), np.uint8)
+    shard = int(filled_shards[0])
     images = min(most, index.shards[shard].samples)
-    start = 0.0
+    reader = Reader(index, verify=False)
+    out = np.empty((image_size, image_size, 3), np.uint8)
     try:
-        for sample in (0, *range(images)):  # the first one twice: it loads what decoding needs
-            with suppress(BadImage):
-                augment(reader.read(shard, sample)[1], image_size, Draws(sample), cfg, out)
-            start = start or process_time()
+        # The first image comes twice: before the clock starts, it loads what decoding needs.
+        measure_decoding(reader, shard, 1, cfg, out)
+        seconds = measure_decoding(reader, shard, images, cfg, out)
     except (DataError, OSError):
         return None
-    return images / max(process_time() - start, 1e-9)
+    return images / max(seconds, 1e-9)
 
 
-def read_labels(raw: bytes, classes: int, most: int) -> tuple[int, ...]:
-    """Parse and check the labels of one sample; raises BadImage with a short reason."""
-    try:
-        found = parse_labels(raw)
-    except ValueError:
-        raise BadImage("no label") from None
-    if max(found) >= classes:
-        raise BadImage(f"label not below {classes}")
-    if len(found) > most:
-        raise BadImage(f"more labels than data.max_labels={most}")
-    return found
+def measure_decoding(reader: Reader, shard: int, images: int, cfg: AugmentConfig, out: np.ndarray) -> float:
+    """Processor seconds that the first images of a shard take; `out` (S, S, 3) holds each in turn."""
+    start = process_time()
+    for sample in range(images):
+        with suppress(BadImage):
+            _, encoded, _ = reader.read(shard, sample)
+            augment(encoded, len(out), Draws(sample), cfg, out)
+    return process_time() - start
+
+
+# ----------------------------------------------------------------------------- the process
 
 
 def tell(connection: Connection) -> None:
     """Give the loader a sign of life, unless so many are unread that it would be waited for, holding a lock."""
-    if select.select([], [connection], [], 0)[1]:
+    _, writable, _ = select.select([], [connection], [], 0)
+    if writable:
         connection.send(None)
 
 
 def main(connection: Connection, memory: mmap) -> None:
-    """Serve (task, offset) until the loader is gone."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a mapped shard holds a file
+    """Serve (task, offset) until the loader is gone; the first message is the decoder itself."""
+    # A mapped shard holds a file, and many shards are open at once: ask for as many files as we may have.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     cv2.setNumThreads(1)  # the loader chose how many processes there are
+
     decoder: Decoder = connection.recv()
-    decoder.reader.cache.progress = lambda: tell(connection)  # a slow storage is no hang
+    decoder.reader.cache.progress = partial(tell, connection)  # a slow storage is no hang
     while True:
         task, offset = connection.recv()
         answer: Done | Exception
         try:
-            answer = decoder.run(task, *decoder.layout.arrays(memory, offset))
+            answer = decoder.run(task, decoder.layout.arrays(memory, offset))
         except Exception as error:  # whatever it is, the loader raises it
             answer = error
         connection.send(answer)

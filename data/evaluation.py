@@ -1,4 +1,13 @@
-"""A deterministic pass over every sample exactly once, shared by all workers, in reference preprocessing."""
+"""A deterministic pass over every sample exactly once, shared by all workers, in reference preprocessing.
+
+1. The samples of the set are numbered shard after shard; worker r of n owns the numbers r·m … (r + 1)·m − 1, where m
+   is N / n rounded up.
+2. Threads read, decode and preprocess one batch while the caller is busy with the one before.
+3. What is missing in the last batches is padding, and so is a bad sample: `mask` is False there. All workers therefore
+   give equally many batches, of the same size.
+
+    10 samples, 2 workers, batches of 3: worker 0 gives the samples 0 1 2, 3 4 −; worker 1 gives 5 6 7, 8 9 −
+"""
 
 from __future__ import annotations
 
@@ -9,32 +18,35 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from data.decoder import BadSample, read_labels
+from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.shards.cache import CacheConfig
 from data.shards.index import Index
+from data.shards.labels import read_labels
 from data.shards.reader import Reader
+
+# b samples of a batch, L labels of a sample at most, h w sides of a preprocessed image
 
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """`images` (b, 3, h, w) uint8 (float32 in 0 … 255 after `resize_float`), `labels` (b, L) padded with −1,
-    `ids` (b, 2): shard, sample. `mask` (b,) is False on padding and on bad samples, whose pixels are 0."""
+    """One batch; rows that are padding or a bad sample have pixels 0, labels −1 and `mask` False."""
 
-    images: torch.Tensor
-    labels: torch.Tensor
-    ids: torch.Tensor
-    mask: torch.Tensor
+    images: Tensor  # (b, 3, h, w) uint8; float32 in 0 … 255 after `resize_float`
+    labels: Tensor  # (b, L) int64, padded with −1
+    ids: Tensor  # (b, 2) int64: shard, sample; −1 on padding
+    mask: Tensor  # (b,) bool
     bad: tuple[BadSample, ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample on its way into a batch."""
+    """One sample on its way into a batch: its image and labels, or what is wrong with it."""
 
-    place: tuple[int, int]
+    place: tuple[int, int]  # shard, sample
     image: np.ndarray | None
     labels: tuple[int, ...]
     problem: BadSample | None
@@ -43,7 +55,7 @@ class Row:
 class EvaluationSet:
     """Iterates this worker's part of a set: every sample once at any world size, batches equally many.
 
-    Worker r of n owns samples r·m … (r+1)·m − 1 with m = ceil(N / n); the last batches are padded.
+    Raises ValueError where `ops` give images of several sizes, and what the reader raises.
     """
 
     def __init__(
@@ -58,14 +70,21 @@ class EvaluationSet:
         threads: int | None = None,  # that decode; None: as many as torch computes with
         cache: CacheConfig | None = None,
     ):
-        self.index, self.ops, self.batch_size, self.max_labels = index, ops, batch_size, max_labels
-        share = -(-index.samples // world)
-        self.rows = range(index.samples)[rank * share : (rank + 1) * share]
-        self.batches = -(-share // batch_size)
+        self.index = index
+        self.ops = ops
+        self.batch_size = batch_size
+        self.max_labels = max_labels
+        self.threads = threads or torch.get_num_threads()
+        self.reader = Reader(index, cache=cache)
+
+        samples_of_worker = -(-index.samples // world)
+        self.rows = range(index.samples)[rank * samples_of_worker : (rank + 1) * samples_of_worker]
+        self.batches = -(-samples_of_worker // batch_size)
         self.starts = np.cumsum([0, *index.shard_samples])
-        self.reader, self.threads = Reader(index, cache=cache), threads or torch.get_num_threads()
+
         example = preprocess(np.zeros((1024, 1024, 3), np.uint8), ops)  # all images come out like it
-        self.shape, self.dtype = example.shape, example.dtype
+        self.shape = example.shape
+        self.dtype = example.dtype
 
     def __len__(self) -> int:
         return self.batches
@@ -74,41 +93,59 @@ class EvaluationSet:
         running: deque[list[Future[Row]]] = deque()  # the batch in hand and the next one
         with ThreadPoolExecutor(self.threads) as pool:
             for first in range(0, self.batches * self.batch_size, self.batch_size):
-                places = map(self.place, self.rows[first : first + self.batch_size])
-                running.append([pool.submit(self.load, at, self.reader.read(*at)) for at in places])
+                running.append(self.submit(pool, self.rows[first : first + self.batch_size]))
                 if len(running) > 1:
-                    yield self.collate([row.result() for row in running.popleft()])
-            for rows in running:
-                yield self.collate([row.result() for row in rows])
+                    yield self.collate(running.popleft())
+            for futures in running:
+                yield self.collate(futures)
+
+    def submit(self, pool: ThreadPoolExecutor, rows: range) -> list[Future[Row]]:
+        """Read the bytes of a batch here, in order, and have the threads decode them."""
+        futures = []
+        for row in rows:
+            place = self.place(row)
+            futures.append(pool.submit(self.load, place, self.reader.read(*place)))
+        return futures
 
     def place(self, row: int) -> tuple[int, int]:
         """Shard and sample of the row-th sample of the set."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return shard, row - int(self.starts[shard])
 
-    def load(self, place: tuple[int, int], found: tuple[str, bytes, bytes]) -> Row:
-        """One sample, preprocessed, or what is wrong with it."""
-        key, encoded, raw = found
+    def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> Row:
+        """One sample of (key, image bytes, label bytes), preprocessed, or what is wrong with it."""
+        key, encoded, raw_labels = stored
         try:
-            labels = read_labels(raw, self.index.classes, self.max_labels)
+            labels = read_labels(raw_labels, self.index.classes, self.max_labels)
             image = preprocess(decode(encoded), self.ops)
         except BadImage as error:
-            problem = BadSample(self.index.shards[place[0]].name, key, str(error))
+            shard, _ = place
+            problem = BadSample(self.index.shards[shard].name, key, str(error))
             return Row(place, None, (), problem)
         if image.shape != self.shape:
             raise ValueError(f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize")
         return Row(place, image, labels, None)
 
-    def collate(self, rows: list[Row]) -> EvaluationBatch:
-        """Stack rows and pad them to `batch_size`."""
-        b = self.batch_size
-        images = np.zeros((b, *self.shape), self.dtype)
-        labels, ids, mask = np.full((b, self.max_labels), -1), np.full((b, 2), -1), np.zeros(b, bool)
-        for number, row in enumerate(rows):
+    def collate(self, futures: list[Future[Row]]) -> EvaluationBatch:
+        """Stack a batch's rows, once they are decoded, and pad them to `batch_size`."""
+        images = np.zeros((self.batch_size, *self.shape), self.dtype)
+        labels = np.full((self.batch_size, self.max_labels), -1)
+        ids = np.full((self.batch_size, 2), -1)
+        mask = np.zeros(self.batch_size, bool)
+        bad = []
+        for number, future in enumerate(futures):
+            row = future.result()
             ids[number] = row.place
             if row.image is not None:
-                images[number], mask[number] = row.image, True
+                images[number] = row.image
                 labels[number, : len(row.labels)] = row.labels
-        bad = tuple(row.problem for row in rows if row.problem)
-        made = [torch.from_numpy(array) for array in (images, labels, ids, mask)]
-        return EvaluationBatch(made[0].permute(0, 3, 1, 2), made[1], made[2], made[3], bad)
+                mask[number] = True
+            if row.problem:
+                bad.append(row.problem)
+        return EvaluationBatch(
+            torch.from_numpy(images).permute(0, 3, 1, 2),
+            torch.from_numpy(labels),
+            torch.from_numpy(ids),
+            torch.from_numpy(mask),
+            tuple(bad),
+        )

@@ -22,6 +22,12 @@ from data.errors import StorageError
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
+def state_folder() -> Path:
+    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
+    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "patchline"
+
+
 def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write and fsync under the final name; for files in a folder that is itself renamed when it is whole."""
     with open(path, "wb") as file:

@@ -1,26 +1,40 @@
-"""The training loader: this worker's micro-batches in order, decoded ahead of the step by a few processes."""
+"""The training loader: this worker's micro-batches in order, decoded ahead of the step by a few processes.
+
+What lies between a step and its images:
+
+1. `cut` divides this worker's slots into micro-batches, the same ones in every step.
+2. Each micro-batch of each step is a task: (step, first slot, slot after the last).
+3. The tasks are dealt to the decoding processes in turn; each has `prefetch` of them before anything is asked for.
+4. A process finds out which samples sit in the slots, reads and decodes them, replaces bad ones by the next of their
+   lane, and writes the result into memory that it shares with the loader (`data.decoder`).
+5. The loader takes the answers in the same turn, copies each micro-batch out of the shared memory, and gives the
+   process its next task. A process that dies or hangs is replaced (`data.decoder_process`).
+6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.shards.cache`).
+
+With `processes=0` the same tasks are decoded in this process, each when it is asked for.
+
+    TrainLoader(index, order, image_size=224, slots=range(8, 16), micro_batch=3, start_step=5, processes=2)
+    cuts a step into the slots 8 … 10, 11 … 13, 14 … 15, and deals
+        process 0: step 5 slots 8 … 10, step 5 slots 14 … 15, step 6 slots 11 … 13, …
+        process 1: step 5 slots 11 … 13, step 6 slots 8 … 10, step 6 slots 14 … 15, …
+    its first batch has step 5, images (3, 3, 224, 224), labels (3, 1), ids (3, 3)
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from itertools import count, pairwise
 from mmap import mmap
-from multiprocessing.connection import Connection
-from pathlib import Path
-from socket import socketpair
 from time import perf_counter
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from data.decoder import BadSample, Decoder, Done, Layout, Task
+from data.decoder_process import DecoderProcess
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.images.gpu import decode_rows, torchcodec
@@ -30,8 +44,6 @@ from data.shards.index import Index
 from data.shards.reader import Reader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
-
-RESTARTS = 3  # times that one micro-batch may cost a process its life
 
 
 @dataclass(frozen=True)
@@ -45,14 +57,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class Batch:
-    """`images` (b, 3, S, S) uint8 in channels-last memory, `labels` (b, L) int64 padded with −1,
-    `ids` (b, 3) int64: epoch, shard and sample that each row really holds."""
+    """One micro-batch, in memory of its own."""
 
     step: int
-    images: torch.Tensor
-    labels: torch.Tensor
-    ids: torch.Tensor
-    bad: tuple[BadSample, ...]
+    images: Tensor  # (b, 3, S, S) uint8, in channels-last memory
+    labels: Tensor  # (b, L) int64, padded with −1
+    ids: Tensor  # (b, 3) int64: epoch, shard and sample that each row really holds
+    bad: tuple[BadSample, ...]  # what was replaced
     wait: Wait
 
 
@@ -82,32 +93,36 @@ class TrainLoader:
         prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,
         cache: CacheConfig | None = None,
-        decode: Literal["cpu", "gpu"] = "cpu",  # gpu: the images of a batch are on the GPU, see data.gpu
+        decode: Literal["cpu", "gpu"] = "cpu",  # gpu: the images of a batch are on the GPU, see data.images.gpu
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
         if index.shard_samples != tuple(order.shard_samples):
             raise ValueError("the order was made for other shards than the index has")
-        self.slots, self.start_step = slots, start_step
-        self.processes, self.prefetch, self.timeout_s = processes, prefetch, timeout_s
-        self.parts = cut(slots, micro_batch, accumulation)
-        self.layout = Layout(max(map(len, self.parts)), image_size, max_labels)
+        self.slots = slots
+        self.start_step = start_step
+        self.processes = processes
+        self.prefetch = prefetch
+        self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
+
+        self.parts = cut(slots, micro_batch, accumulation)
+        largest = max(len(part) for part in self.parts)
+        self.layout = Layout(largest, image_size, max_labels)
         reader = Reader(index, cache=self.cache)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
-        if decode == "gpu":
-            self.refused = copy(self.decoder)  # decodes here what the GPU did not
-            self.refused.leave_encoded = False
-            self.decode, self.device = torchcodec(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    @property
-    def memory_bytes(self) -> int:
-        """Shared memory that the decoded micro-batches may fill, at most."""
-        return self.processes * self.prefetch * self.layout.bytes
+        if decode == "gpu":
+            self.decode_jpegs = torchcodec()
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.decoder_of_refused = copy(self.decoder)  # decodes here what the GPU did not
+            self.decoder_of_refused.leave_encoded = False
 
     def __iter__(self) -> Generator[Batch]:
         batches = self.from_processes() if self.processes else self.from_here()
-        return self.fetching_ahead(batches) if self.decoder.index.remote else batches
+        if self.decoder.index.remote:
+            return self.fetching_ahead(batches)
+        return batches
 
     def fetching_ahead(self, batches: Generator[Batch]) -> Generator[Batch]:
         """The same batches, while a thread fetches the shards of coming steps."""
@@ -117,7 +132,8 @@ class TrainLoader:
                 ahead.reached(batch.step)
                 yield batch
         except DataError:
-            if ahead.failure:  # a process that waits for the storage is as silent as one that hangs
+            # A process that waits for the storage is as silent as one that hangs: the storage is then the reason.
+            if ahead.failure:
                 raise ahead.failure from None
             raise
         finally:
@@ -125,61 +141,79 @@ class TrainLoader:
             batches.close()
 
     def tasks(self) -> Iterator[Task]:
-        """(step, first slot, slot after the last) of every micro-batch to come."""
+        """Every micro-batch to come, step by step."""
         for step in count(self.start_step):
             for part in self.parts:
-                yield step, part.start, part.stop
+                yield Task(step, part.start, part.stop)
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""
         memory = bytearray(self.layout.bytes)
         for task in self.tasks():
-            done = self.decoder.run(task, *self.layout.arrays(memory))
+            done = self.decoder.run(task, self.layout.arrays(memory))
             yield self.take(task, memory, 0, done, done.storage_s + done.decode_s)
 
     def from_processes(self) -> Generator[Batch]:
         """Deal tasks to the processes in turn, and take their answers in the same turn."""
         tasks = self.tasks()
-        crew = [Process(self.decoder, self.prefetch) for _ in range(self.processes)]
+        crew = [DecoderProcess(self.decoder, self.prefetch) for _ in range(self.processes)]
         try:
             for process in crew:
                 process.brief()
             for _ in range(self.prefetch):
                 for process in crew:
                     process.give(next(tasks))
+
             for turn in count():
                 process = crew[turn % len(crew)]
                 start = perf_counter()
                 task, offset, done = process.answer(self.timeout_s)
                 yield self.take(task, process.memory, offset, done, perf_counter() - start)
+                # The next task takes the place of this one in memory, so it is given when this one is copied.
                 process.give(next(tasks))
         finally:
             for process in crew:
                 process.end()
 
     def take(self, task: Task, memory: mmap | bytearray, offset: int, done: Done, waited_s: float) -> Batch:
-        """Copy a micro-batch out of shared memory; split the wait by what its process spent its time on."""
+        """Copy a micro-batch out of its memory; split the wait by what its process spent its time on."""
         start = perf_counter()
-        rows = task[2] - task[1]
-        images, labels, ids = (copied(torch.from_numpy(array[:rows])) for array in self.layout.arrays(memory, offset))
+        rows = task.stop - task.first
+        arrays = self.layout.arrays(memory, offset)
+        images = copied(torch.from_numpy(arrays.images[:rows]))
+        labels = copied(torch.from_numpy(arrays.labels[:rows]))
+        ids = copied(torch.from_numpy(arrays.ids[:rows]))
         bad = done.bad
-        if done.encoded:
-            images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode, self.device)
-            for row in refused:
-                more = self.decode_here(task, row, images, labels, ids)
-                bad += tuple(one for one in more if one not in done.bad)  # what the row's process had replaced before
-        images = images.to(self.device) if self.decoder.leave_encoded else images
-        part = waited_s / max(done.storage_s + done.decode_s, 1e-9)
-        wait = Wait(done.storage_s * part, done.decode_s * part, perf_counter() - start)
-        return Batch(task[0], images.permute(0, 3, 1, 2), labels, ids, bad, wait)
+        if self.decoder.leave_encoded:
+            images, refused_bad = self.decode_on_device(task, done, images, labels, ids)
+            bad += refused_bad
 
-    def decode_here(self, task: Task, row: int, *batch: torch.Tensor) -> tuple[BadSample, ...]:
-        """Fill one row of (images, labels, ids) as `decode: cpu` would, replacements included."""
+        share_of_wait = waited_s / max(done.storage_s + done.decode_s, 1e-9)
+        wait = Wait(done.storage_s * share_of_wait, done.decode_s * share_of_wait, perf_counter() - start)
+        return Batch(task.step, images.permute(0, 3, 1, 2), labels, ids, bad, wait)
+
+    def decode_on_device(
+        self, task: Task, done: Done, images: Tensor, labels: Tensor, ids: Tensor
+    ) -> tuple[Tensor, tuple[BadSample, ...]]:
+        """The images (b, S, S, 3) on the device, with those decoded that were left encoded; and what was bad there.
+
+        A row that the device refuses is decoded here as `decode: cpu` would, in place, label and id included.
+        """
+        if not done.encoded:
+            return images.to(self.device), ()
+        images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode_jpegs, self.device)
         arrays = self.layout.arrays(bytearray(self.layout.bytes))
-        done = self.refused.run((task[0], task[1] + row, task[1] + row + 1), *arrays)
-        for to, array in zip(batch, arrays, strict=True):
-            to[row] = torch.from_numpy(array[0])
-        return done.bad
+        bad: tuple[BadSample, ...] = ()
+        for row in refused:
+            slot = task.first + row
+            done_here = self.decoder_of_refused.run(Task(task.step, slot, slot + 1), arrays)
+            images[row] = torch.from_numpy(arrays.images[0])
+            labels[row] = torch.from_numpy(arrays.labels[0])
+            ids[row] = torch.from_numpy(arrays.ids[0])
+            for problem in done_here.bad:
+                if problem not in done.bad:  # else the row's process had already replaced it
+                    bad += (problem,)
+        return images, bad
 
 
 def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
@@ -192,86 +226,6 @@ def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]
     return [slots[first:stop] for first, stop in pairwise(edges)]
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, pinned where there is CUDA."""
     return torch.empty_like(tensor, pin_memory=torch.cuda.is_available()).copy_(tensor)
-
-
-class Process:
-    """One decoding process, its pipe, and the anonymous memory that the kernel frees with its last user."""
-
-    def __init__(self, decoder: Decoder, prefetch: int):
-        self.decoder = decoder
-        self.file = os.memfd_create("patchline-batches")
-        os.ftruncate(self.file, prefetch * decoder.layout.bytes)
-        self.memory = mmap(self.file, 0)
-        self.free = deque(number * decoder.layout.bytes for number in range(prefetch))
-        self.pending: deque[tuple[Task, int]] = deque()
-        self.start()
-
-    def start(self) -> None:
-        here, there = socketpair()
-        with there:
-            root = str(Path(__file__).parents[1])
-            path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-            self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "data.decoder", str(there.fileno()), str(self.file)],
-                pass_fds=(there.fileno(), self.file),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            )
-        self.connection = Connection(here.detach())
-
-    def brief(self) -> None:
-        """Say what there is to decode; apart from `start`, so that all processes start side by side."""
-        with suppress(OSError):  # `answer` finds it dead
-            self.connection.send(self.decoder)
-
-    def give(self, task: Task) -> None:
-        """Queue a task; one that a dead process cannot take is given to the next."""
-        self.pending.append((task, self.free.popleft()))
-        with suppress(OSError):  # `answer` finds it dead
-            self.connection.send(self.pending[-1])
-
-    def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
-        """Wait for the oldest task, replacing the process where it dies or says nothing for `timeout_s`."""
-        task, offset = self.pending[0]
-        for _ in range(RESTARTS + 1):
-            with suppress(EOFError, OSError):
-                if (answer := self.hear(timeout_s)) is not None:
-                    break
-            self.restart()
-        else:
-            raise DataError(
-                f"step {task[0]}, slots {task[1]} … {task[2] - 1}: {RESTARTS + 1} processes died or were "
-                f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
-            )
-        if isinstance(answer, Exception):
-            raise answer
-        self.pending.popleft()
-        self.free.append(offset)
-        return task, offset, answer
-
-    def hear(self, timeout_s: float) -> Done | Exception | None:
-        """The next answer; None where nothing came for `timeout_s`, not even word that a shard is arriving."""
-        while self.connection.poll(timeout_s):
-            if (answer := self.connection.recv()) is not None:
-                return answer
-        return None
-
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-        self.brief()
-        with suppress(OSError):
-            for item in self.pending:
-                self.connection.send(item)
-
-    def stop(self) -> None:
-        self.connection.close()
-        self.child.kill()
-        self.child.wait()
-
-    def end(self) -> None:
-        """Stop it and give the memory back."""
-        self.stop()
-        os.close(self.file)  # the mapping goes with the last array on it

@@ -1,8 +1,21 @@
 """Which sample sits in which slot of which global batch: a pure function of a few integers.
 
-An epoch's shards are permuted and their samples laid end to end as positions 0 … N−1; positions are cut into
-lanes; inside a lane, samples are permuted within blocks; a batch takes the next samples of every lane, lane
-by lane. Any step is computed alone, without replay and without anything of size N (reasons: `docs/order.md`).
+How `Order.batch(step)` finds the samples of a step:
+
+1. The slots of the step are numbers on one long line, epoch after epoch; a batch is cut where an epoch ends.
+2. The shards of an epoch are permuted, and their samples laid end to end as positions 0 … N−1.
+3. The positions are cut into lanes, and a batch takes the next samples of every lane, lane after lane.
+4. Inside a lane, the samples of a block change places.
+5. The position is looked up: it lies in this shard, and is that sample of it.
+
+Any step is computed alone, without replay and without anything of size N (reasons: `docs/order.md`).
+
+Shards of 3, 4 and 2 samples, seed 0, batches of 4, 2 lanes (positions 0 … 4 and 5 … 8), blocks of 3:
+
+    epoch 0 permutes the shards to 2, 1, 0, which start at the positions 0, 2, 6
+    step 0 takes the positions 0 1 | 5 6, which hold (shard, sample) (2, 0) (2, 1) | (1, 3) (0, 0)
+    step 1 takes the positions 2 3 | 7 8, which hold (shard, sample) (1, 0) (1, 1) | (0, 1) (0, 2)
+    step 2 takes the position 4, which holds (1, 2): all 9 are used, so epoch 1 gives the other three slots
 """
 
 from __future__ import annotations
@@ -10,16 +23,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 # S shards, N samples, B batch size, L lanes
 
-Ids = tuple[np.ndarray, np.ndarray, np.ndarray]  # epoch, shard, sample: int64 arrays of one length
 ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
 DEFAULT_LANES = 64  # docs/order.md measures it
 DEFAULT_BLOCK = 16_384
+
+Tail = Literal["carry", "drop"]
+
+
+class Ids(NamedTuple):
+    """The samples of a batch: three int64 arrays of one length."""
+
+    epoch: np.ndarray
+    shard: np.ndarray
+    sample: np.ndarray
+
+
+class SampleId(NamedTuple):
+    """One sample: the pass over its set, its shard, and its number in there."""
+
+    epoch: int
+    shard: int
+    sample: int
+
+
+# ----------------------------------------------------------------------------- hashes and permutations
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -33,33 +66,41 @@ def key_of(*parts: np.ndarray | int) -> np.ndarray:
     """Fold integers (or arrays of them) into one uint64 key each."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        part = np.asarray(part, np.int64).astype(np.uint64)
-        key = mix(key * np.uint64(0x9E3779B97F4A7C15) + part + np.uint64(0x632BE59BD9B4E019))
+        number = np.asarray(part, np.int64).astype(np.uint64)
+        key = mix(key * np.uint64(0x9E3779B97F4A7C15) + number + np.uint64(0x632BE59BD9B4E019))
     return key
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Element-wise: where the permutation of 0 … size−1 named by `key` sends x.
+    """Element-wise: where the permutation of 0 … size−1 named by `key` sends x; all are arrays of one length.
 
-    A Feistel network over Z_a × Z_b, a·b just above `size`; what falls outside walks on until it is inside.
+    A Feistel network permutes the a·b numbers of Z_a × Z_b, a little more than `size` (Black & Rogaway 2002).
     """
     size = size.astype(np.uint64)
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
-    out, todo = x.astype(np.uint64), np.arange(len(x))
-    while len(todo):
-        moved = feistel(out[todo], a[todo], b[todo], key[todo])
-        out[todo] = moved
-        todo = todo[moved >= size[todo]]
-    return out.astype(np.int64)
+
+    # What falls outside 0 … size−1 walks on along its cycle of the network until it is inside again.
+    sent = x.astype(np.uint64)
+    outside = np.arange(len(x))
+    while len(outside):
+        moved = feistel(sent[outside], a[outside], b[outside], key[outside])
+        sent[outside] = moved
+        outside = outside[moved >= size[outside]]
+    return sent.astype(np.int64)
 
 
 def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
-    left, right = x // b, x % b
+    """One pass through the network: each half in turn is shifted by a hash of the other one; all are uint64."""
+    left = x // b
+    right = x % b
     for turn in range(0, ROUNDS, 2):
         left = (left + mix(key + right * np.uint64(ROUNDS) + np.uint64(turn))) % a
         right = (right + mix(key + left * np.uint64(ROUNDS) + np.uint64(turn + 1))) % b
     return left * b + right
+
+
+# ----------------------------------------------------------------------------- the order of one set
 
 
 class Order:
@@ -67,6 +108,7 @@ class Order:
 
     `tail` says what becomes of the samples that do not fill an epoch's last batch: "carry" opens the next
     epoch's first batch with them, so that every sample is used exactly once an epoch; "drop" leaves them out.
+    Raises ValueError where the numbers do not fit one another.
     """
 
     def __init__(
@@ -75,136 +117,117 @@ class Order:
         *,
         seed: int,
         batch_size: int,
-        lanes: int | None = None,
-        shuffle_block: int = DEFAULT_BLOCK,
-        tail: Literal["carry", "drop"] = "carry",
+        lanes: int | None = None,  # default: DEFAULT_LANES, or the batch size if that is smaller
+        shuffle_block: int = DEFAULT_BLOCK,  # samples
+        tail: Tail = "carry",
     ):
         self.shard_samples = np.asarray(shard_samples, np.int64)
         self.samples = int(self.shard_samples.sum())
-        self.seed, self.batch_size, self.shuffle_block, self.tail = seed, batch_size, shuffle_block, tail
+        self.seed = seed
+        self.batch_size = batch_size
+        self.shuffle_block = shuffle_block
+        self.tail = tail
         self.lanes = min(DEFAULT_LANES, batch_size) if lanes is None else lanes
         self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last epochs' permuted shards
         check_order(self)
-        self.used = self.samples if tail == "carry" else self.samples // batch_size * batch_size
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that one pass over the samples takes; whole when the tail is dropped."""
-        return self.used / self.batch_size
+        self.samples_per_epoch = self.samples
+        if tail == "drop":
+            self.samples_per_epoch = self.samples // batch_size * batch_size
 
     def batch(self, step: int) -> Ids:
-        """(epoch, shard, sample) of every slot of global batch `step`: int64 arrays of `batch_size`."""
-        return self._at(*self._places(step))
+        """The sample of every slot of the global batch `step`: arrays of `batch_size`."""
+        epoch, position = self._places(step)
+        return self._look_up(epoch, self._shuffle(epoch, position))
 
-    def replacement(self, step: int, slot: int, attempt: int) -> tuple[int, int, int]:
-        """What to use where the sample in `slot` is bad: the attempt-th after it, lane after lane."""
-        epoch, position = (column[slot : slot + 1] for column in self._places(step))
-        found = self._at(epoch, (position + attempt) % self.samples)
-        return int(found[0][0]), int(found[1][0]), int(found[2][0])
+    def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
+        """The sample to use where the one in `slot` is bad: the attempt-th after it, lane after lane."""
+        epochs, positions = self._places(step)
+        epoch = epochs[slot : slot + 1]
+        position = (positions[slot : slot + 1] + attempt) % self.samples
+        ids = self._look_up(epoch, self._shuffle(epoch, position))
+        return SampleId(int(ids.epoch[0]), int(ids.shard[0]), int(ids.sample[0]))
 
     def _places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(epoch, position before the shuffle) of every slot: a batch is cut where an epoch ends."""
-        at, end = step * self.batch_size, (step + 1) * self.batch_size
-        epochs, positions = [], []
+        """(epoch, position before the shuffle) of every slot."""
+        at = step * self.batch_size  # counted over all epochs
+        end = at + self.batch_size
+        epochs = []
+        positions = []
+        # Usually this runs once; it runs again for each epoch that ends inside the batch.
         while at < end:
-            epoch, first = divmod(at, self.used)
-            last = min(first + end - at, self.used)
-            taken, upto = self._taken(first), self._taken(last)
-            count = upto - taken
-            shift = np.repeat(self._lane_starts() + taken - (np.cumsum(count) - count), count)
-            positions.append(shift + np.arange(last - first))
-            epochs.append(np.full(last - first, epoch))
-            at += last - first
+            epoch, first = divmod(at, self.samples_per_epoch)
+            stop = min(first + end - at, self.samples_per_epoch)
+            epochs.append(np.full(stop - first, epoch))
+            positions.append(self._positions(first, stop))
+            at += stop - first
         return np.concatenate(epochs), np.concatenate(positions)
 
-    def _lane_starts(self) -> np.ndarray:
-        lane = np.arange(self.lanes)
+    def _positions(self, first: int, stop: int) -> np.ndarray:
+        """The positions that an epoch gives as its samples number `first` to `stop` − 1, lane after lane."""
+        given_before = self._given_by_lanes(first)  # (L,)
+        counts = self._given_by_lanes(stop) - given_before  # (L,)
+        first_slots = np.cumsum(counts) - counts  # (L,) where each lane's part of these slots begins
+        # A lane's slots and its positions both rise by one: they differ by a shift, the same in all of its slots.
+        shifts = self._lane_starts(np.arange(self.lanes)) + given_before - first_slots  # (L,)
+        return np.repeat(shifts, counts) + np.arange(stop - first)
+
+    def _given_by_lanes(self, samples: int) -> np.ndarray:
+        """(L,) how many samples each lane has given when an epoch has given `samples`: equal to within one."""
+        one_more = np.arange(self.lanes) < samples % self.lanes
+        return samples // self.lanes + one_more
+
+    def _lane_starts(self, lane: np.ndarray) -> np.ndarray:
+        """The first position of each of these lanes; the first N mod L lanes hold one sample more than the others."""
         return lane * (self.samples // self.lanes) + np.minimum(lane, self.samples % self.lanes)
 
-    def _taken(self, used: int) -> np.ndarray:
-        """How many samples each lane has given when an epoch has given `used`: equal to within one."""
-        return used // self.lanes + (np.arange(self.lanes) < used % self.lanes)
+    def _shuffle(self, epoch: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Where each position is sent inside its lane's block."""
+        length = self.samples // self.lanes
+        longer_lanes = self.samples % self.lanes  # the first ones, of length + 1
+        end_of_longer = longer_lanes * (length + 1)
+        # With more lanes than samples the length is 0: no position is past the longer lanes, and 1 only avoids 0 / 0.
+        lane = np.where(
+            position < end_of_longer,
+            position // (length + 1),
+            longer_lanes + (position - end_of_longer) // max(length, 1),
+        )
+        lane_start = self._lane_starts(lane)
+        lane_length = length + (lane < longer_lanes)
 
-    def _at(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
-        """Shuffle positions inside their lane's blocks, then look up shard and sample."""
-        q, r = divmod(self.samples, self.lanes)
-        long = r * (q + 1)  # the first r lanes hold one sample more
-        lane = np.where(position < long, position // (q + 1), r + (position - long) // max(q, 1))
-        start, length = lane * q + np.minimum(lane, r), q + (lane < r)
-        block = (position - start) // self.shuffle_block
-        start = start + block * self.shuffle_block
-        size = np.minimum(self.shuffle_block, length - block * self.shuffle_block)
-        place = start + permute(position - start, size, key_of(self.seed, epoch, lane, block))
-        shard, sample = np.empty_like(place), np.empty_like(place)
-        for e in np.unique(epoch):
-            here = epoch == e
-            shards, starts = self._epoch_shards(int(e))
-            row = np.searchsorted(starts, place[here], side="right") - 1
-            shard[here], sample[here] = shards[row], place[here] - starts[row]
-        return epoch, shard, sample
+        # A lane's last block is shorter than the others where the lengths do not divide.
+        block = (position - lane_start) // self.shuffle_block
+        block_start = lane_start + block * self.shuffle_block
+        block_size = np.minimum(self.shuffle_block, lane_length - block * self.shuffle_block)
+        key = key_of(self.seed, epoch, lane, block)
+        return block_start + permute(position - block_start, block_size, key)
+
+    def _look_up(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
+        """The shard in which each position of its epoch lies, and the number of the sample in there."""
+        shard = np.empty_like(position)
+        sample = np.empty_like(position)
+        for number in np.unique(epoch):
+            of_this_epoch = epoch == number
+            shards, starts = self._epoch_shards(int(number))
+            row = np.searchsorted(starts, position[of_this_epoch], side="right") - 1
+            shard[of_this_epoch] = shards[row]
+            sample[of_this_epoch] = position[of_this_epoch] - starts[row]
+        return Ids(epoch, shard, sample)
 
     def _epoch_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of shards and the position at which each starts; empty shards are left out."""
-        found = self._starts.get(epoch)
-        if found is None:
-            shards = np.flatnonzero(self.shard_samples)
-            shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
-            counts = self.shard_samples[shards]
-            found = shards, np.cumsum(counts) - counts
-            last = list(self._starts.items())[-1:]
-            self._starts = {**dict(last), epoch: found}  # a new one: the thread that fetches ahead reads it too
-        return found
-
-
-class Mixture:
-    """Several sets by weight: every global batch takes as many samples of each, in the order of each.
-
-    The sets are groups of consecutive shards of one index, `groups[g]` shards each. `shares` tells how much of a
-    batch each has: the weights', by largest remainder; its slots are spread evenly over the batch, so that every
-    worker has its part of every set. `options` are `Order`'s, the same for each.
-    """
-
-    def __init__(
-        self, shard_samples: Sequence[int], *, groups: Sequence[int], weights: Sequence[float], seed: int,
-        batch_size: int, **options: Any,
-    ):  # fmt: skip
-        if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
-            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
-        self.shard_samples, self.batch_size = np.asarray(shard_samples, np.int64), batch_size
-        self.shares = shares(batch_size, weights)
-        spread = [(np.arange(share) + 0.5) / share for share in self.shares]
-        self.numbers = np.argsort(np.concatenate(spread), kind="stable")  # of each slot, set by set
-        self.starts = np.cumsum([0, *groups])
-        self.orders = [
-            Order(shard_samples[a:b], seed=int(key_of(seed, a)[0] >> np.uint64(2)), batch_size=share, **options)
-            for a, b, share in zip(self.starts, self.starts[1:], self.shares, strict=False)
-        ]
-
-    def batch(self, step: int) -> Ids:
-        """As `Order.batch`; epochs are each set's own."""
-        parts = [order.batch(step) for order in self.orders]
-        shifted = [(e, shard + start, sample) for (e, shard, sample), start in zip(parts, self.starts, strict=False)]
-        epoch, shard, sample = (np.concatenate(column)[self.numbers] for column in zip(*shifted, strict=True))
-        return epoch, shard, sample
-
-    def replacement(self, step: int, slot: int, attempt: int) -> tuple[int, int, int]:
-        """As `Order.replacement`, from the same set."""
-        ends, number = np.cumsum(self.shares), int(self.numbers[slot])
-        group = int(np.searchsorted(ends, number, side="right"))
-        first = int(ends[group]) - self.shares[group]
-        epoch, shard, sample = self.orders[group].replacement(step, number - first, attempt)
-        return epoch, shard + int(self.starts[group]), sample
-
-
-def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Cut a batch by weight, largest remainders first; raises ValueError where a set would get none."""
-    exact = [batch_size * weight / sum(weights) for weight in weights]
-    found = [int(share) for share in exact]
-    for group in sorted(range(len(exact)), key=lambda g: found[g] - exact[g])[: batch_size - sum(found)]:
-        found[group] += 1
-    if min(found) == 0:
-        raise ValueError(f"weights {list(weights)} leave a set without a sample in a batch of {batch_size}")
-    return found
+        known = self._starts.get(epoch)
+        if known is not None:
+            return known
+        shards = np.flatnonzero(self.shard_samples)
+        shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
+        counts = self.shard_samples[shards]
+        starts = np.cumsum(counts) - counts
+        # The epoch before is kept: a batch may lie across both. The dict is a new one, because the thread that fetches
+        # shards ahead reads the old one at the same time.
+        newest = list(self._starts.items())[-1:]
+        self._starts = {**dict(newest), epoch: (shards, starts)}
+        return shards, starts
 
 
 def check_order(order: Order) -> None:
@@ -218,6 +241,96 @@ def check_order(order: Order) -> None:
         raise ValueError("the shards hold no samples; pack some first")
     if order.tail == "drop" and order.samples < order.batch_size:
         raise ValueError(f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"')
+
+
+# ----------------------------------------------------------------------------- several sets by weight
+
+
+class Mixture:
+    """Several sets by weight: every global batch takes as many samples of each, in the order of each.
+
+    The sets are groups of consecutive shards of one index, `groups[g]` shards each. `shares` tells how much of a
+    batch each has: the weights', by largest remainder; its slots are spread evenly over the batch, so that every
+    worker has its part of every set. `lanes`, `shuffle_block` and `tail` are `Order`'s, the same for each.
+    Raises ValueError where the numbers do not fit one another.
+    """
+
+    def __init__(
+        self,
+        shard_samples: Sequence[int],
+        *,
+        groups: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        batch_size: int,
+        lanes: int | None = None,
+        shuffle_block: int = DEFAULT_BLOCK,
+        tail: Tail = "carry",
+    ):
+        if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
+            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
+        self.shard_samples = np.asarray(shard_samples, np.int64)
+        self.batch_size = batch_size
+        self.shares = shares(batch_size, weights)
+        self.starts = np.cumsum([0, *groups])  # the first shard of each set, and the end of the last
+
+        # Each set spreads its samples evenly over the batch; all of them, sorted, give the slots. `order_of_slots[s]`
+        # is the place of slot s when the sets' parts of the batch are laid end to end.
+        spread = [(np.arange(share) + 0.5) / share for share in self.shares]  # in 0 … 1
+        self.order_of_slots = np.argsort(np.concatenate(spread), kind="stable")  # (B,)
+
+        self.orders = []
+        for group, share in enumerate(self.shares):
+            first = self.starts[group]
+            stop = self.starts[group + 1]
+            set_seed = int(key_of(seed, first)[0] >> np.uint64(2))  # 62 bits: `key_of` takes int64 in turn
+            order = Order(
+                shard_samples[first:stop],
+                seed=set_seed,
+                batch_size=share,
+                lanes=lanes,
+                shuffle_block=shuffle_block,
+                tail=tail,
+            )
+            self.orders.append(order)
+
+    def batch(self, step: int) -> Ids:
+        """As `Order.batch`; epochs are each set's own."""
+        epochs = []
+        shards = []
+        samples = []
+        for group, order in enumerate(self.orders):
+            ids = order.batch(step)
+            epochs.append(ids.epoch)
+            shards.append(ids.shard + self.starts[group])
+            samples.append(ids.sample)
+        slots = self.order_of_slots
+        return Ids(np.concatenate(epochs)[slots], np.concatenate(shards)[slots], np.concatenate(samples)[slots])
+
+    def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
+        """As `Order.replacement`, from the same set."""
+        place = int(self.order_of_slots[slot])
+        ends = np.cumsum(self.shares)
+        group = int(np.searchsorted(ends, place, side="right"))
+        first_place = int(ends[group]) - self.shares[group]
+        sample_id = self.orders[group].replacement(step, place - first_place, attempt)
+        return sample_id._replace(shard=sample_id.shard + int(self.starts[group]))
+
+
+def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
+    """Cut a batch by weight, largest remainders first; raises ValueError where a set would get none."""
+    exact = [batch_size * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    remainders = np.subtract(exact, counts)
+    largest_first = np.argsort(-remainders, kind="stable")  # of equal ones, the set that is named first
+    for group in largest_first[: batch_size - sum(counts)]:
+        counts[group] += 1
+    if min(counts) == 0:
+        raise ValueError(f"weights {list(weights)} leave a set without a sample in a batch of {batch_size}")
+    return counts
+
+
+# ----------------------------------------------------------------------------- the proof of what was consumed
 
 
 @dataclass(frozen=True)
@@ -234,4 +347,5 @@ class Ledger:
     def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:
         """The ledger after the global batch `step`."""
         ids = np.stack([epoch, shard, sample]).astype("<i8")
-        return Ledger(sha256(bytes.fromhex(self.hex) + np.int64(step).tobytes() + ids.tobytes()).hexdigest())
+        digest = sha256(bytes.fromhex(self.hex) + np.int64(step).tobytes() + ids.tobytes())
+        return Ledger(digest.hexdigest())

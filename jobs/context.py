@@ -1,22 +1,17 @@
-"""What every stage is given, and how one stage names another's outputs."""
+"""What every stage is given, how one stage names another's outputs, and which version of the code is running."""
 
 import hashlib
-import json
-import os
-import platform
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
 from jobs.cluster.worker_group import ClusterConfig
 
-PACKAGES = ("models", "data", "pipeline", "jobs")
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "data", "pipeline", "jobs")
+SOURCES = {".py", ".cpp"}  # suffixes of the files that make pixels or numbers
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Context:
     resolve: Callable[[str | None], str | None]  # "@stage/part" or a path → absolute path
     model: Any  # resolved architecture, None for stages without one
     say: Callable[[str], None]
-    tick: Callable[[Path, int], None]  # called while a worker group works; shows its log, may stop or kill it
+    tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stopping: Callable[[], bool]  # somebody asked this process to end
 
 
@@ -46,36 +41,13 @@ def reference(value: str) -> tuple[str, str] | None:
 @cache
 def code_version() -> str:
     """sha256 over the four packages' sources: the same on a laptop, in a container and on a worker without git."""
+    sources = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*"):
+            if path.suffix in SOURCES:
+                sources.append(path)
     total = hashlib.sha256()
-    for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*") if p.suffix in (".py", ".cpp")):
-        total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    for path in sorted(sources):
+        name = str(path.relative_to(ROOT))
+        total.update(name.encode() + path.read_bytes())
     return total.hexdigest()
-
-
-def environment() -> dict[str, str]:
-    """Versions that a number may depend on."""
-    from importlib.metadata import version
-
-    packages = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
-    found = {package: version(package) for package in packages}
-    return {"python": sys.version.split()[0], "machine": platform.machine(), **found}
-
-
-def write_done(
-    context: Context, config: dict[str, Any], parents: dict[str, str], outcome: dict[str, Any], began: float
-) -> None:
-    """Provenance first, then the marker that makes the stage finished."""
-    provenance = {
-        "stage": context.name,
-        "key": context.key,
-        "config": config,
-        "inputs": parents,
-        "code": code_version(),
-        "environment": environment(),
-        "command": " ".join(sys.argv),
-        "user": os.environ.get("USER", ""),
-        **{str(name): outcome[name] for name in ("ledger", "samples_seen", "step") if name in outcome},
-    }
-    write_whole(context.directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
-    done = {"key": context.key, "seconds": round(time.time() - began, 1), **outcome}
-    write_whole(context.directory / "done.json", json.dumps(done, indent=1))

@@ -1,11 +1,10 @@
 """What the driver shows while workers work: the run's own log, a live bar on a terminal, and what it waits for."""
 
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from jobs.progress import live_bar
 from pipeline.telemetry import duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
@@ -16,21 +15,9 @@ class Follower:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.offset: dict[Path, int] = {}
+        self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.spoke = time.monotonic()
-        self.bar: Any = None
-        if sys.stdout.isatty() and not quiet:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                transient=True,
-            )
-            self.task = self.bar.add_task("", total=None, visible=False)
-            self.bar.start()
+        self.bar = None if quiet else live_bar()
 
     def say(self, text: str) -> None:
         """One line to the terminal, above the bar where there is one."""
@@ -39,43 +26,56 @@ class Follower:
             return
         with suppress(OSError):  # whoever read it is gone; log.txt has it
             if self.bar is not None:
-                self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self.bar.say(text)
             else:
                 print(text, flush=True)
 
     def skip(self, directory: Path) -> None:
-        """Lines of earlier attempts have been shown already."""
+        """Take what a stage's log holds for shown: earlier commands have."""
         log = directory / "log.txt"
-        self.offset.setdefault(log, log.stat().st_size if log.exists() else 0)
+        self.shown_bytes.setdefault(log, size_of(log))
 
     def tick(self, attempt_folder: Path, number: int) -> None:
         """Show what the worker group has logged since the last call; after a long silence, what is being waited for."""
         directory = attempt_folder.parents[1]
-        log = directory / "log.txt"
-        size = log.stat().st_size if log.exists() else 0
-        if size > self.offset.get(log, 0):
-            with open(log, "rb") as file:
-                file.seek(self.offset.get(log, 0))
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self.offset[log] = self.offset.get(log, 0) + len(whole)
-            for line in whole.decode(errors="replace").splitlines():
+        lines = self.new_lines(directory / "log.txt")
+        if lines is not None:
+            for line in lines:
                 self.say(f"[{directory.name}] {line}")
-            self._advance(directory)
+            self.advance_bar(directory)
         elif time.monotonic() - self.spoke > QUIET_S:
             self.say(f"[{directory.name}] {waiting_for(directory, attempt_folder)}")
 
-    def _advance(self, directory: Path) -> None:
+    def new_lines(self, log: Path) -> list[str] | None:
+        """The whole lines that were added since the last call; None where nothing was."""
+        shown = self.shown_bytes.get(log, 0)
+        if size_of(log) <= shown:
+            return None
+        with open(log, "rb") as file:
+            file.seek(shown)
+            added = file.read()
+        # The last line may be half written; the next call shows it.
+        whole = added[: added.rfind(b"\n") + 1]
+        self.shown_bytes[log] = shown + len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+    def advance_bar(self, directory: Path) -> None:
+        """Move the bar, where there is one, to the newest step."""
         if self.bar is None:
             return
         last = last_metrics(directory)
-        if last:
-            text = f"{directory.name}  loss {last['loss']:.4f}"
-            self.bar.update(self.task, completed=last["step"], total=last["steps"], description=text, visible=True)
+        if last is not None:
+            self.bar.update(last["step"], last["steps"], f"{directory.name}  loss {last['loss']:.4f}")
 
     def close(self) -> None:
+        """Take the bar away."""
         if self.bar is not None:
-            self.bar.stop()
+            self.bar.close()
+
+
+def size_of(log: Path) -> int:
+    """Bytes of a file, 0 where it is not there yet."""
+    return log.stat().st_size if log.exists() else 0
 
 
 def waiting_for(directory: Path, attempt_folder: Path) -> str:

@@ -13,23 +13,27 @@ NAMES = ("step", "loss", "lr", "grad_norm", "images_per_s", "wait", "memory_gb",
 
 
 class Gauges:
-    """One gauge a name, made when the cluster is there."""
+    """One Ray gauge for each name; they are made when the cluster is connected."""
 
     def __init__(self, run: Path) -> None:
         self.run = run.name
-        self.gauges = {n: Gauge(f"patchline_{n}", f"{n} in metrics.jsonl", tag_keys=("run", "stage")) for n in NAMES}
-        self.shown: dict[Path, int] = {}
+        self.gauges: dict[str, Gauge] = {}
+        for name in NAMES:
+            self.gauges[name] = Gauge(f"patchline_{name}", f"{name} in metrics.jsonl", tag_keys=("run", "stage"))
+        self.shown_bytes: dict[Path, int] = {}  # size of a metrics.jsonl when it was last read
 
-    def tick(self, folder: Path, number: int) -> None:
+    def tick(self, attempt_folder: Path, number: int) -> None:
         """Set the gauges where metrics.jsonl has grown."""
-        directory = folder.parents[1]
+        directory = attempt_folder.parents[1]
         path = directory / "metrics.jsonl"
         size = path.stat().st_size if path.exists() else 0
-        if size == self.shown.get(path, 0):
+        if size == self.shown_bytes.get(path, 0):
             return
-        self.shown[path] = size
-        last = last_metrics(directory)
-        if last is None:
+        self.shown_bytes[path] = size
+
+        metrics = last_metrics(directory)
+        if metrics is None:
             return
+        stage, _, _ = directory.name.rpartition("-")
         for name, gauge in self.gauges.items():
-            gauge.set(float(last[name]), tags={"run": self.run, "stage": directory.name.rpartition("-")[0]})
+            gauge.set(float(metrics[name]), tags={"run": self.run, "stage": stage})

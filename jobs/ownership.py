@@ -1,4 +1,8 @@
-"""One owner a run: a lock that dies with its process, and attempts numbered so that a late commit can be refused."""
+"""One owner a run: a lock that dies with its process, and attempts numbered so that a late commit can be refused.
+
+`owned` keeps two commands from working in one run directory. `claim_attempt` fences what a frozen or cut-off owner may
+still try: its attempt has a number, whoever commits reads the newest number first, and refuses when it is not its own.
+"""
 
 import json
 import os
@@ -15,53 +19,58 @@ from data.errors import RunOwned
 from data.files import create_exclusively, make_folder, take_lock
 from pipeline.checkpoint import newest_attempt
 
+OWNER_FILE = "owner.json"
+NAME_TRIES = 20  # looks at the owner's file, 0.1 s apart: a new owner has the lock before it has written its name
+
 
 @contextmanager
 def owned(run: Path) -> Iterator[None]:
-    """Own the run directory for the life of this process. Raises RunOwned naming who does.
+    """Own the run directory for the length of the block. Raises RunOwned, which names the process that does.
 
     The lock is the kernel's (flock): SIGKILL frees it at once, a frozen owner keeps it.
     """
     make_folder(run, run)
-    path = run / "owner.json"
+    path = run / OWNER_FILE
     with open(path, "a+") as file:
         if not take_lock(file.fileno(), path, wait=False):
-            raise RunOwned(_who(file.name, run))
-        file.truncate(0)
-        file.write(
-            json.dumps(
-                {
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
-                    "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-                    "command": " ".join(sys.argv),
-                }
+            raise RunOwned(
+                f"{run} is owned by {owner_name(path)}\n"
+                f"  watch it: python -m jobs status {run}\n"
+                "  or give this run another name: run=…"
             )
-        )
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": " ".join(sys.argv),
+        }
+        file.truncate(0)
+        file.write(json.dumps(owner))
         file.flush()
         yield
 
 
-def _who(path: str, run: Path) -> str:
-    who = "another process that has not said its name yet"
-    for _ in range(20):  # it has the lock and is about to write; what stands there may be a former owner's name
+def owner_name(path: Path) -> str:
+    """The owner of a run in words: process, host, since when, and its command."""
+    for _ in range(NAME_TRIES):
         try:
-            owner = json.loads(Path(path).read_text())
+            owner = json.loads(path.read_text())
+            # Until the new owner has written its name, a former one's stands here: one that lives no more is not it.
             if owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]):
-                who = f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
-                break
+                return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
         except (OSError, ValueError, KeyError):
-            pass
+            pass  # empty, or half written: the next look has it
         time.sleep(0.1)
-    return f"{run} is owned by {who}\n  watch it: python -m jobs status {run}\n  or give this run another name: run=…"
+    return "another process that has not said its name yet"
 
 
 def claim_attempt(run: Path) -> int:
-    """The next attempt number, ours alone: whoever commits re-reads it and refuses when a newer one exists."""
+    """Claim the next attempt number, ours alone, by creating attempts/000007.json."""
     folder = run / "attempts"
     make_folder(folder, run)
     while True:
         number = newest_attempt(run) + 1
         claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        if create_exclusively(folder / f"{number:06d}.json", json.dumps(claim)):
+        is_ours = create_exclusively(folder / f"{number:06d}.json", json.dumps(claim))
+        if is_ours:
             return number

@@ -1,38 +1,117 @@
-"""How far a long count has come: a line every few seconds, with speed and what is left."""
+"""How far a long count has come: a live bar on a terminal, a line every few seconds anywhere else.
 
+with Progress("samples", total=60_000) as progress:
+    progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
+"""
+
+import sys
 import time
 from collections.abc import Callable
+from typing import Self
 
 from pipeline.telemetry import amount, duration
 
 
+class LiveBar:
+    """One bar at the bottom of a terminal, below whatever is said meanwhile."""
+
+    def __init__(self) -> None:
+        # rich takes 0.1 s to import, which only those pay who see a bar.
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+        )
+        self.rich = RichProgress(*columns, transient=True)
+        # Nothing is shown before the first count: until then there is nothing to say.
+        self.task = self.rich.add_task("", total=None, visible=False, count="")
+        self.rich.start()
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        count = str(done)
+        if total:
+            count += f"/{total}"
+        self.rich.update(self.task, completed=done, total=total, description=text, count=count, visible=True)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.rich.stop()
+
+
+def live_bar() -> LiveBar | None:
+    """A bar, where stdout is a terminal that can show one."""
+    return LiveBar() if sys.stdout.isatty() else None
+
+
 class Progress:
-    """Call it with what is done so far; it speaks at most every `every_s` seconds, and of the end only when known."""
+    """Shows how much of a count is done; with `say`, always as lines, at most one every `every_s` seconds."""
 
     def __init__(
         self,
-        what: str,
+        unit: str,
         total: int | None = None,
         *,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] | None = None,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.what, self.total, self.say, self.every_s, self.clock = what, total, say, every_s, clock
-        self.began = self.spoke = clock()
+        self.unit = unit
+        self.total = total
+        self.every_s = every_s
+        self.clock = clock
+        self.say = say or print
+        self.bar: LiveBar | None = None
+        # Whoever says lines elsewhere (a stage, into its campaign's log) shows its own bar, if any.
+        if say is None:
+            self.bar = live_bar()
+        self.began = clock()
+        self.last_line = self.began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
     def __call__(self, done: int, note: str = "") -> None:
+        """Show that so many are done; `note` is what else there is to say of them."""
         now = self.clock()
-        if now - self.spoke < self.every_s:
-            return
-        self.spoke, speed = now, done / (now - self.began)
-        parts = [f"{amount(done)}{f' of {amount(self.total)}' if self.total else ''} {self.what}", note]
-        parts.append(f"{amount(speed)}/s")
-        if self.total and speed:
-            parts.append(f"eta {duration(max(self.total - done, 0) / speed)}")
-        self.say("  ".join(part for part in parts if part))
+        rate = done / max(now - self.began, 1e-9)
+        if self.bar is not None:
+            self.bar.update(done, self.total, joined(self.unit, note, f"{amount(rate)}/s"))
+        elif now - self.last_line >= self.every_s:
+            self.last_line = now
+            self.say(self.line(done, note, rate))
+
+    def line(self, done: int, note: str, rate: float) -> str:
+        """What is done, at which rate a second, and when the rest will be, as far as the total is known."""
+        count = amount(done)
+        eta = ""
+        if self.total:
+            count += f" of {amount(self.total)}"
+        if self.total and rate:
+            remaining = max(self.total - done, 0)
+            eta = f"eta {duration(remaining / rate)}"
+        return joined(f"{count} {self.unit}", note, f"{amount(rate)}/s", eta)
+
+    def packed(self, shards: int, samples: int) -> None:
+        """Show what has been packed: the `report` of data.shards.packing and data.shards.doctor.repair."""
+        self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """The same, told the total with every call."""
+        """Show so many of a total that is told with every call: the `report` of indexing and checking."""
         self.total = total
         self(done)
+
+
+def joined(*parts: str) -> str:
+    """The parts that are not empty, two spaces apart."""
+    return "  ".join(filter(None, parts))

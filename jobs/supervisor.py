@@ -1,20 +1,46 @@
-"""Attempts of a stage until one succeeds: judged by the watchdog, restarted from the last commit, or given up."""
+"""Runs attempts of a stage on a worker group until one succeeds, or until another would not help.
+
+    supervise(train, make_task, context, stall_s=600.0, ask_to_stop=touch_stop_file)
+    → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
+
+One attempt, in order:
+1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
+2. Ask the stage for its task, the one document that all workers are told.
+3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for what the workers leave behind.
+4. Run the worker group. About every 0.5 s: end it where a worker is stuck, ask it to stop where somebody wants this
+   process to end, show its log.
+5. It returns a value: done.
+
+It raises WorkerGroupError instead: write the incident down, and then, first match wins:
+a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
+b. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it.
+c. The exception is the one of the attempt before, or `max_restarts` attempts have failed in a row, and there was no new
+   checkpoint meanwhile: StageFailed.
+d. Somebody wants this process to end: Preempted.
+e. Otherwise wait, and start the next attempt from the newest checkpoint. There is no wait after a new checkpoint;
+   else it is `backoff_s`, doubled with every attempt.
+"""
 
 import builtins
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from data.errors import PatchlineError, Preempted
-from jobs.cluster import backends as cluster
-from jobs.cluster.worker_group import Function, WorkerGroupError, blame, frozen, node_of, records
+from data.errors import ExitCode, PatchlineError, Preempted
+from jobs.cluster.backends import worker_group_runner
+from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
+from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
+from jobs.ownership import claim_attempt
 from pipeline import checkpoint
 from pipeline.watchdog import Watch
 
+# What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
 LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
+STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
 
 
 class StageFailed(PatchlineError):
@@ -25,107 +51,181 @@ class StageFailed(PatchlineError):
         self.exit_code = exit_code
 
 
-def until_done(context: Context, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Attempts until one returns. Raises Preempted, or StageFailed with the code the worker wanted."""
-    without_progress, cause = 0, ""
+def supervise(
+    function: WorkerFunction,
+    make_task: Callable[[int], Task],
+    context: Context,
+    *,
+    stall_s: float,
+    ask_to_stop: Callable[[Path], None],
+) -> dict[str, Any]:
+    """Run attempts of a stage until one succeeds; return rank 0's value.
+
+    `make_task(attempt)` returns what the workers of an attempt are told. `ask_to_stop(attempt_folder)` is called,
+    again and again, while somebody wants this process to end; what it raises ends the attempt and comes out here.
+    A worker that holds up all others for `stall_s` seconds is a failure.
+
+    Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
+    """
+    run_worker_group = worker_group_runner(context.cluster)
+    attempts_without_progress = 0
+    last_cause = ""
     while True:
-        before = last_step(context.directory)
+        # 1 to 3: what this attempt is called, what its workers are told, and where they write.
+        step_before = last_step(context.directory)
+        attempt = claim_attempt(context.run)
+        task = make_task(attempt)
+        folder = attempt_folder(context.directory, attempt)
+        folder.mkdir(parents=True)
+
+        # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
+        watch = Watch(folder, context.cluster.workers, stall_s, context.cluster.start_timeout_s)
+        look = partial(look_at_attempt, context, watch, attempt, ask_to_stop)
         try:
-            return attempt()
+            value = run_worker_group(function, task, cluster=context.cluster, folder=folder, on_tick=look)
+            return cast(dict[str, Any], value)
         except WorkerGroupError as error:
-            write_incident(context, error)
-            if error.exit_code == Preempted.exit_code:
-                raise Preempted(error.cause.partition(": ")[2]) from None
-            if error.exit_code is not None:
-                raise StageFailed(f"{context.name}: {error.cause.partition(': ')[2]}", error.exit_code) from None
-            without_progress = 0 if last_step(context.directory) > before else without_progress + 1
-            again = error.kind != "" and error.cause == cause and without_progress > 0
-            cause = error.cause
-            give_up_or_wait(context, error, without_progress, again)
+            failure = error
+        finally:
+            # The log may have grown since the last look.
+            context.tick(folder, attempt)
+
+        # Add what only the driver knows: what the worker was doing, and what a user can lower.
+        failure.place = watch.place(failure.rank)
+        if any(word in failure.cause for word in OUT_OF_MEMORY):
+            failure.cause += LESS_MEMORY
+        write_incident(context, failure)
+
+        # a and b: a worker knew what it wanted. The message is its exception's, without the exception's name.
+        message = failure.cause.partition(": ")[2]
+        if failure.exit_code == ExitCode.PREEMPTED:
+            raise Preempted(message)
+        if failure.exit_code is not None:
+            raise StageFailed(f"{context.name}: {message}", failure.exit_code)
+
+        # c: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
+        if last_step(context.directory) > step_before:
+            attempts_without_progress = 0
+        else:
+            attempts_without_progress += 1
+        # One restart is enough to know that the same exception comes again. A death may have been chance.
+        raised_an_exception = failure.kind != ""
+        same_again = raised_an_exception and failure.cause == last_cause and attempts_without_progress > 0
+        last_cause = failure.cause
+        if same_again or attempts_without_progress > context.cluster.max_restarts:
+            raise no_progress(context, failure, attempts_without_progress)
+
+        # d and e
+        prepare_restart(context, failure, attempts_without_progress)
 
 
-def run_watched(
-    function: Function, task: dict[str, Any], context: Context, number: int, stall_s: float, stop: Callable[[], None]
-) -> Any:
-    """One attempt on a worker group under the watchdog; `stop` is called while somebody wants this process to end."""
-    folder, name = context.directory / "attempts", f"attempt-{number:06d}"
-    watch = Watch(folder / name, context.cluster.workers, stall_s, context.cluster.start_timeout_s)
-
-    def tick() -> None:
-        judge(watch, context)
-        if context.stopping():
-            stop()
-        context.tick(folder / name, number)
-
-    try:
-        return cluster.run_worker_group(
-            function, task, cluster=context.cluster, name=name, directory=folder, on_tick=tick
-        )
-    except WorkerGroupError as error:
-        error.place = watch.place(error.rank)
-        if any(word in error.cause for word in OUT_OF_MEMORY):
-            error.cause += LESS_MEMORY
-        raise
-    finally:
-        context.tick(folder / name, number)
-
-
-def judge(watch: Watch, context: Context) -> None:
-    """Raise WorkerGroupError where one worker has held up all others too long; name a slow one."""
-    known = records(watch.folder, watch.world)
-    if len(known) == watch.world and all("ended" in record for record in known.values()):
-        return  # the cluster is clearing up
-    found = watch.look(lambda rank: frozen(known.get(rank, {})))
-    if found is not None:
-        raise blame(watch.folder, found.rank, known, found.cause)
-    slow = watch.slow()
-    if slow is not None:
-        rank, share = slow
-        node = node_of(known, rank)
-        context.say(f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks")
+def attempt_folder(directory: Path, attempt: int) -> Path:
+    """Return where the workers of an attempt leave their records, logs and places, in their stage's directory."""
+    return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
 def last_step(directory: Path) -> int:
-    """Step of the newest committed checkpoint; −1 where there is none."""
-    found = checkpoint.committed(directory / "checkpoints")
-    return checkpoint.step_of(found[0]) if found else -1
+    """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
+    newest_first = checkpoint.committed(directory / "checkpoints")
+    if not newest_first:
+        return -1
+    return checkpoint.step_of(newest_first[0])
 
 
-def give_up_or_wait(context: Context, error: WorkerGroupError, without_progress: int, again: bool) -> None:
-    """Say what happened and what follows; back off, or raise StageFailed when restarts bring no new checkpoint.
+# ------------------------------------------------------------------------ while an attempt runs
 
-    `again`: the same exception as the time before, without progress between: one restart was enough to know.
+
+def look_at_attempt(context: Context, watch: Watch, attempt: int, ask_to_stop: Callable[[Path], None]) -> None:
+    """Look at a running attempt once.
+
+    Raises WorkerGroupError where a worker is stuck, and whatever `ask_to_stop` raises.
     """
-    last = last_step(context.directory)
-    where = f"step {last}" if last >= 0 else "the start: nothing was committed yet"
-    if again or without_progress > context.cluster.max_restarts:
-        raise StageFailed(
-            f"{context.name}: {error}\n"
-            f"  {without_progress} attempts in a row made no new checkpoint; the last is {where}\n"
-            f"  the traceback is in {context.directory / 'incidents.txt'}",
-            exit_code=74 if is_os_error(error.kind) else 70,
-        )
+    end_if_stuck(context, watch)
+    # Again with every look: the attempt may have begun after the signal.
     if context.stopping():
-        raise Preempted(f"{error}; stopped at {where}; run the same command again to go on")
-    wait = context.cluster.backoff_s * 2 ** max(without_progress - 1, 0) if without_progress else 0.0
-    context.say(f"{error}; restarting from {where}" + (f" in {wait:.0f}s" if wait else ""))
-    deadline = time.monotonic() + wait
+        ask_to_stop(watch.folder)
+    context.tick(watch.folder, attempt)
+
+
+def end_if_stuck(context: Context, watch: Watch) -> None:
+    """Raise WorkerGroupError where one worker has held up all others too long; say which worker is slow."""
+    written = records(watch.folder, watch.world)
+    ended = [rank for rank, record in written.items() if "ended" in record]
+    # Whoever has ended enters no phase any more: now the cluster is clearing up, which is nobody's fault.
+    if len(ended) == watch.world:
+        return
+
+    def is_frozen(rank: int) -> bool:
+        return is_stopped_by_signal(written.get(rank))
+
+    stuck = watch.look(is_frozen)
+    if stuck is not None:
+        raise worker_failure(watch.folder, stuck.rank, written, stuck.cause)
+    # Slow is not stuck: the run goes on, at the pace of its slowest worker, and somebody should know which it is.
+    slow = watch.slow()
+    if slow is not None:
+        rank, share = slow
+        node = node_of(written, rank)
+        context.say(f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks")
+
+
+# ------------------------------------------------------------------------ after a failure
+
+
+def write_incident(context: Context, failure: WorkerGroupError) -> None:
+    """Append to the log of incidents that a person can read: when, which worker, why, and the traceback."""
+    clock = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with open(context.directory / "incidents.txt", "a") as file:
+            file.write(f"{clock} {failure}\n{failure.traceback}\n")
+    except OSError as refused:  # a full disk may be the incident
+        context.say(f"the incident log could not be written ({refused}): {failure}")
+
+
+def no_progress(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> StageFailed:
+    """Return the error of a stage whose restarts bring no new checkpoint."""
+    exit_code = ExitCode.INTERNAL
+    if is_os_error(failure.kind):
+        exit_code = ExitCode.IO
+    last = restart_point(context)
+    return StageFailed(
+        f"{context.name}: {failure}\n"
+        f"  {attempts_without_progress} attempts in a row made no new checkpoint; the last is {last}\n"
+        f"  the traceback is in {context.directory / 'incidents.txt'}",
+        exit_code,
+    )
+
+
+def prepare_restart(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> None:
+    """Say what has happened and from where the next attempt starts, and wait as long as the config says.
+
+    Raises Preempted where somebody wants this process to end, before or during the wait.
+    """
+    start = restart_point(context)
+    if context.stopping():
+        raise Preempted(f"{failure}; stopped at {start}; run the same command again to go on")
+    # What has just made a checkpoint starts at once; what makes none is perhaps waiting for a disk or a node.
+    wait_s = 0.0
+    if attempts_without_progress:
+        wait_s = context.cluster.backoff_s * 2 ** (attempts_without_progress - 1)
+    remark = f" in {wait_s:.0f}s" if wait_s else ""
+    context.say(f"{failure}; restarting from {start}{remark}")
+
+    # In small pieces, so that a signal does not have to wait for the end of the wait.
+    deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if context.stopping():
-            raise Preempted(f"stopped while waiting to restart from {where}; run the same command again to go on")
-        time.sleep(0.2)
+            raise Preempted(f"stopped while waiting to restart from {start}; run the same command again to go on")
+        time.sleep(STOP_POLL_S)
+
+
+def restart_point(context: Context) -> str:
+    """Return where the next attempt starts, in words."""
+    step = last_step(context.directory)
+    return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
 
 
 def is_os_error(kind: str) -> bool:
-    """Whether an exception's name is that of an operating system's refusal."""
-    found = getattr(builtins, kind, None)
-    return isinstance(found, type) and issubclass(found, OSError)
-
-
-def write_incident(context: Context, error: WorkerGroupError) -> None:
-    """The incident log that a person can read: when, who, why, and the traceback."""
-    try:
-        with open(context.directory / "incidents.txt", "a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}\n{error.traceback}\n")
-    except OSError as refused:  # a full disk may be the incident
-        context.say(f"the incident log could not be written ({refused}): {error}")
+    """Tell whether an exception's name is that of an operating system's refusal, as "PermissionError" is."""
+    exception = getattr(builtins, kind, None)
+    return isinstance(exception, type) and issubclass(exception, OSError)

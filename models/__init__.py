@@ -8,13 +8,14 @@ models.transfer(weights, source, target)              the same weights for anoth
 from models import analysis, masked
 from models.catalog import build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
-    checkpoint_blocks_for,
     forward_macs,
     macs_of,
     parameter_count,
     parameters_of,
+    recomputed_blocks_for,
     training_flops,
 )
+from models.families import Model, ModelConfig
 from models.initial import initialize
 from models.positions import resize_positions
 from models.transfer import TransferReport, transfer
@@ -22,12 +23,13 @@ from models.vit import ViT, ViTConfig
 from models.weights.files import load, load_weights, save, save_weights
 
 __all__ = [
+    "Model",
+    "ModelConfig",
     "TransferReport",
     "ViT",
     "ViTConfig",
     "analysis",
     "build",
-    "checkpoint_blocks_for",
     "compile_blocks",
     "config_of",
     "decayed",
@@ -41,6 +43,7 @@ __all__ = [
     "masked",
     "parameter_count",
     "parameters_of",
+    "recomputed_blocks_for",
     "resize_positions",
     "save",
     "save_weights",

@@ -1,26 +1,31 @@
 """What a trained ViT looks at: the analyses behind the paper's figures 6, 7 and 11 (SPEC 2.7).
 
-weights = attention_weights(model, images)
-rollout(weights)[:, 0], attention_distance(weights, model.config)
+1. `attention_weights` runs images through the model and recomputes what each block's attention formed;
+2. from these: `attention_map` (figure 6), `attention_distance` (figures 7 and 11);
+3. from the parameters alone: `position_similarity` and `embedding_components` (figure 7).
+
+    weights = attention_weights(model, images)                # 12 of (B, 12, 197, 197) for B/16 at 224 pixels
+    attention_map(weights, model.config)                      # (B, 14, 14), the largest entry 1
+    attention_distance(weights, model.config)                 # (12, 12) pixels, a row for each layer
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import positions
-from models.vit import Attention, Block, ViT, split_heads
+from models.layers import Attention, unpack_heads
+from models.vit import Block, ViT, ViTConfig
 
 # B images, H heads, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, C channels
 
 
-def vit_of(model: nn.Module) -> Any:
-    """The ViT, also of a model for masked prediction; ValueError where there is none."""
+def vit_of(model: nn.Module) -> ViT:
+    """Return the ViT, also of a model for masked prediction; ValueError where there is none."""
     vit = getattr(model, "vit", model)
     if not isinstance(vit, ViT):
         raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")
@@ -29,69 +34,80 @@ def vit_of(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """One (B, H, T, T) of softmax weights a block, query before key, in float32; use a model in eval mode.
+    """Return one (B, H, T, T) of softmax weights a block, query before key, in float32; use a model in eval mode.
 
     Recomputed from what enters each attention, because the fused kernels never form them.
     """
     vit = vit_of(model)
     if vit.block is not Block:
         raise ValueError(f"expected tokens that all attend to each other, found family {vit.config.family}")
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
 
     def record(attention: Attention, inputs: tuple[Tensor, positions.Relative | None, int | None]) -> None:
         x, relative, _ = inputs
-        q, k, _ = (split_heads(part, attention.heads) for part in attention.qkv(x).chunk(3, dim=-1))
+        q, k, _ = unpack_heads(attention.qkv(x), 3, attention.heads)
         logits = q.float() * q.shape[-1] ** -0.5 @ k.float().mT
-        found.append((logits if relative is None else logits + relative(q).float()).softmax(-1))
+        if relative is not None:
+            logits = logits + relative(q).float()
+        weights.append(logits.softmax(-1))
 
-    hooks = [block.attention.register_forward_pre_hook(record) for block in vit.blocks]
+    hooks = []
+    for block in vit.blocks:
+        assert isinstance(block, Block)
+        hooks.append(block.attention.register_forward_pre_hook(record))
     try:
         vit.encode(vit.embed(images))  # of all tokens, also those that pooling leaves unread
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return weights
 
 
 def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
-    """How much of each input token (key) is in each output token (query): (B, T, T), rows sum to 1.
+    """Return how much of each input token (key) is in each output token (query): (B, T, T), rows sum to 1.
 
     Heads are averaged and layers multiplied, the last on the left. `identity` stands for the residual: it is
     added before the rows are normalised again (paper D.8; authors, vision_transformer issues 18 and 27).
     """
-    mixed = torch.eye(weights[0].shape[-1], dtype=torch.float64, device=weights[0].device)
+    tokens = weights[0].shape[-1]
+    itself = torch.eye(tokens, dtype=torch.float64, device=weights[0].device)
+    mixed = itself
     for layer in weights:
         mean = layer.double().mean(1)
         if identity:
-            mean = mean + torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+            mean = mean + itself
         mixed = mean / mean.sum(-1, keepdim=True) @ mixed
     return mixed
 
 
-def attention_map(weights: Sequence[Tensor], config: Any) -> Tensor:
+def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
     """Figure 6: what rollout sends from each patch to what is pooled, (B, rows, columns), the largest 1."""
     mixed = rollout(weights)
-    read = mixed[:, 0] if config.pool == "token" else mixed[:, config.prefix_tokens :].mean(1)
-    patches = read[:, config.prefix_tokens :]
+    pooled = mixed[:, 0]  # the class token's row
+    if config.pool != "token":
+        pooled = mixed[:, config.prefix_tokens :].mean(1)
+    patches = pooled[:, config.prefix_tokens :]
     return (patches / patches.amax(1, keepdim=True)).unflatten(1, config.grid)
 
 
-def attention_distance(weights: Sequence[Tensor], config: Any, renormalise: bool = False) -> Tensor:
+def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise: bool = False) -> Tensor:
     """Figures 7 and 11: mean distance in pixels between query and key patch, (layers, H).
 
     Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no place and
     are left out; with `renormalise` the other keys' weights are scaled to sum to 1, without it they count as 0.
     """
-    stride = torch.tensor(config.stride, dtype=torch.float64)
-    places = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) for n in config.grid)) * stride
+    rows, columns = config.grid
+    row = torch.arange(rows, dtype=torch.float64)
+    column = torch.arange(columns, dtype=torch.float64)
+    places = torch.cartesian_prod(row, column) * torch.tensor(config.stride, dtype=torch.float64)  # (N, 2) pixels
     distance = torch.cdist(places, places).to(weights[0].device)  # (N, N)
-    result = []
+    layers = []
     for layer in weights:
-        patches = layer[:, :, config.prefix_tokens :, config.prefix_tokens :].double()
+        patches = layer[:, :, config.prefix_tokens :, config.prefix_tokens :].double()  # (B, H, N, N)
         if renormalise:
             patches = patches / patches.sum(-1, keepdim=True)
-        result.append((patches * distance).sum(-1).mean((0, 2)))
-    return torch.stack(result)
+        layers.append((patches * distance).sum(-1).mean((0, 2)))
+    return torch.stack(layers)
 
 
 def position_similarity(model: nn.Module) -> Tensor:
@@ -120,6 +136,9 @@ def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Ten
     filters = vit.embedding.weight.detach().double()  # (D, C, h, w)
     rows = filters.flatten(1)
     _, values, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    # A component and its negative are the same one: the sign is fixed so that pictures can be compared.
     largest = components.gather(1, components.abs().argmax(1, keepdim=True))
-    components = (components * largest.sign())[:count]
-    return components.unflatten(1, filters.shape[1:]), (values.square() / values.square().sum())[:count]
+    components = components * largest.sign()
+    variance = values.square()
+    explained = variance / variance.sum()
+    return components[:count].unflatten(1, filters.shape[1:]), explained[:count]

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from models.layers import Attention
 from models.positions import Relative
-from models.vit import Attention, Block, ViT, ViTConfig
+from models.vit import Block, ViT, ViTConfig
+
+# B batch, N patches = rows x columns, D width
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,26 @@ class AxisAttention(Attention):
     """Self-attention of (B, rows, columns, D) within each row."""
 
     def forward(self, x: Tensor, relative: Relative | None = None, queries: int | None = None) -> Tensor:
-        return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        batch, rows = x.shape[:2]
+        mixed = super().forward(x.flatten(0, 1))  # each row is a sequence of its own: (B rows, columns, D)
+        return mixed.unflatten(0, (batch, rows))
 
 
 class AxialBlock(nn.Module):
+    """Two ordinary blocks, one along the rows and one along the columns; it takes and gives tokens (B, N, D)."""
+
     def __init__(self, config: AxialConfig, drop_path: float) -> None:
         super().__init__()
         self.grid = config.grid
-        self.row, self.column = Block(config, drop_path), Block(config, drop_path)
+        self.row = Block(config, drop_path)
+        self.column = Block(config, drop_path)
         for block in (self.row, self.column):
             block.attention = AxisAttention(config.width, config.heads)
 
     def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
-        x = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
-        return self.column(x.transpose(1, 2)).transpose(1, 2).flatten(1, 2)
+        by_row = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
+        by_column = self.column(by_row.transpose(1, 2))  # (B, columns, rows, D)
+        return by_column.transpose(1, 2).flatten(1, 2)
 
 
 class AxialViT(ViT):

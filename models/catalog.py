@@ -1,97 +1,119 @@
-"""Names to configs to modules: "B/16", "H/14", "mu/4"; a family is one row of FAMILIES and a name pattern."""
+"""Names to configs to modules, and configs to plain values and back.
+
+How a name becomes a module:
+1. NAME splits it:           "R50+B/16" -> stem R50, size B, patch 16
+2. the tables of the family turn the parts into fields: B -> width 768, depth 12; (R50, 16) -> stem (3, 4, 9), patch 1
+3. the caller's fields win over these, and the config's own checks look at the whole
+4. `empty` makes the module on the meta device, `from_config` gives it memory and first values
+
+    config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
+    to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, nn
 
 from models import axial, initial, masked, resnet, vit
 from models.checks import did_you_mean
+from models.families import FAMILIES, Model, ModelConfig
+from models.layers import PatchEmbedding
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
+ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
+Config = TypeVar("Config", bound=ModelConfig)
 
-FAMILIES: dict[str, tuple[type, type]] = {  # family: (config, module)
-    "vit": (vit.ViTConfig, vit.ViT),
-    "bit": (resnet.BiTConfig, resnet.BiT),
-    "axial": (axial.AxialConfig, axial.AxialViT),
-    "masked": (masked.MaskedConfig, masked.MaskedViT),
-}
 NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
 )
+VIT_KINDS: dict[str | None, type[vit.ViTConfig]] = {  # what stands before the size in a name
+    "Axial": axial.AxialConfig,
+    "Masked": masked.MaskedConfig,
+    None: vit.ViTConfig,
+}
 
 
-def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: Any) -> Any:
-    """The config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
-    found = NAME.fullmatch(name)
-    if not found:
+def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
+    """Return the config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
+    parts = NAME.fullmatch(name)
+    if parts is None:
         examples = '"B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32" or "Masked-B/16"'
         raise ValueError(f"{name!r} is not a model name; write it as {examples}")
-    kind, named = bit_fields(found) if found["resnet"] else vit_fields(found)
-    return checked(kind, {**named, "image_size": image_size, "classes": classes, **config})
+    given = {"image_size": image_size, "classes": classes, **config}
+    if parts["resnet"]:
+        return checked(resnet.BiTConfig, {**bit_fields(parts), **given})
+    return checked(VIT_KINDS[parts["kind"]], {**vit_fields(parts), **given})
 
 
-def vit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
-    """Config class and named fields of "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16"."""
-    row = vit.SIZES.get(found["size"])
-    if row is None:
-        raise ValueError(f"{found[0]!r}: no size {found['size']!r}{did_you_mean(found['size'], vit.SIZES)}")
-    named: dict[str, Any] = dict(zip(("width", "depth", "mlp", "heads"), row, strict=True))
-    named["patch"] = int(found["patch"])
-    if found["stem"]:
-        stem = (found["stem"], named["patch"])
+def vit_fields(parts: re.Match[str]) -> ConfigFields:
+    """Return the fields that "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16" stands for."""
+    size = parts["size"]
+    if size not in vit.SIZES:
+        raise ValueError(f"{parts[0]!r}: no size {size!r}{did_you_mean(size, vit.SIZES)}")
+    width, depth, mlp, heads = vit.SIZES[size]
+    named: ConfigFields = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
+    if parts["stem"]:
+        stem = (parts["stem"], int(parts["patch"]))
         if stem not in resnet.STEMS:
-            known = ", ".join(f"{prefix}+{found['size']}/{stride}" for prefix, stride in resnet.STEMS)
-            raise ValueError(f"{found[0]!r}: no such stem; known: {known}")
+            known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in resnet.STEMS)
+            raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
         named["stem"], named["patch"] = resnet.STEMS[stem]
-    kinds = {"Axial": axial.AxialConfig, "Masked": masked.MaskedConfig, None: vit.ViTConfig}
-    return kinds[found["kind"]], named
+    return named
 
 
-def bit_fields(found: re.Match[str]) -> tuple[type, dict[str, Any]]:
-    units = resnet.UNITS.get(int(found["resnet"]))
-    if units is None:
+def bit_fields(parts: re.Match[str]) -> ConfigFields:
+    """Return the fields that "BiT-R50x2" stands for: 50 layers, all channels times 2."""
+    layers = int(parts["resnet"])
+    if layers not in resnet.UNITS:
         known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
-        raise ValueError(f"{found[0]!r}: no ResNet of {found['resnet']} layers; known: {known}")
-    return resnet.BiTConfig, {"units": units, "width": 64 * int(found["factor"])}
+        raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
+    return {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
 
 
-def checked(kind: type, values: dict[str, Any]) -> Any:
+def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
     """Make a config from plain values; unknown names are a ValueError with the nearest one."""
     known = [field.name for field in fields(kind)]
-    for name in values:
+    hashable: ConfigFields = {}
+    for name, value in values.items():
         if name not in known:
             raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, known)}")
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.
+        hashable[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**hashable)
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Plain values with the family's name: what stands in model.json."""
+def to_dict(config: ModelConfig) -> ConfigFields:
+    """Return plain values with the family's name: what stands in model.json."""
     return {"family": config.family, **asdict(config)}
 
 
-def from_dict(values: dict[str, Any]) -> Any:
-    """The inverse of `to_dict`, also after a trip through JSON."""
-    values = dict(values)
-    family = values.pop("family", None)
-    if family not in FAMILIES:
+def from_dict(values: Mapping[str, object]) -> ModelConfig:
+    """Return the config `to_dict` was given, also after a trip through JSON."""
+    config_fields = dict(values)
+    family = config_fields.pop("family", None)
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"no model family {family!r}; known: {', '.join(FAMILIES)}")
-    return checked(FAMILIES[family][0], values)
+    kind, _ = FAMILIES[family]
+    return checked(kind, config_fields)
 
 
-def empty(config: Any) -> nn.Module:
-    """The module on the meta device: names and shapes, no memory."""
+def empty(config: ModelConfig) -> Model:
+    """Return the module on the meta device: names and shapes, no memory."""
+    module: Any  # mypy cannot know that the table pairs each config with a module that takes it
+    _, module = FAMILIES[config.family]
     with torch.device("meta"):
-        return FAMILIES[config.family][1](config)
+        return module(config)
 
 
-def from_config(config: Any, generator: Generator | None = None) -> nn.Module:
-    """The module with freshly drawn parameters on the default device; on meta it takes no memory."""
+def from_config(config: ModelConfig, generator: Generator | None = None) -> Model:
+    """Return the module with freshly drawn parameters on the default device; on meta it takes no memory."""
     model = empty(config)
     device = torch.get_default_device()
     if device.type != "meta":
@@ -100,8 +122,8 @@ def from_config(config: Any, generator: Generator | None = None) -> nn.Module:
     return model
 
 
-def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: Any) -> nn.Module:
-    """A freshly initialised model by name: `build("B/16", image_size=384, pool="gap")`."""
+def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> Model:
+    """Return a freshly initialised model by name: `build("B/16", image_size=384, pool="gap")`."""
     return from_config(config_of(name, image_size, classes, **config))
 
 
@@ -113,9 +135,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def decayed(model: nn.Module) -> set[str]:
-    """Names of the parameters with weight decay: the official `*/kernel`s and nothing else (SPEC 2.2).
+    """Return the names of the parameters with weight decay: the official `*/kernel`s and nothing else (SPEC 2.2).
 
     Goes by module type, not by rank: ZeRO-3 flattens the parameters it has partitioned.
     """
-    kernels = (nn.Linear, nn.Conv2d, vit.PatchEmbedding)
+    kernels = (nn.Linear, nn.Conv2d, PatchEmbedding)
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kernels)}

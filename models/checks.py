@@ -1,4 +1,4 @@
-"""Refusals shared by the configs of all families: what was found, what was expected, what would work."""
+"""Checks that the configs of all families share; each refusal says what was found, what was expected, what would do."""
 
 from __future__ import annotations
 
@@ -8,46 +8,64 @@ from numbers import Integral
 from typing import Any
 
 
-def pair(name: str, value: Any) -> tuple[int, int]:
-    """One number or two, NumPy's too, as two positive integers."""
-    values = tuple(value) if isinstance(value, list | tuple) else (value, value)
-    if len(values) != 2 or not all(isinstance(v, Integral) and int(v) > 0 for v in values):
+def pair(name: str, value: object) -> tuple[int, int]:
+    """Return one number as a pair of equal ones, and two as they are; NumPy's integers become Python's.
+
+    Raises ValueError unless there are one or two positive whole numbers.
+    """
+    values: tuple[Any, ...] = (value, value)
+    if isinstance(value, list | tuple):
+        values = tuple(value)
+    if len(values) != 2 or not all(is_positive_integer(number) for number in values):
         raise ValueError(f"{name} must be one positive whole number or two, found {value!r}")
     return int(values[0]), int(values[1])
 
 
-def choices(config: Any, table: dict[str, tuple[str, ...]]) -> None:
+def is_positive_integer(value: object) -> bool:
+    return isinstance(value, Integral) and int(value) > 0
+
+
+def choices(config: object, table: dict[str, tuple[str, ...]]) -> None:
+    """Raise ValueError where a field named in `table` has none of the values allowed there."""
     for name, allowed in table.items():
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}; found {getattr(config, name)!r}")
+        value = getattr(config, name)
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}; found {value!r}")
 
 
-def at_least(config: Any, least: int, names: tuple[str, ...]) -> None:
+def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
+    """Raise ValueError where one of these fields is no whole number, or a smaller one."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
 
 
-def rates(config: Any, names: tuple[str, ...]) -> None:
+def rates(config: object, names: tuple[str, ...]) -> None:
+    """Raise ValueError where one of these fields is no rate of dropping: 1 would drop everything."""
     for name in names:
-        if not 0.0 <= getattr(config, name) < 1.0:
-            raise ValueError(f"{name} must be in [0, 1), found {getattr(config, name)!r}")
+        rate = getattr(config, name)
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """'208 or 224': the closest multiples of step below and above value."""
+    """Name the closest multiples of `step` below and above `value`: "208 or 224" for 210 and 16."""
     below = value // step * step
-    return f"{below} or {below + step}" if below else str(step)
+    if below == 0:
+        return str(step)
+    return f"{below} or {below + step}"
 
 
-def multiple(name: str, value: int, step: int, what: str) -> None:
+def multiple(name: str, value: int, step: int, unit: str) -> None:
+    """Raise ValueError where `value` cannot be divided among `step` units, "heads" say."""
     if value % step:
         nearest = nearest_multiples(value, step)
-        raise ValueError(f"{name} {value} is not a multiple of {step} {what}; nearest: {nearest}")
+        raise ValueError(f"{name} {value} is not a multiple of {step} {unit}; nearest: {nearest}")
 
 
 def image_size(size: tuple[int, int], stride: tuple[int, int]) -> None:
+    """Raise ValueError where the patches do not cover the image exactly; both are (height, width) in pixels."""
     for side, pixels, step in zip(("height", "width"), size, stride, strict=True):
         if pixels % step:
             raise ValueError(
@@ -57,9 +75,10 @@ def image_size(size: tuple[int, int], stride: tuple[int, int]) -> None:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" with the closest known name, whatever its case, or "; known: …" with all of them."""
+    """Return "; did you mean 'x'?" with the closest known name, or "; known: …" with all where none is close."""
     names = sorted(known)
     by_lower_case = {name.lower(): name for name in names}
+    # difflib compares letter by letter; half of them in common finds a slip and leaves out other words.
     close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {by_lower_case[close[0]]!r}?"

@@ -1,76 +1,92 @@
-"""What a model costs, computed from the model itself on the meta device: parameters, products, memory."""
+"""What a model costs, computed from the model itself on the meta device: parameters, products, memory.
+
+config = models.config_of("B/16")
+parameters_of(config)               86_567_656
+macs_of(config)                     17.56e9 multiply-accumulates of one image's forward pass
+training_flops(config, images=1)    105.4e9, by the rule of the paper's table 6
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import catalog
 from models.catalog import ImageSize
+from models.families import ModelConfig
+from models.vit import ViT, ViTConfig
 
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
 
 
-def parameters_of(config: Any) -> int:
+def parameters_of(config: ModelConfig) -> int:
+    """Return how many numbers the optimizer trains."""
     return sum(parameter.numel() for parameter in catalog.empty(config).parameters())
 
 
-def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: Any) -> int:
-    """How many numbers the optimizer trains."""
+def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
+    """Return `parameters_of` by name."""
     return parameters_of(catalog.config_of(name, image_size, classes, **config))
 
 
 @functools.lru_cache(maxsize=64)
-def macs_of(config: Any) -> int:
-    """Multiply-accumulates of one image's forward pass: every matrix product and convolution.
+def macs_of(config: ModelConfig) -> int:
+    """Return the multiply-accumulates of one image's forward pass: every matrix product and convolution.
 
     Counted as the paper counts: with the last block's work on tokens that pooling does not read.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model: Any = catalog.empty(config).eval().requires_grad_(False)  # else the counter hooks onto a MAP probe
-    model.skip_unread = False
+    model = catalog.empty(config).eval()
+    model.requires_grad_(False)  # else the counter hooks onto a MAP probe
+    if isinstance(model, ViT):
+        model.skip_unread = False
     images = torch.empty(1, 3, *config.image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images)
     return counter.get_total_flops() // 2
 
 
-def forward_macs(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: Any) -> int:
-    """`macs_of` by name."""
+def forward_macs(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
+    """Return `macs_of` by name."""
     return macs_of(catalog.config_of(name, image_size, classes, **config))
 
 
-def training_flops(config: Any, images: int) -> int:
-    """Floating-point operations to train on `images` images, by the accounting rule of SPEC 2.8."""
+def training_flops(config: ModelConfig, images: int) -> int:
+    """Return the floating-point operations to train on `images` images, by the accounting rule of SPEC 2.8."""
     return FLOPS_PER_MAC_TRAINED * macs_of(config) * images
 
 
-def block_activation_bytes(config: Any, bytes_per_number: int = 2) -> tuple[int, int]:
-    """Bytes one image leaves in one block for the backward pass: kept whole, and recomputed (input alone).
+def block_activation_bytes(config: ViTConfig, bytes_per_number: int = 2) -> tuple[int, int]:
+    """Return the bytes one image leaves in one block for the backward pass: kept whole, and recomputed (input alone).
 
     A token keeps both norms' inputs and outputs, q, k, v, the mixed values, and the MLP's middle before and
     after GELU; fused attention keeps no matrix of T x T. An Axial block is two of these.
     """
     tokens = math.prod(config.grid) + config.prefix_tokens
-    halves = 2 if config.family == "axial" else 1
-    whole = halves * tokens * (8 * config.width + 2 * config.mlp) * bytes_per_number
-    return whole, tokens * config.width * bytes_per_number
+    numbers_per_token = 8 * config.width + 2 * config.mlp
+    if config.family == "axial":
+        numbers_per_token *= 2
+    whole = tokens * numbers_per_token * bytes_per_number
+    recomputed = tokens * config.width * bytes_per_number
+    return whole, recomputed
 
 
-def checkpoint_blocks_for(config: Any, micro_batch: int, budget_bytes: int, bytes_per_number: int = 2) -> int:
-    """The fewest blocks to recompute so that the activations of all fit: a value for `checkpoint_blocks`.
+def recomputed_blocks_for(config: ViTConfig, micro_batch: int, budget_bytes: int, bytes_per_number: int = 2) -> int:
+    """Return the fewest blocks to recompute so that the activations of all fit: a value for `recomputed_blocks`.
 
     Raises ValueError with the largest micro batch that fits where recomputing every block is not enough.
     """
-    whole, recomputed = (micro_batch * size for size in block_activation_bytes(config, bytes_per_number))
+    whole_of_image, recomputed_of_image = block_activation_bytes(config, bytes_per_number)
+    whole = micro_batch * whole_of_image
+    recomputed = micro_batch * recomputed_of_image
     if config.depth * whole <= budget_bytes:
         return 0
-    for blocks in range(1, config.depth + 1):  # in the backward pass one recomputed block is whole again
-        if (config.depth - blocks + 1) * whole + blocks * recomputed <= budget_bytes:
+    # In the backward pass one recomputed block at a time is whole again, so that one is counted with the kept ones.
+    for blocks in range(1, config.depth + 1):
+        kept = config.depth - blocks + 1
+        if kept * whole + blocks * recomputed <= budget_bytes:
             return blocks
     least = whole + config.depth * recomputed
     raise ValueError(

@@ -1,7 +1,12 @@
 """Masked patch prediction (paper B.1.2, SPEC 2.7): corrupt half the patch embeddings, predict the patches.
 
+1. the ordinary ViT embeds the images;
+2. `Corruption` replaces half of the embeddings: by the mask embedding, by another patch's, or by nothing;
+3. the ViT's blocks run over all tokens, and a linear layer predicts each corrupted patch from its own token;
+4. `objective` compares the predictions with what the patches were, their mean colours or their pixels.
+
     model = models.build("Masked-B/16", target="mean_color")
-    loss_sum, count = masked.objective(model, images, generator)
+    loss_sum, count = masked.objective(model, images, generator)    # images (B, 3, height, width) in [-1, 1]
 
 The ordinary ViT inside is `model.vit`; `models.transfer` to a ViT config drops everything around it.
 """
@@ -9,8 +14,8 @@ The ordinary ViT inside is `model.vit`; `models.transfer` to a ViT config drops 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +25,7 @@ from models import checks
 from models.vit import ViT, ViTConfig
 
 # B batch, N patches, K corrupted patches of an image, D width, S colours predicted for a patch
+Predict = Callable[[Tensor, Generator | None], tuple[Tensor, Tensor]]  # a MaskedViT, or an engine around it
 
 CELLS = {"mean_color": 1, "downsized": 4}  # a patch is predicted as cells x cells mean colours
 COLORS = 512  # 3 bits a channel
@@ -49,12 +55,15 @@ class MaskedConfig(ViTConfig):
     @property
     def vit(self) -> ViTConfig:
         """Config of the ordinary ViT inside."""
-        return ViTConfig(**{field.name: getattr(self, field.name) for field in fields(ViTConfig)})
+        shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
+        return ViTConfig(**shared)
 
     @property
     def outputs(self) -> int:
         """Numbers predicted for one patch."""
-        return 3 * math.prod(self.stride) if self.target == "pixels" else CELLS[self.target] ** 2 * COLORS
+        if self.target == "pixels":
+            return 3 * math.prod(self.stride)
+        return CELLS[self.target] ** 2 * COLORS
 
 
 class Corruption(nn.Module):
@@ -64,25 +73,30 @@ class Corruption(nn.Module):
         super().__init__()
         self.token = nn.Parameter(torch.empty(1, 1, config.width))
         self.count = max(round(config.corrupted * math.prod(config.grid)), 1)
-        self.masked, self.swapped = config.masked, config.swapped
+        self.masked = config.masked
+        self.swapped = config.swapped
 
     def forward(self, patches: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
         """Patches (B, N, D) to corrupted ones and the places (B, K) of the corruption."""
         batch, patch_count, width = patches.shape
-        draw: dict[str, Any] = {"generator": generator, "device": patches.device}
-        places = torch.rand(batch, patch_count, **draw).argsort(dim=1)[:, : self.count]
-        others = torch.randint(1, patch_count, places.shape, **draw)
-        others = (places + others) % patch_count  # any patch of the image but this one
-        fate = torch.rand(places.shape, **draw)[..., None]
+        device = patches.device
+        # The order of the three draws is part of what a seed means.
+        order = torch.rand(batch, patch_count, generator=generator, device=device).argsort(dim=1)
+        places = order[:, : self.count]
+        distance = torch.randint(1, patch_count, places.shape, generator=generator, device=device)
+        others = (places + distance) % patch_count  # any patch of the image but this one
+        fate = torch.rand(places.shape, generator=generator, device=device)[..., None]
+        # fate below 0.8: the mask embedding; below 0.9: another patch; else the patch itself.
         swapped = torch.where(fate < self.masked + self.swapped, pick(patches, others), pick(patches, places))
-        replaced = torch.where(fate < self.masked, self.token, swapped)
+        replaced = torch.where(fate < self.masked, self.token, swapped)  # (B, K, D)
         index = places[..., None].expand(-1, -1, width)
         return patches.scatter(1, index, replaced.to(patches.dtype)), places
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:
     """Entries (B, K, ...) of (B, N, ...) at places (B, K)."""
-    return values[torch.arange(len(values), device=values.device)[:, None], places]
+    images = torch.arange(len(values), device=values.device)
+    return values[images[:, None], places]
 
 
 class MaskedViT(nn.Module):
@@ -96,12 +110,13 @@ class MaskedViT(nn.Module):
         self.prediction = nn.Linear(config.width, config.outputs)
 
     @property
-    def checkpoint_blocks(self) -> int:
-        return self.vit.checkpoint_blocks
+    def recomputed_blocks(self) -> int:
+        """How many blocks of the ViT, from the first, recompute their activations in training."""
+        return self.vit.recomputed_blocks
 
-    @checkpoint_blocks.setter
-    def checkpoint_blocks(self, blocks: int) -> None:
-        self.vit.checkpoint_blocks = blocks
+    @recomputed_blocks.setter
+    def recomputed_blocks(self, blocks: int) -> None:
+        self.vit.recomputed_blocks = blocks
 
     def features(self, images: Tensor) -> Tensor:
         """What a classifier would see, of the uncorrupted image."""
@@ -113,7 +128,7 @@ class MaskedViT(nn.Module):
         Colours: logits (B, K, S, 512) and classes (B, K, S). Pixels: both (B, K, 3 x patch height x width).
         """
         patches, places = self.corruption(self.vit.embed(images), generator)
-        tokens = self.vit.encode(patches)[:, self.config.prefix_tokens :]
+        tokens = self.vit.encode(patches)[:, self.config.prefix_tokens :]  # (B, N, D)
         predictions = self.prediction(pick(tokens, places))
         if self.config.target != "pixels":
             predictions = predictions.unflatten(-1, (-1, COLORS))
@@ -124,21 +139,24 @@ def targets(images: Tensor, config: MaskedConfig) -> Tensor:
     """Every patch's answer: pixels (B, N, 3hw) in [-1, 1], or colour classes (B, N, S), 64 r + 8 g + b."""
     if config.target == "pixels":
         return F.unfold(images, config.stride, stride=config.stride).transpose(1, 2)
-    cells, (rows, columns) = CELLS[config.target], config.grid
+    cells = CELLS[config.target]
+    rows, columns = config.grid
     mean = F.adaptive_avg_pool2d(images.float(), (rows * cells, columns * cells))
     bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()  # 0..255 in eight bins of 32
-    color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]
-    return color.unflatten(2, (columns, cells)).unflatten(1, (rows, cells)).transpose(2, 3).flatten(3).flatten(1, 2)
+    color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]  # (B, rows x cells, columns x cells)
+    by_patch = color.unflatten(2, (columns, cells)).unflatten(1, (rows, cells)).transpose(2, 3)
+    return by_patch.flatten(3).flatten(1, 2)  # each patch's cells in reading order
 
 
-def objective(model: nn.Module, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, int]:
-    """Sum over the images of the mean loss of their corrupted patches, and the number of images.
+def objective(predict: Predict, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, int]:
+    """Return the sum over the images of the mean loss of their corrupted patches, and the number of images.
 
-    `model` is a MaskedViT or an engine around it; `generator` lies on the images' device.
+    `predict` is a MaskedViT or an engine around it; `generator` lies on the images' device.
     """
-    predictions, wanted = model(images, generator)
-    if wanted.is_floating_point():
-        total = F.mse_loss(predictions.float(), wanted.float(), reduction="sum")
+    predictions, answers = predict(images, generator)
+    if answers.is_floating_point():
+        total = F.mse_loss(predictions.float(), answers.float(), reduction="sum")
     else:
-        total = F.cross_entropy(predictions.float().flatten(0, 2), wanted.flatten(), reduction="sum")
-    return total / math.prod(wanted.shape[1:]), len(images)  # no mean: a micro-batch may hold no image
+        total = F.cross_entropy(predictions.float().flatten(0, 2), answers.flatten(), reduction="sum")
+    # No mean over the images: a micro-batch may hold none.
+    return total / math.prod(answers.shape[1:]), len(images)

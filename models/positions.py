@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,24 @@ from torch import Tensor, nn
 from models import checks
 
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
+# S = slots + N entries of a table; slots counts the prefix tokens that have one
 Grid = tuple[int, int]  # (rows, columns)
+
+
+class TableConfig(Protocol):
+    """What of a config tells a position table's kind and size; models.vit.ViTConfig has it all."""
+
+    @property
+    def positions(self) -> str: ...
+
+    @property
+    def grid(self) -> Grid: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def position_slots(self) -> int: ...
 
 
 class Added(nn.Module):
@@ -24,18 +41,22 @@ class Added(nn.Module):
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__()
-        self.grid, self.width, self.slots = grid, width, slots
+        self.grid = grid
+        self.width = width
+        self.slots = slots
 
     def entries(self, like: Tensor) -> Tensor:
+        """The table (1, S, D), where the kind is computed on the device and in the dtype of `like`."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = self.entries(tokens)
-        return tokens + F.pad(table, (0, 0, tokens.shape[1] - table.shape[1], 0))
+        without_entry = tokens.shape[1] - table.shape[1]  # prefix tokens that get zeros
+        return tokens + F.pad(table, (0, 0, without_entry, 0))
 
 
 class Learned(Added):
-    """One free entry a position: `table` (1, slots + N, D)."""
+    """One free entry a position: `table` (1, S, D)."""
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__(grid, width, slots)
@@ -50,16 +71,19 @@ class Learned2d(Added):
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__(grid, width, slots)
-        self.x = nn.Parameter(torch.empty(1, grid[1], width // 2))
-        self.y = nn.Parameter(torch.empty(1, grid[0], width // 2))
+        rows, columns = grid
+        self.x = nn.Parameter(torch.empty(1, columns, width // 2))
+        self.y = nn.Parameter(torch.empty(1, rows, width // 2))
         self.slot = nn.Parameter(torch.empty(1, slots, width)) if slots else None
 
     def entries(self, like: Tensor) -> Tensor:
         rows, columns = self.grid
-        x = self.x[:, None].expand(-1, rows, -1, -1)
-        y = self.y[:, :, None].expand(-1, -1, columns, -1)
-        table = torch.cat([x, y], dim=-1).flatten(1, 2)
-        return table if self.slot is None else torch.cat([self.slot, table], dim=1)
+        x = self.x[:, None].expand(-1, rows, -1, -1)  # (1, rows, columns, D/2)
+        y = self.y[:, :, None].expand(-1, -1, columns, -1)  # the same
+        table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (1, N, D)
+        if self.slot is None:
+            return table
+        return torch.cat([self.slot, table], dim=1)
 
 
 class Sincos2d(Added):
@@ -72,53 +96,67 @@ class Sincos2d(Added):
 @functools.lru_cache(maxsize=32)
 def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
     """(1, N, D) with channels sin x, cos x, sin y, cos y and the denominator D/4 - 1 (SPEC 1.4)."""
-    rows, columns = (torch.arange(n, dtype=torch.float64, device=device) for n in grid)
-    quarter = width // 4
-    omega = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64, device=device) / max(quarter - 1, 1))
-    x = (columns.repeat(grid[0])[:, None] * omega)[None]
-    y = (rows.repeat_interleave(grid[1])[:, None] * omega)[None]
+    rows, columns = grid
+    row = torch.arange(rows, dtype=torch.float64, device=device)
+    column = torch.arange(columns, dtype=torch.float64, device=device)
+    frequencies = width // 4
+    exponent = torch.arange(frequencies, dtype=torch.float64, device=device) / max(frequencies - 1, 1)
+    omega = 10_000.0**-exponent
+    x = (column.repeat(rows)[:, None] * omega)[None]  # (1, N, D/4)
+    y = (row.repeat_interleave(columns)[:, None] * omega)[None]
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).float()
 
 
 class Relative(nn.Module):
     """Bias of the attention logits: queries against one key embedding for each offset p_q - p_k (paper D.4).
 
-    `table` (1, 2S - 1, D) with S = slots + N; offsets run from -(S - 1) to S - 1 over row-major positions.
+    `table` (1, 2S - 1, D); offsets run from -(S - 1) to S - 1 over row-major positions.
     """
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__()
-        self.grid, self.slots, self.length = grid, slots, slots + math.prod(grid)
+        self.grid = grid
+        self.slots = slots
+        self.length = slots + math.prod(grid)
         self.table = nn.Parameter(torch.empty(1, 2 * self.length - 1, width))
 
     def forward(self, q: Tensor) -> Tensor:
         """Queries (B, H, T, d) to biases (B, H, T, T), scaled like the logits of the content."""
         batch, heads, tokens, dim = q.shape
-        extra, length = tokens - self.length, self.length
-        keys = self.table.view(2 * length - 1, heads, dim).permute(1, 2, 0)  # (H, d, offsets)
-        logits = (q[:, :, extra:] * dim**-0.5) @ keys
+        length = self.length
+        without_entry = tokens - length  # prefix tokens, whose bias is 0 as query and as key
+        # Every query against every offset first, then for each key the one offset it is at.
+        keys = self.table.view(2 * length - 1, heads, dim).permute(1, 2, 0)  # (H, d, 2S - 1)
+        logits = (q[:, :, without_entry:] * dim**-0.5) @ keys  # (B, H, S, 2S - 1)
         position = torch.arange(length, device=q.device)
-        offset = position[:, None] - position[None, :] + length - 1
-        return F.pad(logits.gather(-1, offset.expand(batch, heads, -1, -1)), (extra, 0, extra, 0))
+        offset = position[:, None] - position[None, :] + length - 1  # (S, S), from 0
+        bias = logits.gather(-1, offset.expand(batch, heads, -1, -1))  # (B, H, S, S)
+        return F.pad(bias, (without_entry, 0, without_entry, 0))
 
 
 ADDED: dict[str, type[Added]] = {"learned": Learned, "learned2d": Learned2d, "sincos2d": Sincos2d}
 KINDS: dict[str, type[nn.Module]] = {**ADDED, "relative": Relative}
 
 
-def whole_table(state: dict[str, Tensor], config: Any) -> Tensor:
-    """What the first added table of a state dict comes to: (1, slots + N, D)."""
+def whole_table(state: dict[str, Tensor], config: TableConfig) -> Tensor:
+    """What the first added table of a state dict comes to: (1, S, D)."""
     module = ADDED[config.positions](config.grid, config.width, config.position_slots)
-    module.load_state_dict({name.rpartition(".")[2]: w for name, w in state.items() if "positions.0." in name})
+    parameters = {}
+    for name, tensor in state.items():
+        if "positions.0." in name:
+            parameters[name.rpartition(".")[2]] = tensor
+    module.load_state_dict(parameters)
     return module.entries(torch.empty(0)).detach()
 
 
 def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_tokens: int) -> Tensor:
-    """Resize a (P + N, D) or (1, P + N, D) table to another grid (rows, columns); prefix entries stay.
+    """Resize a (P + N, D) or (1, P + N, D) table to another grid (rows, columns); the P prefix entries stay.
 
     Bilinear with aligned corners in float64, as `scipy.ndimage.zoom(order=1)` in the original (SPEC 3).
+    Raises ValueError where the table has another shape than the old grid and the prefix ask for.
     """
-    old_grid, new_grid = checks.pair("old_grid", old_grid), checks.pair("new_grid", new_grid)
+    old_grid = checks.pair("old_grid", old_grid)
+    new_grid = checks.pair("new_grid", new_grid)
     if table.ndim not in (2, 3) or (table.ndim == 3 and table.shape[0] != 1):
         raise ValueError(f"a position table is (N, D) or (1, N, D), found {tuple(table.shape)}")
     expected = prefix_tokens + math.prod(old_grid)
@@ -129,8 +167,9 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
         )
     if old_grid == new_grid:
         return table.clone()
-    prefix, grid = table[..., :prefix_tokens, :], table[..., prefix_tokens:, :]
-    image = grid.reshape(*old_grid, -1).permute(2, 0, 1)[None].double()
+    prefix = table[..., :prefix_tokens, :]
+    grid = table[..., prefix_tokens:, :]
+    image = grid.reshape(*old_grid, -1).permute(2, 0, 1)[None].double()  # (1, D, rows, columns)
     resized = F.interpolate(image, size=new_grid, mode="bilinear", align_corners=True)
     resized = resized[0].permute(1, 2, 0).reshape(*table.shape[:-2], -1, table.shape[-1])
     return torch.cat([prefix, resized.to(table.dtype)], dim=-2)
@@ -141,25 +180,36 @@ def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, n
 
     A row-major offset stands for dy = round(offset / columns), dx = the rest; corners stay aligned.
     """
-    old_reach, new_reach = (slots + math.prod(old_grid) - 1, new_slots + math.prod(new_grid) - 1)
+    old_reach = slots + math.prod(old_grid) - 1
+    new_reach = new_slots + math.prod(new_grid) - 1
+    # 1. Each new offset as a step (dy, dx) on the new grid ...
     offsets = torch.arange(-new_reach, new_reach + 1, dtype=torch.float64)
     dy = (offsets / new_grid[1]).round()
     dx = offsets - dy * new_grid[1]
-    dy, dx = (
-        delta * ((old - 1) / max(new - 1, 1)) for delta, old, new in zip((dy, dx), old_grid, new_grid, strict=True)
-    )
+    # 2. ... and as the step on the old grid that reaches as far.
+    dy = dy * aligned_scale(old_grid[0], new_grid[0])
+    dx = dx * aligned_scale(old_grid[1], new_grid[1])
+    # 3. The value there, bilinear between the four whole steps around it.
     result = torch.zeros(offsets.numel(), table.shape[-1], dtype=torch.float64)
     for y in (dy.floor(), dy.floor() + 1):
         for x in (dx.floor(), dx.floor() + 1):
             share = (1 - (dy - y).abs()) * (1 - (dx - x).abs())
-            at = (y * old_grid[1] + x).clamp(-old_reach, old_reach).long() + old_reach
-            result += share[:, None] * table[0, at].double()
+            old_offset = (y * old_grid[1] + x).clamp(-old_reach, old_reach).long()
+            result += share[:, None] * table[0, old_offset + old_reach].double()
     return result.to(table.dtype)[None]
+
+
+def aligned_scale(old: int, new: int) -> float:
+    """Steps of an old axis that one step of the new one spans, with the first and the last position aligned."""
+    return (old - 1) / max(new - 1, 1)
 
 
 def neighbour_similarity(table: Tensor, grid: Grid) -> float:
     """Mean cosine similarity of adjacent entries of an (N, D) table, across and down; 1.0 for one entry."""
-    image = F.normalize(table.double().reshape(*grid, -1), dim=-1)
-    down, across = (image[1:] * image[:-1]).sum(-1), (image[:, 1:] * image[:, :-1]).sum(-1)
+    image = F.normalize(table.double().reshape(*grid, -1), dim=-1)  # (rows, columns, D)
+    down = (image[1:] * image[:-1]).sum(-1)
+    across = (image[:, 1:] * image[:, :-1]).sum(-1)
     pairs = torch.cat([down.flatten(), across.flatten()])
-    return pairs.mean().item() if pairs.numel() else 1.0
+    if pairs.numel() == 0:
+        return 1.0
+    return pairs.mean().item()

@@ -30,18 +30,23 @@ STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_
     ("R26", 32): ((2, 2, 2, 2), 1),
     ("R", 16): ((), 8),  # the published name; the stem's stride is 4, so that the tokens are 32 pixels apart
 }
-EXPANSION = 4
-GROUPS = 32
+EXPANSION = 4  # a bottleneck gives out 4 times its inner channels: He et al. 2016
+GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
+# Each code base has its own: vit_jax models_resnet.py for the stem, bit_pytorch for BiT.
+STEM_NORM_EPS = 1e-6
+BIT_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class BiTConfig:
+    """The architecture of one BiT; the defaults are BiT-R50x1."""
+
     image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
     classes: int = 1000  # 0: no head
-    units: tuple[int, ...] = UNITS[50]
+    units: tuple[int, ...] = UNITS[50]  # bottleneck units of each stage
     width: int = 64  # channels of the root: 64 times the width factor
     pool_padding: str = "zero"  # of the root's max-pool: zero (bit_pytorch, bit_jax) or -inf (big_vision)
-    head_bias: float = 0.0
+    head_bias: float = 0.0  # initial
 
     family = "bit"
 
@@ -56,13 +61,22 @@ class BiTConfig:
 
     @property
     def feature_width(self) -> int:
+        """Channels of the last map, which enter the head."""
         return self.width * EXPANSION * 2 ** (len(self.units) - 1)
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     """TF's SAME: just enough for ceil(size / stride) outputs, the odd pixel below and to the right."""
-    rows, columns = (max((-(-size // stride) - 1) * stride + kernel - size, 0) for size in x.shape[2:])
-    return F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2), value=value)
+    above, below = padded_pixels(x.shape[2], kernel, stride)
+    left, right = padded_pixels(x.shape[3], kernel, stride)
+    return F.pad(x, (left, right, above, below), value=value)
+
+
+def padded_pixels(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """How many pixels SAME adds before and after one axis of this size."""
+    outputs = -(-size // stride)  # rounded up
+    missing = max((outputs - 1) * stride + kernel - size, 0)
+    return missing // 2, missing - missing // 2
 
 
 class StdConv(nn.Conv2d):
@@ -72,9 +86,11 @@ class StdConv(nn.Conv2d):
         super().__init__(inside, outside, kernel, stride, bias=False)
 
     def standardized(self) -> Tensor:
+        """The filters with mean 0 and deviation 1 each, in float32."""
         raise NotImplementedError
 
     def padded(self, x: Tensor) -> Tensor:
+        """The input with the border this convolution reads."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,6 +99,8 @@ class StdConv(nn.Conv2d):
 
 
 class StemConv(StdConv):
+    """The stem's: an epsilon added to the deviation, and TF's padding."""
+
     def standardized(self) -> Tensor:
         deviation, mean = torch.std_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
         return (self.weight - mean) / (deviation + 1e-5)
@@ -92,6 +110,8 @@ class StemConv(StdConv):
 
 
 class BiTConv(StdConv):
+    """BiT's: an epsilon added to the variance, and the same padding on all sides."""
+
     def standardized(self) -> Tensor:
         variance, mean = torch.var_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
         return (self.weight - mean) * torch.rsqrt(variance + 1e-10)
@@ -106,20 +126,26 @@ class StemUnit(nn.Module):
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
         outside = width * EXPANSION
-        self.conv1, self.gn1 = StemConv(inside, width, 1), nn.GroupNorm(GROUPS, width, eps=1e-6)
-        self.conv2, self.gn2 = StemConv(width, width, 3, stride), nn.GroupNorm(GROUPS, width, eps=1e-6)
-        self.conv3, self.gn3 = StemConv(width, outside, 1), nn.GroupNorm(GROUPS, outside, eps=1e-6)
-        project = stride != 1 or inside != outside
-        self.conv_proj = StemConv(inside, outside, 1, stride) if project else None
-        self.gn_proj = nn.GroupNorm(GROUPS, outside, eps=1e-6) if project else None
+        self.conv1 = StemConv(inside, width, 1)
+        self.gn1 = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
+        self.conv2 = StemConv(width, width, 3, stride)
+        self.gn2 = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
+        self.conv3 = StemConv(width, outside, 1)
+        self.gn3 = nn.GroupNorm(GROUPS, outside, eps=STEM_NORM_EPS)
+        # The shortcut is projected where its shape is not that of the output.
+        self.conv_proj = None
+        self.gn_proj = None
+        if stride != 1 or inside != outside:
+            self.conv_proj = StemConv(inside, outside, 1, stride)
+            self.gn_proj = nn.GroupNorm(GROUPS, outside, eps=STEM_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        residual = x
+        shortcut = x
         if self.conv_proj is not None and self.gn_proj is not None:
-            residual = self.gn_proj(self.conv_proj(x))
+            shortcut = self.gn_proj(self.conv_proj(x))
         y = F.relu(self.gn1(self.conv1(x)))
         y = F.relu(self.gn2(self.conv2(y)))
-        return F.relu(residual + self.gn3(self.conv3(y)))
+        return F.relu(shortcut + self.gn3(self.conv3(y)))
 
 
 class BiTUnit(nn.Module):
@@ -128,18 +154,25 @@ class BiTUnit(nn.Module):
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
         outside = width * EXPANSION
-        self.gn1, self.conv1 = nn.GroupNorm(GROUPS, inside, eps=1e-5), BiTConv(inside, width, 1)
-        self.gn2, self.conv2 = nn.GroupNorm(GROUPS, width, eps=1e-5), BiTConv(width, width, 3, stride)
-        self.gn3, self.conv3 = nn.GroupNorm(GROUPS, width, eps=1e-5), BiTConv(width, outside, 1)
-        project = stride != 1 or inside != outside
-        self.conv_proj = BiTConv(inside, outside, 1, stride) if project else None
+        self.gn1 = nn.GroupNorm(GROUPS, inside, eps=BIT_NORM_EPS)
+        self.conv1 = BiTConv(inside, width, 1)
+        self.gn2 = nn.GroupNorm(GROUPS, width, eps=BIT_NORM_EPS)
+        self.conv2 = BiTConv(width, width, 3, stride)
+        self.gn3 = nn.GroupNorm(GROUPS, width, eps=BIT_NORM_EPS)
+        self.conv3 = BiTConv(width, outside, 1)
+        # The shortcut is projected where its shape is not that of the output.
+        self.conv_proj = None
+        if stride != 1 or inside != outside:
+            self.conv_proj = BiTConv(inside, outside, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.gn1(x))
-        residual = x if self.conv_proj is None else self.conv_proj(y)
+        shortcut = x
+        if self.conv_proj is not None:
+            shortcut = self.conv_proj(y)
         y = self.conv1(y)
         y = self.conv2(F.relu(self.gn2(y)))
-        return residual + self.conv3(F.relu(self.gn3(y)))
+        return shortcut + self.conv3(F.relu(self.gn3(y)))
 
 
 class Stages(nn.Module):
@@ -150,14 +183,19 @@ class Stages(nn.Module):
         inside = width
         for stage, count in enumerate(units):
             block = nn.Sequential()
-            for i in range(count):
-                stride = 2 if stage and i == 0 else 1
-                block.add_module(name.format(i + 1), unit(inside, width * 2**stage, stride))
-                inside = width * 2**stage * EXPANSION
+            stage_width = width * 2**stage
+            for number in range(count):
+                # The first stage keeps the size of the map; each other halves it in its first unit.
+                stride = 1
+                if stage > 0 and number == 0:
+                    stride = 2
+                block.add_module(name.format(number + 1), unit(inside, stage_width, stride))
+                inside = stage_width * EXPANSION
             self.add_module(f"block{stage + 1}", block)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (unit for block in self.children() for unit in block.children())
+        for block in self.children():
+            yield from block.children()
 
 
 class Stem(nn.Module):
@@ -166,7 +204,7 @@ class Stem(nn.Module):
     def __init__(self, units: tuple[int, ...], width: int) -> None:
         super().__init__()
         self.conv_root = StemConv(3, width, 7, 2)
-        self.gn_root = nn.GroupNorm(GROUPS, width, eps=1e-6)
+        self.gn_root = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
         self.stages = Stages(units, width, StemUnit, "unit{}")
         self.channels = stem_channels(units, width)
 
@@ -179,12 +217,24 @@ class Stem(nn.Module):
 
 
 def stem_channels(units: tuple[int, ...], width: int) -> int:
-    return width * EXPANSION * 2 ** (len(units) - 1) if units else width
+    """Channels of the stem's map; without stages, of its root."""
+    if not units:
+        return width
+    return width * EXPANSION * 2 ** (len(units) - 1)
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Pixels between neighbours on the stem's map: 4 of the root, 2 a stage after the first; else 1."""
-    return 1 if units is None else 4 * 2 ** max(len(units) - 1, 0)
+    """Pixels between neighbours on the stem's map: 4 of the root, doubled by each stage but the first; else 1."""
+    if units is None:
+        return 1
+    return 4 * 2 ** max(len(units) - 1, 0)
+
+
+def run(unit: nn.Module, x: Tensor, recompute: bool) -> Tensor:
+    """What the unit makes of x; with `recompute` its activations are dropped and made anew in the backward pass."""
+    if recompute:
+        return checkpoint(unit, x, use_reentrant=False)
+    return unit(x)
 
 
 class BiT(nn.Module):
@@ -193,19 +243,19 @@ class BiT(nn.Module):
     def __init__(self, config: BiTConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = 0  # how many units, from the first, recompute their activations in training
+        self.recomputed_blocks = 0  # how many units, from the first, recompute their activations in training
         self.conv_root = BiTConv(3, config.width, 7, 2)
         self.stages = Stages(config.units, config.width, BiTUnit, "unit{:02}")
-        self.norm = nn.GroupNorm(GROUPS, config.feature_width, eps=1e-5)
+        self.norm = nn.GroupNorm(GROUPS, config.feature_width, eps=BIT_NORM_EPS)
         self.head = nn.Linear(config.feature_width, config.classes) if config.classes else nn.Identity()
 
     def features(self, images: Tensor) -> Tensor:
         """What enters the head: the mean over the last map, (B, C)."""
-        value = 0.0 if self.config.pool_padding == "zero" else float("-inf")
-        x = F.max_pool2d(F.pad(self.conv_root(images), (1, 1, 1, 1), value=value), 3, 2)
-        for i, unit in enumerate(self.stages):
-            recompute = self.training and torch.is_grad_enabled() and i < self.checkpoint_blocks
-            x = checkpoint(unit, x, use_reentrant=False) if recompute else unit(x)
+        recompute = self.training and torch.is_grad_enabled()
+        border = 0.0 if self.config.pool_padding == "zero" else float("-inf")
+        x = F.max_pool2d(F.pad(self.conv_root(images), (1, 1, 1, 1), value=border), 3, 2)
+        for number, unit in enumerate(self.stages):
+            x = run(unit, x, recompute and number < self.recomputed_blocks)
         return F.relu(self.norm(x)).mean(dim=(2, 3))
 
     def forward(self, images: Tensor) -> Tensor:

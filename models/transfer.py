@@ -1,16 +1,32 @@
-"""Carry weights to another image size, patch size, pooling or classes; every parameter is accounted for."""
+"""Carry weights to another image size, patch size, pooling or classes; every parameter is accounted for.
+
+1. the weights are held against the source's config: a key that is missing, unknown or mis-shaped ends it here;
+2. source and target may differ in FREE fields alone; from a masked model the ordinary ViT inside is taken first;
+3. each parameter of the target is kept, resized (patch filters, position tables), or drawn anew (a new head);
+4. the report names what became of every parameter, and how much the positions changed.
+
+    weights, source = load_weights("pretrained")                       # ViTConfig(image_size=(224, 224), classes=21843)
+    state, report = transfer(weights, source, models.config_of("B/16", 384, classes=1000))
+    print(report)        kept 148 parameters unchanged
+                         resized  positions.0.table                       1x197x768 -> 1x577x768
+                         new      head.weight                                     - -> 1000x768   ...
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from models import catalog, initial, positions
+from models.families import ModelConfig
+from models.masked import MaskedConfig
+from models.resnet import BiTConfig
+from models.vit import ViTConfig
 
 Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
@@ -35,117 +51,176 @@ class TransferReport:
 
     def __str__(self) -> str:
         lines = [f"kept {len(self.kept)} parameters unchanged"]
-        for label in ("resized", "new", "dropped"):
-            for name, old, new in getattr(self, label):
+        for label, changes in (("resized", self.resized), ("new", self.new), ("dropped", self.dropped)):
+            for name, old, new in changes:
                 lines.append(f"{label:8} {name:32} {shape_text(old):>18} -> {shape_text(new)}")
         if self.drift:
-            lines.append("similarity of neighbouring positions {:.4f} -> {:.4f}".format(*self.drift))
+            before, after = self.drift
+            lines.append(f"similarity of neighbouring positions {before:.4f} -> {after:.4f}")
         return "\n".join(lines)
 
 
 def shape_text(shape: Shape | None) -> str:
-    return "-" if shape is None else "x".join(map(str, shape))
+    """Write a shape as "1x197x768", and none as "-"."""
+    if shape is None:
+        return "-"
+    return "x".join(map(str, shape))
 
 
 def transfer(
     weights: dict[str, Tensor],
-    source: Any,
-    target: Any,
+    source: ModelConfig,
+    target: ModelConfig,
     new_head: bool = False,
     generator: Generator | None = None,
 ) -> tuple[dict[str, Tensor], TransferReport]:
-    """The target's whole state dict made from the source's weights, and the report of how.
+    """Return the target's whole state dict made from the source's weights, and the report of how.
 
     The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if classes,
     representation or pooling differ (SPEC 1.5). Raises ValueError naming every key that does not fit.
     """
     check_weights(weights, source)
-    if source.family == "masked" and target.family != "masked":
+    if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
         return unmask(weights, source, target, generator)
     check_comparable(source, target)
-    wanted = {name: tuple(p.shape) for name, p in catalog.empty(target).named_parameters()}
-    fresh = changed_prefixes(source, target, new_head)
-    result: dict[str, Tensor] = {}
-    changes: dict[str, list[Change]] = {"kept": [], "resized": [], "new": []}
-    for name, shape in wanted.items():
+
+    # In the order of the target's parameters: a draw from the generator depends on those before it.
+    not_carried = changed_prefixes(source, target, new_head)
+    state: dict[str, Tensor] = {}
+    kept: list[Change] = []
+    resized: list[Change] = []
+    new: list[Change] = []
+    carried: set[str] = set()
+    for name, shape in shapes_of(target).items():
         old = weights.get(name)
-        if old is None or name.startswith(fresh):
-            result[name] = initial.fill(name, torch.empty(shape), target, generator)
-            changes["new"].append((name, None, shape))
+        if old is None or name.startswith(not_carried):
+            state[name] = initial.fill(name, torch.empty(shape), target, generator)
+            new.append((name, None, shape))
             continue
-        result[name] = resize(name, old, source, target)
-        kind = "kept" if torch.equal(result[name], old) else "resized"
-        changes[kind].append((name, tuple(old.shape), shape))
-    carried = {name for kind in ("kept", "resized") for name, *_ in changes[kind]}
-    dropped = tuple((name, tuple(w.shape), None) for name, w in weights.items() if name not in carried)
-    check_weights(result, target)
-    kept, resized, new = (tuple(rows) for rows in changes.values())
-    return result, TransferReport(kept, resized, new, dropped, drift(weights, source, result, target))
+        state[name] = resize(name, old, source, target)
+        carried.add(name)
+        change = (name, tuple(old.shape), shape)
+        if torch.equal(state[name], old):
+            kept.append(change)
+        else:
+            resized.append(change)
+
+    dropped: list[Change] = []
+    for name, weight in weights.items():
+        if name not in carried:
+            dropped.append((name, tuple(weight.shape), None))
+    check_weights(state, target)
+    report = TransferReport(
+        kept=tuple(kept),
+        resized=tuple(resized),
+        new=tuple(new),
+        dropped=tuple(dropped),
+        drift=drift(weights, source, state, target),
+    )
+    return state, report
 
 
 def unmask(
-    weights: dict[str, Tensor], source: Any, target: Any, generator: Generator | None
+    weights: dict[str, Tensor], source: MaskedConfig, target: ModelConfig, generator: Generator | None
 ) -> tuple[dict[str, Tensor], TransferReport]:
-    """The ordinary ViT inside a masked model, carried over; what was around it is dropped."""
-    inside = {name.removeprefix("vit."): w for name, w in weights.items() if name.startswith("vit.")}
+    """Carry over the ordinary ViT inside a masked model; what was around it is dropped."""
+    inside: dict[str, Tensor] = {}
+    around: list[Change] = []
+    for name, weight in weights.items():
+        if name.startswith("vit."):
+            inside[name.removeprefix("vit.")] = weight
+        else:
+            around.append((name, tuple(weight.shape), None))
     state, report = transfer(inside, source.vit, target, generator=generator)
-    around = tuple((name, tuple(w.shape), None) for name, w in weights.items() if not name.startswith("vit."))
-    return state, replace(report, dropped=report.dropped + around)
+    return state, replace(report, dropped=report.dropped + tuple(around))
 
 
-def check_comparable(source: Any, target: Any) -> None:
+def check_comparable(source: ModelConfig, target: ModelConfig) -> None:
+    """Raise ValueError where the configs differ in more than FREE fields."""
     if source.family != target.family:
         raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
-    differing = [f.name for f in fields(source) if getattr(source, f.name) != getattr(target, f.name)]
-    fixed = [name for name in differing if name not in FREE]
-    if fixed:
-        shown = "; ".join(f"{name}: {getattr(source, name)!r} -> {getattr(target, name)!r}" for name in fixed)
+    differences = []
+    for field in fields(source):
+        old = getattr(source, field.name)
+        new = getattr(target, field.name)
+        if old != new and field.name not in FREE:
+            differences.append(f"{field.name}: {old!r} -> {new!r}")
+    if differences:
+        shown = "; ".join(differences)
         raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
 
 
-def check_weights(weights: dict[str, Tensor], config: Any) -> None:
-    """ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
-    wanted = {name: tuple(p.shape) for name, p in catalog.empty(config).named_parameters()}
-    check_shapes({name: tuple(weight.shape) for name, weight in weights.items()}, wanted, config.family)
+def shapes_of(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shape of every parameter by name, in the module's order."""
+    return tensor_shapes(catalog.empty(config).named_parameters())
 
 
-def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], family: str) -> None:
-    wrong = [f"missing {name} {shape_text(shape)}" for name, shape in wanted.items() if name not in found]
-    for name, shape in found.items():
-        if name not in wanted:
+def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
+    """Return the shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Raise ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
+    check_shapes(tensor_shapes(weights.items()), shapes_of(config), config.family)
+
+
+def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
+    """Raise ValueError naming every key of `shapes` that is missing, unknown or another than expected."""
+    wrong = []
+    for name, shape in expected.items():
+        if name not in shapes:
+            wrong.append(f"missing {name} {shape_text(shape)}")
+    for name, shape in shapes.items():
+        if name not in expected:
             wrong.append(f"unknown {name} {shape_text(shape)}")
-        elif shape != wanted[name]:
-            wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(wanted[name])}")
+        elif shape != expected[name]:
+            wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
     if wrong:
         raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
 
 
-def changed_prefixes(source: Any, target: Any, new_head: bool) -> tuple[str, ...]:
-    """Beginnings of the names that are not carried over although both sides may have them."""
-    pooling = getattr(source, "pool", None) != getattr(target, "pool", None)
-    representation = getattr(source, "representation", None) != getattr(target, "representation", None)
-    return HEAD if new_head or pooling or representation or source.classes != target.classes else ()
+def changed_prefixes(source: ModelConfig, target: ModelConfig, new_head: bool) -> tuple[str, ...]:
+    """Return beginnings of the names that are not carried over although both sides may have them."""
+    if new_head or source.classes != target.classes:
+        return HEAD
+    # A ResNet has neither field, and source and target are of one family here.
+    for name in ("pool", "representation"):
+        if getattr(source, name, None) != getattr(target, name, None):
+            return HEAD
+    return ()
 
 
-def resize(name: str, old: Tensor, source: Any, target: Any) -> Tensor:
-    """One parameter of the source as the target needs it, most often the tensor itself."""
+def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:
+    """Return one parameter of the source as the target needs it, most often the tensor itself."""
+    if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
+        return old  # nothing in a ResNet depends on the size of the image
     name = name.removeprefix("vit.")
     if name == "embedding.weight" and source.patch != target.patch:
         return resize_patches(old, target.patch)
-    if not name.startswith("positions."):
-        return old
-    leaf, (rows, columns) = name.rpartition(".")[2], source.grid
-    slots, new_slots = source.position_slots, target.position_slots
+    if name.startswith("positions."):
+        return resize_table(name.rpartition(".")[2], old, source, target)
+    return old
+
+
+def resize_table(leaf: str, old: Tensor, source: ViTConfig, target: ViTConfig) -> Tensor:
+    """Return one parameter of a position table for the target's grid; `leaf` is its name inside models.positions."""
+    rows, columns = source.grid
+    new_rows, new_columns = target.grid
+    slots = source.position_slots
+    new_slots = target.position_slots
     if leaf == "slot":
         return old
     if leaf == "x":
-        return positions.resize_positions(old, (1, columns), (1, target.grid[1]), 0)
+        return positions.resize_positions(old, (1, columns), (1, new_columns), 0)
     if leaf == "y":
-        return positions.resize_positions(old, (rows, 1), (target.grid[0], 1), 0)
+        return positions.resize_positions(old, (rows, 1), (new_rows, 1), 0)
     if source.positions == "relative":
         return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
-    refitted = F.pad(old[:, max(slots - new_slots, 0) :], (0, 0, max(new_slots - slots, 0), 0))
-    return positions.resize_positions(refitted, source.grid, target.grid, new_slots)
+    # The entries of prefix tokens that go are cut off, those of new ones start at zero.
+    without_slots = old[:, max(slots - new_slots, 0) :]
+    with_slots = F.pad(without_slots, (0, 0, max(new_slots - slots, 0), 0))
+    return positions.resize_positions(with_slots, source.grid, target.grid, new_slots)
 
 
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -154,19 +229,24 @@ def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
     A patch enlarged bilinearly gives the enlarged filter the same answer the old patch gave the old filter.
     """
     old = tuple(weight.shape[2:])
-    basis = torch.eye(math.prod(old), dtype=torch.float64).view(-1, 1, *old)
+    basis = torch.eye(math.prod(old), dtype=torch.float64).view(-1, 1, *old)  # one patch for each old pixel
     enlarge = F.interpolate(basis, size=patch, mode="bilinear", align_corners=False).flatten(1)  # (old, new)
     filters = weight.flatten(2).double() @ torch.linalg.pinv(enlarge).T
     return filters.unflatten(-1, patch).to(weight.dtype)
 
 
 def drift(
-    weights: dict[str, Tensor], source: Any, result: dict[str, Tensor], target: Any
+    weights: dict[str, Tensor], source: ModelConfig, state: dict[str, Tensor], target: ModelConfig
 ) -> tuple[float, float] | None:
-    if getattr(source, "positions", "none") in ("none", "relative"):
+    """Return how similar neighbouring positions are in both; None where nothing on the grid is added to tokens."""
+    if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
         return None
-    before, after = (
-        positions.neighbour_similarity(positions.whole_table(tensors, config)[0, config.position_slots :], config.grid)
-        for tensors, config in ((weights, source), (result, target))
-    )
-    return before, after
+    if source.positions in ("none", "relative"):
+        return None
+    return neighbour_similarity_of(weights, source), neighbour_similarity_of(state, target)
+
+
+def neighbour_similarity_of(state: dict[str, Tensor], config: ViTConfig) -> float:
+    """Return the mean cosine similarity of neighbouring patches in the first position table."""
+    table = positions.whole_table(state, config)[0, config.position_slots :]
+    return positions.neighbour_similarity(table, config.grid)

@@ -1,10 +1,16 @@
-"""Where a stage's wall time went, from its metrics alone: the effective training time ratio and its breakdown."""
+"""Where a stage's wall time went, from its metrics alone: the effective training time ratio and its breakdown.
 
-from collections.abc import Mapping, Sequence
+1. Every attempt leaves a record of its start and one a report ("train"), each with the time at which it was written.
+2. The reports' seconds are booked as waiting for data, checkpoints, evaluation and, what remains, compute.
+3. Steps that a later attempt did again count as lost; the time between two attempts counts as recovery.
+
+    account(read_metrics(folder, None)).line()  →  "effective 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
+"""
+
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from pipeline.telemetry import duration
+from pipeline.telemetry import Record, duration
 
 
 @dataclass
@@ -32,39 +38,62 @@ class Account:
         return self.compute / self.wall if self.wall else 0.0
 
     def line(self) -> str:
-        """ "effective 91.2% of 4h10m" and the rest's shares, the largest first."""
-        rest = {name: value for name, value in asdict(self).items() if name != "compute" and value > 0}
-        shares = ", ".join(f"{name} {rest[name] / self.wall:.1%}" for name in sorted(rest, key=rest.__getitem__)[::-1])
-        return f"effective {self.ratio:.1%} of {duration(self.wall)}" + (f" ({shares})" if shares else "")
+        """Return "effective 91.2% of 4h10m" and the shares of the rest, the largest first."""
+        seconds = asdict(self)
+        shares = []
+        for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # of two equal ones the later field comes first
+            if name != "compute" and seconds[name] > 0:
+                shares.append(f"{name} {seconds[name] / self.wall:.1%}")
+        line = f"effective {self.ratio:.1%} of {duration(self.wall)}"
+        if not shares:
+            return line
+        return f"{line} ({', '.join(shares)})"
 
 
-def account(records: Sequence[Mapping[str, Any]]) -> Account:
-    """`records` are of all kinds, in the order written; a record's `time` is its end, a claim's is in `start`."""
+def account(records: Sequence[Record]) -> Account:
+    """Book the time of all attempts. `records` are of all kinds, in the order written.
+
+    A record's `time` is its end; the driver's claim of an attempt is `claimed` in the attempt's "start" record.
+    """
     total = Account()
-    attempts = [record for record in records if record["kind"] == "start"]
-    for number, start in enumerate(attempts):
-        later = [attempt["step"] for attempt in attempts[number + 1 :]]  # the furthest back counts
-        mine = [r for r in records if r["attempt"] == start["attempt"]]
-        windows = [r for r in mine if r["kind"] == "train" and "seconds" in r]
-        began = windows[0]["time"] - windows[0]["seconds"] if windows else mine[-1]["time"]
+    starts = [record for record in records if record["kind"] == "start"]
+    previous_end = 0.0
+    for number, start in enumerate(starts):
+        attempt = [record for record in records if record["attempt"] == start["attempt"]]
+        windows = [record for record in attempt if record["kind"] == "train" and "seconds" in record]
+        end = attempt[-1]["time"]
+        first_step_at = windows[0]["time"] - windows[0]["seconds"] if windows else end
+
+        # Until its first step an attempt starts or, after another one, recovers. Clocks of nodes may have jumped back.
         if number == 0:
-            total.start += max(0.0, began - (start.get("claimed") or start["time"]))
+            claimed = start.get("claimed") or start["time"]
+            total.start += max(0.0, first_step_at - claimed)
         else:
-            before = [r for r in records if r["attempt"] == attempts[number - 1]["attempt"]]
-            total.recovery += max(0.0, began - before[-1]["time"])  # a clock may have jumped back
+            total.recovery += max(0.0, first_step_at - previous_end)
+
+        # An attempt keeps the steps up to where a later one began; the one that fell back furthest counts.
+        later_begin_at = [later["step"] for later in starts[number + 1 :]]
+        in_windows = 0.0
         for window in windows:
-            add(total, window, min(later, default=window["step"]))
-        total.other += max(0.0, mine[-1]["time"] - began - sum(window["seconds"] for window in windows))
+            add(total, window, kept=min([window["step"], *later_begin_at]))
+            in_windows += window["seconds"]
+        total.other += max(0.0, end - first_step_at - in_windows)
+        previous_end = end
     return total
 
 
-def add(total: Account, window: Mapping[str, Any], kept: int) -> None:
-    """Book one report's seconds; the steps after `kept` are lost, each with its share."""
+def add(total: Account, window: Record, kept: int) -> None:
+    """Book one report's seconds; its steps after step `kept` are lost, each with its share."""
     steps = len(window["losses"])
-    lost = min(max(window["step"] - kept, 0), steps) / steps
-    waited, saved, judged = window["wait"] * window["seconds"], window["stalled_s"], window["evaluated_s"]
-    total.lost += lost * window["seconds"]
-    total.data += (1 - lost) * waited
-    total.checkpoint += (1 - lost) * saved
-    total.compute += (1 - lost) * (window["seconds"] - waited - saved - judged)
-    total.other += (1 - lost) * judged
+    lost_steps = min(max(window["step"] - kept, 0), steps)
+    lost_share = lost_steps / steps
+    kept_share = 1 - lost_share
+    seconds = window["seconds"]
+    waited_s = window["wait"] * seconds
+    stalled_s = window["stalled_s"]
+    evaluated_s = window["evaluated_s"]
+    total.lost += lost_share * seconds
+    total.data += kept_share * waited_s
+    total.checkpoint += kept_share * stalled_s
+    total.compute += kept_share * (seconds - waited_s - stalled_s - evaluated_s)
+    total.other += kept_share * evaluated_s

@@ -1,14 +1,22 @@
-"""What follows from a trained stage's config: how batches fall on workers, steps, recomputed blocks, bytes."""
+"""What follows from a trained stage's config: how batches fall on workers, steps, recomputed blocks, bytes.
 
+In:  batch_size 4096, micro_batch 64, 16 workers
+Out: accumulation 4; the worker of rank 3 owns the slots 768 … 1023 of every global batch
+"""
+
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import models
 from data.errors import ConfigError
+from models import ModelConfig
 from models.cost import block_activation_bytes
 from pipeline.config import require
 from pipeline.optimizer import STATE
 from pipeline.training_config import TrainConfig
+
+BYTES_FP32 = 4
+BYTES_BF16 = 2
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,9 @@ class Arithmetic:
 
     def slots(self, rank: int) -> range:
         """The contiguous slots of the global batch that a worker owns."""
-        return range(rank * self.batch_size // self.world, (rank + 1) * self.batch_size // self.world)
+        first = rank * self.batch_size // self.world
+        stop = (rank + 1) * self.batch_size // self.world
+        return range(first, stop)
 
 
 def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
@@ -30,15 +40,16 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
 
     Raises ConfigError with the nearest sizes that fit where they do not divide, unless `uneven` allows it.
     """
-    unit = cfg.micro_batch * world
     require(
         cfg.batch_size >= world,
         f"batch_size {cfg.batch_size} is less than {world} workers: some would have no sample\n"
         f"  use cluster.workers={cfg.batch_size} or fewer",
     )
-    if cfg.batch_size % unit and not cfg.uneven:
-        below, above = cfg.batch_size // unit * unit, -(-cfg.batch_size // unit) * unit
-        sizes = " or ".join(str(size) for size in (below, above) if size)
+    unit = cfg.micro_batch * world
+    if cfg.batch_size % unit != 0 and not cfg.uneven:
+        below = cfg.batch_size // unit * unit
+        above = below + unit
+        sizes = f"{below} or {above}" if below > 0 else f"{above}"
         raise ConfigError(
             f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = "
             f"{unit}; nearest: {sizes}\n"
@@ -48,8 +59,9 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         not cfg.exact_parts or cfg.exact_parts % world == 0,
         f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
     )
-    share = -(-cfg.batch_size // world)
-    return Arithmetic(cfg.batch_size, cfg.micro_batch, world, -(-share // cfg.micro_batch))
+    largest_share = math.ceil(cfg.batch_size / world)
+    accumulation = math.ceil(largest_share / cfg.micro_batch)
+    return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 
 
 def steps_of(cfg: TrainConfig, samples: int) -> int:
@@ -60,41 +72,66 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
     return max(1, round(cfg.passes * samples / cfg.batch_size))
 
 
-def recomputed_blocks(cfg: TrainConfig, model: Any) -> int:
+def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
     """`checkpoint_blocks`, or the fewest that fit `activation_gb`. Raises ConfigError where none does."""
     if cfg.activation_gb is None:
         return cfg.checkpoint_blocks
-    numbers = 2 if cfg.precision == "bf16" else 4
+    if not isinstance(model, models.ViTConfig):
+        raise ConfigError(
+            "activation_gb counts the activations of transformers; a ResNet's are not known: leave it out"
+        )
+    limit_bytes = int(cfg.activation_gb * 2**30)
     try:
-        return models.checkpoint_blocks_for(model, cfg.micro_batch, int(cfg.activation_gb * 2**30), numbers)
+        return models.recomputed_blocks_for(model, cfg.micro_batch, limit_bytes, bytes_of_a_number(cfg))
     except ValueError as error:
         raise ConfigError(f"activation_gb: {error}") from None
+
+
+def bytes_of_a_number(cfg: TrainConfig) -> int:
+    """Bytes of a number in the weights and activations that compute."""
+    return BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
 
 
 def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
     """Bytes a parameter that `exact_parts` holds at most: a micro-batch's gradient, its part's and, in fp32, one for
     each level of the worker's subtree, and the optimizer's share."""
     levels = (cfg.exact_parts // world).bit_length() - 1
-    return (2 if cfg.precision == "bf16" else 4) + 4 * (1 + levels) + 4 / world
+    sums = BYTES_FP32 * (1 + levels)
+    optimizer_share = BYTES_FP32 / world
+    return bytes_of_a_number(cfg) + sums + optimizer_share
 
 
-def memory_estimate(cfg: TrainConfig, model: Any, world: int) -> tuple[int, int]:
+def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[int, int]:
     """Bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
 
     ZeRO 1 splits masters and moments over the workers, 2 also gradients, 3 also weights (Rajbhandari et al. 2020,
     figure 1). Activations are `models.cost`'s count; buffers of libraries and allocators come on top.
     """
-    numbers = 2 if cfg.precision == "bf16" else 4
-    masters = 4 if cfg.zero else 0  # at stage 0 the weights are the masters
-    state = masters + 4 * (len(STATE[cfg.optim.name]) + bool(cfg.polyak))
-    gradients = exact_gradient_bytes(cfg, world) if cfg.exact_parts else 4
-    shares = (numbers, gradients, state)  # weights, gradients, masters and moments: bytes a parameter
-    split = (cfg.zero >= 3, cfg.zero >= 2 and not cfg.exact_parts, cfg.zero >= 1)
-    bytes_each = sum(size / (world if parted else 1) for size, parted in zip(shares, split, strict=True))
-    states = round(models.parameters_of(model) * bytes_each)
-    if not hasattr(model, "depth"):
+    # Bytes a parameter: weights, gradients, and what is fp32 for each of masters, moments and average.
+    weights = float(bytes_of_a_number(cfg))
+    gradients = float(BYTES_FP32)
+    fp32_copies = len(STATE[cfg.optim.name])
+    if cfg.zero > 0:  # at stage 0 the weights are the masters
+        fp32_copies += 1
+    if cfg.polyak:
+        fp32_copies += 1
+    state = float(BYTES_FP32 * fp32_copies)
+
+    if cfg.zero >= 3:
+        weights /= world
+    if cfg.exact_parts:  # whole gradients on every worker, whatever the stage
+        gradients = exact_gradient_bytes(cfg, world)
+    elif cfg.zero >= 2:
+        gradients /= world
+    if cfg.zero >= 1:
+        state /= world
+    states = round(models.parameters_of(model) * (weights + gradients + state))
+
+    if not isinstance(model, models.ViTConfig):  # a ResNet; activations are counted for transformers alone
         return states, 0
-    whole, recomputed = block_activation_bytes(model, numbers)
-    blocks = min(recomputed_blocks(cfg, model), model.depth)
-    kept = (model.depth - blocks) * whole + blocks * recomputed + (whole if blocks else 0)
-    return states, cfg.micro_batch * kept
+    whole, recomputed = block_activation_bytes(model, bytes_of_a_number(cfg))
+    recomputed_count = min(recomputed_blocks(cfg, model), model.depth)
+    per_image = (model.depth - recomputed_count) * whole + recomputed_count * recomputed
+    if recomputed_count > 0:  # one block at a time comes back whole in the backward pass
+        per_image += whole
+    return states, cfg.micro_batch * per_image

@@ -8,10 +8,15 @@ On disk, under `<stage>/checkpoints/`:
     .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
     bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
 
-The commit, in order: every worker serialises its fragments (the only part the training loop waits for), then in a
-thread writes, hashes and fsyncs its file; the per-step status vector tells everybody that all are done; sizes and
-digests are gathered; the lead checks that it still owns the run, writes the manifest, fsyncs, renames the folder and
-fsyncs its parent.
+`pipeline/saver.py` writes them. Loading, in order:
+1. rank 0 sweeps what died and reads every byte of the newest checkpoint (`choose`, `verify`);
+2. one that is not whole is renamed to `bad-…`, and the one before it is tried;
+3. all workers are told which it is, and each reads the fragments that it needs (`restore`, `Reader`): they know
+   nothing of world size or ZeRO stage, so any topology loads what any other has saved.
+
+In:  step-0000001200/rank-00000.safetensors with "head.bias|master|0", five numbers, and rank-00001 with
+     "head.bias|master|5", five more
+Out: reader("head.bias", "master", 3, 4) → elements 3, 4, 5 and 6 of that parameter's fp32 master
 """
 
 import errno
@@ -20,12 +25,10 @@ import json
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import safetensors
 import torch
@@ -33,13 +36,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError
-from data.files import make_folder, sync, write_durably
+from data.files import sync
 from pipeline.engine import Engine
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
 NAME = re.compile(r"step-\d{10}(-\d{6})?")  # of a committed checkpoint
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}  # this file is bad; any other error: the storage is
+
+
+class FileRecord(TypedDict):
+    """What a manifest says of one file."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -58,200 +68,24 @@ class Manifest:
     code: str  # version of the code that wrote it
     bad_samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name → {"bytes", "sha256"}
+    files: dict[str, FileRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
+
+
+class NewerSchema(CheckpointError):
+    """The checkpoint was written by a newer Patchline: it is sound, only not for this code, and never quarantined."""
+
+
+# ------------------------------------------------------------------------ names
 
 
 def newest_attempt(directory: Path) -> int:
     """The highest attempt number claimed in a run directory; 0 where there is none."""
-    return max((int(p.stem) for p in (directory / "attempts").glob("*.json") if p.stem.isdigit()), default=0)
-
-
-class Saver:
-    """One save in flight: `begin` costs the loop a serialisation, `finish` commits what the threads wrote."""
-
-    def __init__(self, folder: Path, run: Path, attempt: int) -> None:
-        self.folder, self.run, self.attempt = folder, run, attempt
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.thread: threading.Thread | None = None
-        self.stalled_s = self.began = 0.0
-        make_folder(folder, run)
-
-    @property
-    def in_flight(self) -> bool:
-        return self.thread is not None
-
-    @property
-    def written(self) -> bool:
-        """This worker's thread has ended, well or badly."""
-        return self.thread is not None and not self.thread.is_alive()
-
-    def begin(self, engine: Engine, manifest: Manifest) -> None:
-        """Snapshot to host memory and start writing; the caller has finished the save before."""
-        assert not self.in_flight
-        self.began = time.monotonic()
-        self.manifest = manifest
-        self.temporary = self.folder / f".tmp-{manifest.step:010d}-{self.attempt:06d}"
-        blob = self._snapshot({f"{f.name}|{k}|{f.start}": v for f in engine.fragments() for k, v in f.tensors.items()})
-        self.name = f"rank-{dist.get_rank():05d}.safetensors"
-        self.result: dict[str, Any] = {"error": "never ran"}
-        self.thread = threading.Thread(target=self._write, args=(blob,), name="checkpoint", daemon=True)
-        self.thread.start()
-        self.stalled_s = time.monotonic() - self.began
-
-    def _snapshot(self, views: dict[str, Tensor]) -> memoryview:
-        """The views as a safetensors file in host memory: one copy, into memory that is kept for the next save."""
-        offsets: dict[str, tuple[int, int]] = {}
-        end = 0
-        for key, view in views.items():
-            assert view.dtype == torch.float32 and view.dim() == 1, (key, view.dtype, view.shape)
-            offsets[key] = end, end + view.nbytes
-            end += view.nbytes
-        described = {
-            k: {"dtype": "F32", "shape": [(b - a) // 4], "data_offsets": [a, b]} for k, (a, b) in offsets.items()
-        }
-        head = json.dumps(described).encode()
-        head += b" " * (-len(head) % 8)  # so that the data begins aligned
-        start = 8 + len(head)
-        if self.buffer.numel() != start + end:
-            self.buffer = torch.empty(start + end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        self.buffer[:start] = torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)
-        data = self.buffer[start:].view(torch.float32)
-        for key, view in views.items():
-            first, stop = offsets[key]
-            data[first // 4 : stop // 4].copy_(view.detach())
-        return self.buffer.numpy().data
-
-    def _write(self, blob: memoryview) -> None:
-        try:
-            self.temporary.mkdir(exist_ok=True)
-            write_durably(self.temporary / self.name, blob)
-            self.result = {"name": self.name, "bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
-        except OSError as error:
-            self.result = {"error": f"{self.name}: {error}"}
-
-    def finish(self) -> Manifest | None:
-        """Collective: wait for every worker's file and commit. Returns the manifest, or None on every worker where
-        the save failed (what failed is in `failure`). Raises CheckpointError when the run has a newer owner."""
-        assert self.thread is not None
-        self.thread.join()
-        self.thread = None
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, self.result)
-        verdict: list[Any] = [None]
-        if dist.get_rank() == 0:
-            verdict = [self._commit(results)]
-        dist.broadcast_object_list(verdict, src=0)
-        committed, self.failure, fenced = verdict[0]
-        if fenced:
-            raise CheckpointError(self.failure)
-        self.took_s = time.monotonic() - self.began
-        return committed
-
-    def _commit(self, results: list[dict[str, Any]]) -> tuple[Manifest | None, str, bool]:
-        """The lead's part: (manifest, what failed, whether a newer attempt owns the run)."""
-        try:
-            errors = [r["error"] for r in results if "error" in r]
-            newest = newest_attempt(self.run)
-            if not errors and newest <= self.attempt:
-                return (
-                    self._publish({r["name"]: {"bytes": r["bytes"], "sha256": r["sha256"]} for r in results}),
-                    "",
-                    False,
-                )
-        except OSError as error:
-            errors, newest = [str(error)], self.attempt
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        if newest <= self.attempt:
-            return None, "; ".join(errors), False
-        message = (
-            f"step {self.manifest.step} is not committed: attempt {newest} owns {self.run} now, this is "
-            f"attempt {self.attempt}\n  nothing of the newer attempt was touched; this process should end"
-        )
-        return None, message, True
-
-    def _publish(self, files: dict[str, dict[str, Any]]) -> Manifest:
-        manifest = replace(self.manifest, files=files)
-        write_durably(self.temporary / MANIFEST, seal(manifest).encode())
-        sync(self.temporary)
-        final = self.folder / f"step-{manifest.step:010d}"
-        if final.exists():  # a former owner's, unfrozen after our start; the later attempt sorts before it
-            final = final.with_name(f"{final.name}-{self.attempt:06d}")
-        os.rename(self.temporary, final)  # refused by the kernel where another folder has come there meanwhile
-        sync(self.folder)
-        return manifest
-
-
-def seal(manifest: Manifest) -> str:
-    """The text of a manifest file: the values and their digest; there is exactly one text for given values."""
-    body = json.dumps(asdict(manifest), indent=1, sort_keys=True)
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body})
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises CheckpointError where the manifest is missing, torn, altered, of another step or newer than this code.
-
-    Raises OSError where the storage fails, which says nothing about the checkpoint.
-    """
-    path = checkpoint / MANIFEST
-    try:
-        text = path.read_text()
-        body = json.loads(text)["body"]
-        if text != json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}):
-            raise CheckpointError(f"{path} does not match its own digest")
-        values = json.loads(body)
-        if values["schema"] > SCHEMA:
-            raise NewerSchema(
-                f"{checkpoint} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
-                "  update Patchline to load it"
-            )
-        manifest = Manifest(**values)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is torn or not a manifest") from None
-    if checkpoint.name.startswith("step-") and step_of(checkpoint) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(checkpoint)}")
-    return manifest
-
-
-class NewerSchema(CheckpointError):
-    """Written by a newer Patchline: sound, only not for this code; never quarantined."""
-
-
-def _unreadable(path: Path, error: OSError) -> Exception:
-    if error.errno in UNREADABLE:
-        return CheckpointError(f"{path}: {error.strerror or error}")
-    return error
-
-
-def verify(checkpoint: Path) -> Manifest:
-    """Read every byte and compare with the manifest. Raises CheckpointError naming the file and what differs,
-    OSError where the storage fails."""
-    manifest = read_manifest(checkpoint)
-    found = {p.name for p in checkpoint.iterdir()} - {MANIFEST}
-    if found != set(manifest.files):
-        missing, extra = sorted(set(manifest.files) - found), sorted(found - set(manifest.files))
-        raise CheckpointError(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
-    for name, expected in manifest.files.items():
-        _verify_file(checkpoint / name, expected)
-    Reader(checkpoint, manifest.files)  # the headers: a digest made over a pickle does not make it a checkpoint
-    return manifest
-
-
-def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
-    if not path.is_file():  # a pipe would keep us waiting for ever
-        raise CheckpointError(f"{path} is not a regular file")
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        raise CheckpointError(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
-    try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if digest != expected["sha256"]:
-        raise CheckpointError(f"{path}: its sha256 is not the manifest's; the file has changed")
+    newest = 0
+    for path in (directory / "attempts").glob("*.json"):
+        if path.stem.isdigit():
+            newest = max(newest, int(path.stem))
+    return newest
 
 
 def committed(folder: Path) -> list[Path]:
@@ -267,6 +101,92 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
+# ------------------------------------------------------------------------ manifest and verification
+
+
+def seal(manifest: Manifest) -> str:
+    """The text of a manifest file: the values and their digest; there is exactly one text for given values."""
+    return sealed_text(json.dumps(asdict(manifest), indent=1, sort_keys=True))
+
+
+def sealed_text(body: str) -> str:
+    """The JSON text that holds `body` and its sha256."""
+    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body})
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read what a checkpoint says about itself.
+
+    Raises CheckpointError where the manifest is missing, torn, altered, of another step or newer than this code.
+    Raises OSError where the storage fails, which says nothing about the checkpoint.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        text = path.read_text()
+        body = json.loads(text)["body"]
+        if text != sealed_text(body):
+            raise CheckpointError(f"{path} does not match its own digest")
+        values = json.loads(body)
+        if values["schema"] > SCHEMA:
+            raise NewerSchema(
+                f"{checkpoint} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
+                "  update Patchline to load it"
+            )
+        manifest = Manifest(**values)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is torn or not a manifest") from None
+    if checkpoint.name.startswith("step-") and step_of(checkpoint) != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(checkpoint)}")
+    return manifest
+
+
+def unreadable(path: Path, error: OSError) -> Exception:
+    """The error to raise: about this file where the file is bad, the same OSError where the storage is."""
+    if error.errno in UNREADABLE:
+        return CheckpointError(f"{path}: {error.strerror or error}")
+    return error
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """Read every byte of a checkpoint and compare it with the manifest.
+
+    Raises CheckpointError naming the file and what differs, OSError where the storage fails.
+    """
+    manifest = read_manifest(checkpoint)
+    expected = set(manifest.files)
+    present = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    if present != expected:
+        missing = sorted(expected - present)
+        extra = sorted(present - expected)
+        raise CheckpointError(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+    for name, record in manifest.files.items():
+        verify_file(checkpoint / name, record)
+    # The headers too: a digest made over a pickle does not make it a checkpoint.
+    Reader(checkpoint, manifest.files)
+    return manifest
+
+
+def verify_file(path: Path, expected: FileRecord) -> None:
+    """Raise CheckpointError unless the file has the size and digest that the manifest gives it."""
+    if not path.is_file():  # a pipe would keep us waiting for ever
+        raise CheckpointError(f"{path} is not a regular file")
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if digest != expected["sha256"]:
+        raise CheckpointError(f"{path}: its sha256 is not the manifest's; the file has changed")
+
+
+# ------------------------------------------------------------------------ which one to load
+
+
 def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose every file verifies; bad ones are renamed out of the way and named.
 
@@ -276,9 +196,9 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
     """
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    found = committed(folder)
+    checkpoints = committed(folder)
     try:
-        for checkpoint in found:
+        for checkpoint in checkpoints:
             try:
                 return checkpoint, verify(checkpoint)
             except NewerSchema:
@@ -291,71 +211,91 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
         raise CheckpointError(
             f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage"
         ) from None
-    if found:
+    if checkpoints:
         raise CheckpointError(
-            f"none of {len(found)} checkpoints in {folder} is whole; they are kept as bad-*\n"
+            f"none of {len(checkpoints)} checkpoints in {folder} is whole; they are kept as bad-*\n"
             "  bring one back from a copy as step-*, or run the same command again to start from step 0"
         )
     return None
 
 
+# ------------------------------------------------------------------------ reading
+
+
+class Piece(NamedTuple):
+    """Where some elements of a parameter's master or moment lie: [start, start + length) under `key` of a file."""
+
+    start: int
+    length: int
+    file: str
+    key: str
+
+
 class Reader:
-    """Random access to the fragments of one checkpoint, whatever world and stage wrote it."""
+    """Gives random access to the fragments of one checkpoint, whatever world size and stage wrote it."""
 
     def __init__(self, checkpoint: Path, files: Iterable[str]) -> None:
-        self.handles: dict[str, Any] = {}
-        self.pieces: dict[tuple[str, str], list[tuple[int, int, str, str]]] = {}
+        """Raises CheckpointError where a file is no safetensors file of fragments."""
+        self.handles: dict[str, Any] = {}  # safetensors.safe_open has no type of its own
+        self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by (parameter name, kind)
         for file in sorted(files):
             try:
-                self._open(checkpoint, file)
+                self.add_file(checkpoint, file)
             except (safetensors.SafetensorError, ValueError) as error:
                 raise CheckpointError(f"{checkpoint / file} holds no fragments: {error}") from None
 
-    def _open(self, checkpoint: Path, file: str) -> None:
-        self.handles[file] = handle = safetensors.safe_open(checkpoint / file, "pt")
+    def add_file(self, checkpoint: Path, file: str) -> None:
+        """Note which pieces a file holds; their data is read when it is asked for."""
+        handle = safetensors.safe_open(checkpoint / file, "pt")
+        self.handles[file] = handle
         for key in handle.keys():  # noqa: SIM118 (not a mapping)
             name, kind, start = key.rsplit("|", 2)
             count = handle.get_slice(key).get_shape()[0]
-            self.pieces.setdefault((name, kind), []).append((int(start), count, file, key))
+            self.pieces.setdefault((name, kind), []).append(Piece(int(start), count, file, key))
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Elements [start, start + count) of one parameter's master or moment, flat fp32.
 
         Raises CheckpointError where the checkpoint holds no such parameter or not all of the range.
         """
-        out = torch.empty(count)
+        wanted = torch.empty(count)
         filled = 0
-        for piece_start, piece_count, file, key in self.pieces.get((name, kind), ()):
-            low, high = max(start, piece_start), min(start + count, piece_start + piece_count)
-            if low < high:
-                part = self.handles[file].get_slice(key)[low - piece_start : high - piece_start]
-                out[low - start : high - start] = part
-                filled += high - low
+        for piece in self.pieces.get((name, kind), ()):
+            first = max(start, piece.start)
+            stop = min(start + count, piece.start + piece.length)
+            if first < stop:
+                stored = self.handles[piece.file].get_slice(piece.key)
+                wanted[first - start : stop - start] = stored[first - piece.start : stop - piece.start]
+                filled += stop - first
         if filled != count:
             raise CheckpointError(
                 f"the checkpoint holds {filled} of {count} elements of {name} ({kind}); it belongs to another model"
             )
-        return out
+        return wanted
 
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
-        """Whole fp32 parameters (or their "average"), the world-size-free weights that the next stage starts from."""
+        """Whole fp32 parameters (or their "average"), free of any world size: what the next stage starts from."""
         return {name: self(name, kind, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
 
 
 def restore(engine: Engine, folder: Path, attempt: int, say: Callable[[str], None]) -> Manifest | None:
-    """Collective: the lead verifies and decides, everybody loads that one; None where there is nothing to load."""
-    decision: list[Any] = [None]
+    """Collective: rank 0 verifies and decides, every worker loads that one; None where there is nothing to load.
+
+    Raises CheckpointError on every worker alike, with what `choose` found on rank 0.
+    """
+    decision: list[tuple[Path, Manifest] | CheckpointError | None] = [None]
     if dist.get_rank() == 0:
         try:
             decision = [choose(folder, attempt, say)]
         except CheckpointError as error:
             decision = [error]
     dist.broadcast_object_list(decision, src=0)
-    if decision[0] is None:
+    chosen = decision[0]
+    if chosen is None:
         return None
-    if isinstance(decision[0], CheckpointError):
-        raise decision[0]
-    checkpoint, manifest = decision[0]
+    if isinstance(chosen, CheckpointError):
+        raise chosen
+    checkpoint, manifest = chosen
     engine.restore(Reader(checkpoint, manifest.files))
     engine.updates = manifest.updates
     return manifest
@@ -369,10 +309,12 @@ def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
     """
     removed = []
     for checkpoint in committed(folder)[max(keep, 2) :]:
-        if not (keep_every and step_of(checkpoint) % keep_every == 0):
-            doomed = folder / f".tmp-old-{checkpoint.name}"
-            os.rename(checkpoint, doomed)
-            sync(folder)
-            shutil.rmtree(doomed, ignore_errors=True)
-            removed.append(checkpoint)
+        is_milestone = keep_every > 0 and step_of(checkpoint) % keep_every == 0
+        if is_milestone:
+            continue
+        doomed = folder / f".tmp-old-{checkpoint.name}"
+        os.rename(checkpoint, doomed)
+        sync(folder)
+        shutil.rmtree(doomed, ignore_errors=True)
+        removed.append(checkpoint)
     return removed

@@ -1,4 +1,12 @@
-"""Typed configuration: dataclass defaults < YAML differences < key=value, merged by OmegaConf into frozen dataclasses.
+"""Typed configuration: how a recipe becomes frozen dataclasses, and what a change of it means for a resume.
+
+1. `read_yaml` reads the recipe and puts the `key=value` overrides on top.
+2. `plain_yaml` resolves interpolations such as ${oc.env:USER}.
+3. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
+4. `tagged` tells apart what a resume may change and what it may not; `digest` makes a stage's key of the latter.
+
+    recipe.yaml  pretrain: {optim: {lr: 1e-3}}        override  pretrain.steps=100
+    build(TrainConfig, {"optim": {"lr": 0.001}, "steps": 100}, "pretrain")  →  TrainConfig(steps=100, …)
 
 Every field of a config carries a resume tag: "free" may change when a stage is resumed, "warn" may change but is
 said, "forbid" stops with the diff. Only forbidden fields enter a stage's key.
@@ -9,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,32 +25,46 @@ from omegaconf.errors import OmegaConfBaseException
 from data.errors import ConfigError
 from models.checks import did_you_mean
 
-Config = TypeVar("Config")
-Tags: TypeAlias = Mapping[str, str]
+Tags: TypeAlias = Mapping[str, str]  # field → "free", "warn" or "forbid"
+
+
+class ConfigDataclass(Protocol):
+    """Any frozen dataclass that holds a section of a recipe."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+Config = TypeVar("Config", bound=ConfigDataclass)
 
 
 def tags(**fields: str) -> Mapping[str, str]:
-    """Resume tags of a config class: `tags(forbid="lr steps", free="log_every")` → {"lr": "forbid", …}."""
-    unknown = set(fields) - {"free", "warn", "forbid"}
-    assert not unknown, unknown
-    return {name: tag for tag, names in fields.items() for name in names.split()}
+    """Return the resume tags of a config class: `tags(forbid="lr steps", free="log_every")` → {"lr": "forbid", …}."""
+    tag_of_field: dict[str, str] = {}
+    for tag, names in fields.items():
+        assert tag in ("free", "warn", "forbid"), tag
+        for name in names.split():
+            tag_of_field[name] = tag
+    return tag_of_field
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError(message) unless `condition`; what `__post_init__` checks ranges with."""
+    """Raise ConfigError(message) unless `condition` holds; `__post_init__` methods check their ranges with it."""
     if not condition:
         raise ConfigError(message)
 
 
+# ------------------------------------------------------------------------------------------------ reading a recipe
+
+
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """A recipe file with `key=value` overrides on top, untyped.
+    """Read a recipe file and put `key=value` overrides on top; the values are not typed yet.
 
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
-    for item in overrides:
+    for override in overrides:
         require(
-            "=" in item,
-            f"{item!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
+            "=" in override,
+            f"{override!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
         )
     try:
         recipe = OmegaConf.load(path)
@@ -51,8 +73,8 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
     except Exception as error:  # whatever the YAML parser raises: the file is not YAML
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(recipe, DictConfig), f"{path} holds no mapping; a recipe is `key: value` lines")
-    try:  # a value like @stage/part is no YAML scalar unless quoted
-        dotlist = OmegaConf.from_dotlist([item.replace("=@", "='@", 1) + "'" * ("=@" in item) for item in overrides])
+    try:
+        dotlist = OmegaConf.from_dotlist([_quoted(override) for override in overrides])
         merged = OmegaConf.merge(recipe, dotlist)
     except Exception as error:  # whatever the YAML parser or the merge raises: the user's text is wrong
         raise ConfigError(f"cannot read the overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
@@ -60,25 +82,41 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
     return merged
 
 
+def _quoted(override: str) -> str:
+    """Put a reference in quotes, key='@stage/part': bare, a value that begins with @ is not YAML."""
+    key, reference_follows, rest = override.partition("=@")
+    if not reference_follows:
+        return override
+    return f"{key}='@{rest}'"
+
+
 def plain_yaml(values: DictConfig) -> dict[str, Any]:
-    """Nested plain values with interpolations resolved: environment values are in clear from here on."""
+    """Return nested plain values with interpolations resolved: environment values are in clear from here on."""
     try:
         return OmegaConf.to_container(values, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from None
 
 
-def build(kind: type[Config], values: Any, where: str, defaults: Config | None = None) -> Config:
-    """A frozen `kind` from its defaults and plain `values`; `where` is the dotted path used in messages.
+def to_yaml(values: Mapping[str, object]) -> str:
+    """Return the YAML text of nested plain values, interpolations left unresolved."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(values)), resolve=False)
+
+
+# ------------------------------------------------------------------------------------------------ typed sections
+
+
+def build(kind: type[Config], values: object, where: str, defaults: Config | None = None) -> Config:
+    """Build a frozen `kind` from its defaults and plain `values`; `where` is the dotted path used in messages.
 
     Raises ConfigError naming the key, what was found and what was expected.
     """
-    plain = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
-    require(isinstance(plain, Mapping), f"{where} is {plain!r}, expected a mapping of {kind.__name__} fields")
-    assert isinstance(plain, Mapping)
-    _check_names(kind, plain, where)
+    require(isinstance(values, Mapping), f"{where} is {values!r}, expected a mapping of {kind.__name__} fields")
+    assert isinstance(values, Mapping)
+    # OmegaConf's own message for an unknown key suggests no other name, so names are checked first.
+    _check_names(kind, values, where)
     try:
-        base = OmegaConf.structured(defaults if defaults is not None else kind)
+        base = OmegaConf.structured(kind if defaults is None else defaults)
         merged = OmegaConf.merge(base, values)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
@@ -92,69 +130,106 @@ def build(kind: type[Config], values: Any, where: str, defaults: Config | None =
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_names(kind: Any, values: Mapping[Any, Any], where: str) -> None:
+def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: str) -> None:
+    """Raise ConfigError for a key that `kind` has no field for, at any depth, or a value where a section belongs."""
     hints = get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     for name, value in values.items():
         require(name in known, f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
-        candidates = (hints[name], *get_args(hints[name]))
-        inner: Any = next((h for h in candidates if dataclasses.is_dataclass(h)), None)
+        inner = section_kind(hints[name])
         if inner is None or value is None:
             continue
-        kind_name = inner.__name__
-        require(isinstance(value, Mapping), f"{where}.{name} is {value!r}, expected a section of {kind_name} fields")
-        named = value.items() if get_origin(hints[name]) is dict else [("", value)]
-        for key, section in named:
+        path = f"{where}.{name}"
+        require(isinstance(value, Mapping), f"{path} is {value!r}, expected a section of {inner.__name__} fields")
+        if not is_named(hints[name]):
+            _check_names(inner, value, path)
+            continue
+        for key, section in value.items():
             if isinstance(section, Mapping):
-                _check_names(inner, section, f"{where}.{name}" + (f".{key}" if key else ""))
+                _check_names(inner, section, f"{path}.{key}")
 
 
-def _expected_type(kind: Any, key: str) -> str:
+def section_kind(hint: object) -> type[ConfigDataclass] | None:
+    """Return the dataclass in a field's type, `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
+    for candidate in (hint, *get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def is_named(hint: object) -> bool:
+    """Return whether a field of this type holds sections under names that the user chooses: `dict[str, Inner]`."""
+    return get_origin(hint) is dict
+
+
+def _expected_type(kind: type[ConfigDataclass], key: str) -> str:
+    """Return "; expected int" for a dotted key; "" where OmegaConf's message already says what is allowed."""
     for part in key.split("."):
         hint: Any = get_type_hints(kind).get(part)
-        if hint is None:
+        if hint is None or get_origin(hint) is Literal:
             return ""
         if not dataclasses.is_dataclass(hint):
-            return "" if get_origin(hint) is Literal else f"; expected {getattr(hint, '__name__', hint)}"
+            return f"; expected {getattr(hint, '__name__', hint)}"
+        assert isinstance(hint, type)
         kind = hint
     return ""
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """A config as JSON-able nested dicts."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+# ------------------------------------------------------------------------------------------------ configs as data
 
 
-def digest(value: Any) -> str:
-    """sha256 of a JSON-able value, independent of key order."""
+def plain(config: ConfigDataclass) -> dict[str, object]:
+    """Return a config as nested dicts that JSON can hold."""
+    return _as_json(dataclasses.asdict(config))
+
+
+def digest(value: object) -> str:
+    """Return the sha256 of a JSON-able value, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def tagged(config: Any, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, Any]:
-    """Flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
+def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, object]:
+    """Return flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
 
-    A class without tags of its own (the data package has none) carries the tag of the field that holds it.
+    A class without tags of its own (the data package has none) carries `outer`, the tag of the field that holds it.
     """
-    found: dict[str, Any] = {}
+    tag_of_field: Tags = getattr(type(config), "RESUME", {})
+    values: dict[str, object] = {}
     for field in dataclasses.fields(config):
-        value, own = getattr(config, field.name), getattr(type(config), "RESUME", {}).get(field.name, outer)
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        if value and all(dataclasses.is_dataclass(one) for _, one in inner):
-            for name, one in inner:
-                found |= tagged(one, tag, f"{prefix}{field.name}.{name and name + '.'}", own)
-        elif own == tag:
-            found[prefix + field.name] = value
-    return json.loads(json.dumps(found, default=str))
+        value = getattr(config, field.name)
+        own = tag_of_field.get(field.name, outer)
+        sections = _sections(field.name, value)
+        for path, section in sections.items():
+            values |= tagged(section, tag, f"{prefix}{path}.", own)
+        if not sections and own == tag:
+            values[prefix + field.name] = value
+    return _as_json(values)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """ "key: old → new" for every key whose value differs."""
-    keys = [*old, *(key for key in new if key not in old)]
-    return [
-        f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}" for key in keys if old.get(key) != new.get(key)
-    ]
+def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
+    """Return the configs that a field holds: {"optim": …}, {"mixture.a": …, "mixture.b": …}, or {} for a value."""
+    entries: dict[str, object] = {name: value}
+    if isinstance(value, dict):
+        entries = {f"{name}.{key}": entry for key, entry in value.items()}
+    sections: dict[str, ConfigDataclass] = {}
+    for path, entry in entries.items():
+        if not dataclasses.is_dataclass(entry) or isinstance(entry, type):
+            return {}
+        sections[path] = entry
+    return sections
 
 
-def to_yaml(values: Any) -> str:
-    """YAML text of nested plain values, interpolations left unresolved."""
-    return OmegaConf.to_yaml(OmegaConf.create(values), resolve=False)
+def _as_json(values: object) -> dict[str, Any]:
+    """Return what is left of `values` after a trip through JSON: tuples are lists, paths are texts."""
+    return json.loads(json.dumps(values, default=str))
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """Return "key: old → new" for every key whose value differs, the keys of `old` first."""
+    changes = []
+    for key in {**old, **new}:
+        before = old.get(key)
+        after = new.get(key)
+        if before != after:
+            changes.append(f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}")
+    return changes

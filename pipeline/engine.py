@@ -4,18 +4,22 @@ The optimizer state leaves and enters as *fragments*: (parameter name, first ele
 nothing of the world size or the ZeRO stage, so what one topology wrote any other can read. DeepSpeed's own
 checkpoints are not used: they cannot cross stages and load flipped bits silently. `tests/test_engine.py` guards
 every private attribute used here.
+
+In:  a parameter "head.bias" of 10 elements, two workers, ZeRO 2
+Out: Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}) on rank 0, and on rank 1 the same
+     from element 5 on; where the parts are cut depends on the stage, and a part may be empty
 """
 
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,9 @@ from torch import Tensor, nn
 from data.errors import ConfigError
 from pipeline.config import require
 from pipeline.optimizer import STATE, OptimConfig, build_optimizer
+
+# (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
+ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,16 +52,30 @@ def join_group(timeout_s: float) -> torch.device:
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # JIT-builds for minutes, never used, leaks /dev/shm
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    original = dist.new_group
-    dist.new_group = lambda *args, **kwargs: original(*args, **{"timeout": timeout, **kwargs})
+    if not dist.is_initialized():  # Ray has made the group already
+        dist.init_process_group(backend, timeout=timeout)
+    give_later_groups_the_timeout(timeout)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
+
+
+def give_later_groups_the_timeout(timeout: timedelta) -> None:
+    """Make `dist.new_group` use this time-out where its caller names none."""
+    original = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        options.setdefault("timeout", timeout)
+        return original(*args, **options)
+
+    dist.new_group = new_group
 
 
 def deepspeed_config(
@@ -85,22 +106,24 @@ def deepspeed_config(
         user = json.loads(Path(user_file).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"deepspeed file {user_file}: {error}") from None
-    return _merge(ours, user, "deepspeed")
+    return merge_settings(ours, user, "deepspeed")
 
 
-def _merge(ours: Mapping[str, Any], user: Mapping[str, Any], where: str) -> dict[str, Any]:
+def merge_settings(ours: Mapping[str, Any], user: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Our settings with the user's beside them; raises ConfigError where both set one to different values."""
     merged = dict(ours)
     for key, value in user.items():
-        mine = ours.get(key)
+        if key not in ours:
+            merged[key] = value
+            continue
+        mine = ours[key]
         if isinstance(mine, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(mine, value, f"{where}.{key}")
-        else:
-            conflict = key in ours and value not in (mine, "auto")
-            require(
-                not conflict,
-                f"{where}.{key}: your file says {value!r}, the recipe {mine!r}; remove one of them",
-            )
-            merged[key] = mine if key in ours else value
+            merged[key] = merge_settings(mine, value, f"{where}.{key}")
+            continue
+        require(
+            value in (mine, "auto"),  # "auto" leaves it to whoever starts DeepSpeed, which is us
+            f"{where}.{key}: your file says {value!r}, the recipe {mine!r}; remove one of them",
+        )
     return merged
 
 
@@ -115,27 +138,39 @@ class Engine:
     def __init__(
         self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: dict[str, Any], polyak: float = 0.0
     ) -> None:
+        """Collective. `decayed` names the parameters with weight decay, `settings` are `deepspeed_config`'s."""
         import deepspeed
 
-        self.zero = settings["zero_optimization"]["stage"]
+        self.zero: int = settings["zero_optimization"]["stage"]
         self.polyak = polyak
-        self.state_names = (*STATE[optim.name], *(("average",) if polyak else ()))
-        self.clip = settings["gradient_clipping"]
+        self.state_names: tuple[str, ...] = STATE[optim.name]
+        if polyak:
+            self.state_names = (*self.state_names, "average")
+        self.clip: float = settings["gradient_clipping"]
         if self.zero == 0:
-            # We clip: DeepSpeed cannot after a dropped gradient.
+            # We clip ourselves: DeepSpeed cannot after a dropped gradient (`_guard_stage_0`).
             settings = {**settings, "gradient_clipping": 0.0}
         self.sizes = {name: p.numel() for name, p in model.named_parameters()}
-        rounds = "bf16" in settings
-        masters = {name: p.detach().clone() for name, p in model.named_parameters() if rounds}
+        is_bf16 = "bf16" in settings
+        self.dtype = torch.bfloat16 if is_bf16 else torch.float32
+        masters: dict[str, Tensor] = {}
+        if is_bf16:
+            masters = {name: p.detach().clone().flatten() for name, p in model.named_parameters()}
+
         optimizer = build_optimizer(model, decayed, optim)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # what a training step computes logits with
-        self.dtype = torch.bfloat16 if rounds else torch.float32
-        if rounds:  # DeepSpeed made its masters from the rounded weights
-            self.restore(lambda name, kind, start, count: masters[name].flatten()[start : start + count], ("master",))
+
+        # DeepSpeed makes its masters from weights that it has rounded to bf16; these are the ones before rounding.
+        if is_bf16:
+
+            def read_master(name: str, kind: str, start: int, count: int) -> Tensor:
+                return masters[name][start : start + count]
+
+            self.restore(read_master, ("master",))
             masters.clear()
         self._start_state()
 
@@ -157,13 +192,14 @@ class Engine:
         inner = self._optimizer
         for flat in self._flats:
             state = inner.state[flat]
-            state.update({name: torch.zeros_like(flat) for name in self.state_names})
+            for name in self.state_names:
+                state[name] = torch.zeros_like(flat)
             if self.polyak:
                 state["average"].copy_(flat.detach())
-            if "exp_avg" in self.state_names:
-                device = flat.device if inner.defaults.get("fused") else "cpu"
+            if "exp_avg" in self.state_names:  # Adam counts its updates; torch's fused kernel on the device
+                device = flat.device if inner.defaults.get("fused") else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        if self.zero in (1, 2):
+        if self.zero in (1, 2):  # DeepSpeed links parameters to their state lazily, once; it must be to this state
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -173,14 +209,17 @@ class Engine:
 
     def end_micro_batch(self, rate: float) -> None:
         """Close a micro-batch; at the last of an accumulation the optimizer steps with this learning rate."""
+        self._set_rate(rate)
+        is_stepping = self.engine.is_gradient_accumulation_boundary()  # asked before the step, which moves it
+        if self.zero == 0 and is_stepping:
+            self._guard_stage_0()
+        self.engine.step()
+        if self.polyak and is_stepping and math.isfinite(self.gradient_norm()):
+            self._average()
+
+    def _set_rate(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        if self.zero == 0 and self.engine.is_gradient_accumulation_boundary():
-            self._guard_stage_0()
-        stepping = self.engine.is_gradient_accumulation_boundary()
-        self.engine.step()
-        if self.polyak and stepping and math.isfinite(self.gradient_norm()):
-            self._average()
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -207,8 +246,13 @@ class Engine:
 
     def _guard_stage_0(self) -> None:
         """ZeRO 1–3 skip a non-finite step themselves; at stage 0 dropping the gradients makes it a no-op."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        self._norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        parameters: list[nn.Parameter] = []
+        gradients: list[Tensor] = []
+        for p in self.model.parameters():
+            if p.grad is not None:
+                parameters.append(p)
+                gradients.append(p.grad)
+        self._norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(self._norm):
             for p in parameters:
                 p.grad = None
@@ -220,33 +264,54 @@ class Engine:
         if self.zero == 0:
             return self._norm
         norm = self.engine.get_global_grad_norm()
-        return math.inf if self.engine.optimizer.overflow or norm is None else float(norm)
+        if self.engine.optimizer.overflow or norm is None:
+            return math.inf
+        return float(norm)
 
-    def fragments(self, kinds: tuple[str, ...] | None = None) -> Iterator[Fragment]:
-        """Views of the fp32 masters and state that this worker owns, each element owned by exactly one worker."""
+    def fragments(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
+        """Views of the fp32 masters and state that this worker owns, each element owned by exactly one worker.
+
+        `kinds` are "master" and names of states; all, where none is named.
+        """
         kinds = kinds or ("master", *self.state_names)
-        rank, world = dist.get_rank(), dist.get_world_size()
-        p: Any  # DeepSpeed hangs its own attributes on parameters
+        cut = self._part_of_a_replica
+        if self.zero in (1, 2):
+            cut = self._part_of_a_flat
+        elif self.zero == 3:
+            cut = self._part_of_a_partition
         for name, p in self.model.named_parameters():
-            if self.zero == 0:
-                part = math.ceil(p.numel() / world)
-                start, stop = min(rank * part, p.numel()), min((rank + 1) * part, p.numel())
-                views = {kind: self._replica(p, kind)[start:stop] for kind in kinds}
-            elif self.zero < 3:
-                if p._hp_mapping is None:
-                    continue
-                start = p._hp_mapping.lp_fragment_address.start
-                views = {k: p._hp_mapping.get_hp_fragment(None if k == "master" else k) for k in kinds}
-            else:
-                part = p.ds_tensor.numel()
-                start, stop = rank * part, min((rank + 1) * part, p.ds_numel)
-                views = {kind: self._partition(p, kind)[: max(stop - start, 0)] for kind in kinds}
-            if views[kinds[0]].numel():
+            start, views = cut(p, kinds)
+            if views and views[kinds[0]].numel():
                 yield Fragment(name, start, views)
+
+    def _part_of_a_replica(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
+        """Stage 0: every worker has everything; each saves an equal part, the last a shorter one."""
+        part = math.ceil(p.numel() / dist.get_world_size())
+        start = min(dist.get_rank() * part, p.numel())
+        stop = min(start + part, p.numel())
+        return start, {kind: self._replica(p, kind)[start:stop] for kind in kinds}
+
+    def _part_of_a_flat(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
+        """Stages 1 and 2: DeepSpeed maps a parameter to what this worker's flat partition holds of it, or nothing."""
+        mapping = p._hp_mapping
+        if mapping is None:
+            return 0, {}
+        views = {}
+        for kind in kinds:
+            views[kind] = mapping.get_hp_fragment(None if kind == "master" else kind)
+        return mapping.lp_fragment_address.start, views
+
+    def _part_of_a_partition(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
+        """Stage 3: every parameter is cut into equal parts, one a worker, the last padded; we leave the padding out."""
+        part = p.ds_tensor.numel()
+        start = dist.get_rank() * part
+        length = max(min(part, p.ds_numel - start), 0)
+        return start, {kind: self._partition(p, kind)[:length] for kind in kinds}
 
     def _replica(self, p: Any, kind: str) -> Tensor:
         """Stage 0: the whole flat master or state, which every worker has."""
-        return (p.data if kind == "master" else self._optimizer.state[p][kind]).view(-1)
+        stored = p.data if kind == "master" else self._optimizer.state[p][kind]
+        return stored.view(-1)
 
     def _partition(self, p: Any, kind: str) -> Tensor:
         """Stage 3: this worker's part of a flat master or state, padded where the last part is short."""
@@ -254,12 +319,13 @@ class Engine:
         return self.engine.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
 
     @torch.no_grad()
-    def restore(self, read: Any, kinds: tuple[str, ...] | None = None) -> None:
-        """Fill the state in place: `read(name, kind, start, count)` → flat fp32 tensor; then refresh the weights.
+    def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
+        """Fill the state in place with what `read` returns; then bring the weights that compute up to it.
 
         At stage 0 every worker holds everything, so everything is read, not the worker's own part alone.
         """
-        for fragment in self._whole(kinds) if self.zero == 0 else self.fragments(kinds):
+        fragments = self._whole(kinds) if self.zero == 0 else self.fragments(kinds)
+        for fragment in fragments:
             for kind, view in fragment.tensors.items():
                 view.copy_(read(fragment.name, kind, fragment.start, view.numel()))
         self._refresh()
@@ -271,24 +337,28 @@ class Engine:
         elif self.zero == 3:
             self._refresh_stage_3()
 
-    def _whole(self, kinds: tuple[str, ...] | None) -> Iterator[Fragment]:
+    def _whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
+        """Stage 0: every parameter as one fragment."""
+        kinds = kinds or ("master", *self.state_names)
         for name, p in self.model.named_parameters():
-            yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds or ("master", *self.state_names)})
+            yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds})
 
     def _refresh_stage_3(self) -> None:
-        zero = self.engine.optimizer
-        for group, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
-            zero._unflatten_partitioned_parameters(group)
+        zero_3 = self.engine.optimizer
+        for group, flat in enumerate(zero_3.fp32_partitioned_groups_flat):
+            zero_3.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
+            zero_3._unflatten_partitioned_parameters(group)
+        # Parameters gathered before, and the small ones that are never partitioned, still have the old values.
         self.engine.empty_partition_cache()
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        if zero_3.persistent_parameters:
+            zero_3.persistent_parameters[0].all_gather(zero_3.persistent_parameters)
 
     @property
     def updates(self) -> int:
         """Optimizer updates so far: Adam's bias correction depends on it; it is behind `step` by skipped steps."""
-        state: dict[str, Any] = next(iter(self._optimizer.state.values()), {})
-        return int(state["step"]) if "step" in state else 0
+        for state in self._optimizer.state.values():
+            return int(state.get("step", 0))
+        return 0
 
     @updates.setter
     def updates(self, count: int) -> None:

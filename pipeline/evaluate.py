@@ -1,6 +1,14 @@
-"""Accuracy and features of a model over a set of shards, each sample exactly once at any world size."""
+"""Accuracy and features of a model over a set of shards, each sample exactly once at any world size.
 
-from collections.abc import Iterable, Iterator, Sequence
+1. `EvaluationSet` gives every worker equally many batches of its part of the set; padding and bad samples are masked.
+2. `watched` tells the watchdog at every batch which shard is being read.
+3. `accuracy` counts right predictions over all workers, or `features` gathers what enters the head on every worker.
+4. `probe`, the few-shot probe, fits a linear map to some of the features and judges it on others (rank 0 only).
+
+    accuracy(model, watched(samples, phases), torch.float32, device)  →  (0.8124, 50000)
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,20 +26,18 @@ from pipeline.watchdog import Phases
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Few-shot linear evaluation; with a train and a test set it also runs during training, as the paper does."""
+    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
 
-    train: str | None = None  # index of the set that the shots are picked from
-    test: str | None = None
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # big_vision configs/common_fewshot.py
-    seeds: tuple[int, ...] = (0, 1, 2)
-    l2: float = L2
+    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
+    test: str | None = None  # index of the set that the fitted map is judged on; or "@stage/name"
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
+    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
 
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
-        require(
-            all(s > 0 for s in self.shots) and len(self.shots) > 0,
-            f"shots are {self.shots}, expected 1 or more",
-        )
+        fewest = min(self.shots, default=0)
+        require(fewest > 0, f"shots are {self.shots}, expected 1 or more")
         require(len(self.seeds) > 0, "seeds are empty, expected at least one")
 
 
@@ -44,22 +50,29 @@ def check_ops(ops: str | None) -> None:
 
 
 def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """uint8 pixels → [−1, 1] on the device (SPEC 2.5: value_range(-1, 1))."""
+    """Bring uint8 pixels to [−1, 1] on the device (SPEC 2.5: value_range(-1, 1))."""
     return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
 
 
 def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[EvaluationBatch]:
-    """The set's batches, each entered as a phase that names the shard it begins in."""
+    """Iterate the set's batches, each entered as a phase that names the shard it begins in."""
     batches = iter(samples)
     for number in range(len(samples)):
         rows = samples.rows[number * samples.batch_size :]
-        phases.enter("evaluate", step, samples.index.shards[samples.place(rows[0])[0]].name if rows else "")
+        shard_name = ""  # the batch is padding alone: this worker's part of the set is a little shorter
+        if rows:
+            shard_number, _ = samples.place(rows[0])
+            shard_name = samples.index.shards[shard_number].name
+        phases.enter("evaluate", step, shard_name)
         yield next(batches)
     phases.enter("evaluate", step)
 
 
 def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
-    """Batches under eval mode, restored afterwards; every worker gets equally many (ZeRO-3 gathers in lockstep)."""
+    """Iterate batches with the model in eval mode, which is restored afterwards, and without gradients.
+
+    Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
+    """
     training = model.training
     model.eval()
     try:
@@ -72,12 +85,16 @@ def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[E
 def accuracy(
     model: nn.Module, samples: Iterable[EvaluationBatch], dtype: torch.dtype, device: torch.device
 ) -> tuple[float, int]:
-    """Collective: (top-1 accuracy, samples judged); right means the prediction is one of the sample's labels."""
-    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    """Return (top-1 accuracy, samples judged); a prediction is right if it is one of the sample's labels.
+
+    Collective: all workers return the same.
+    """
+    counts = torch.zeros(2, dtype=torch.float64, device=device)  # right, judged
     for batch in _batches(model, samples):
-        right = hits(model(normalise(batch.images, dtype, device)), batch.labels.to(device))
-        mask = batch.mask.to(device)
-        counts += torch.stack([(right & mask).sum(), mask.sum()])
+        logits = model(normalise(batch.images, dtype, device))
+        is_right = hits(logits, batch.labels.to(device))
+        is_judged = batch.mask.to(device)
+        counts += torch.stack([(is_right & is_judged).sum(), is_judged.sum()])
     if dist.is_initialized():
         dist.all_reduce(counts)
     right, judged = counts.tolist()
@@ -87,31 +104,36 @@ def accuracy(
 def features(
     model: nn.Module, samples: Iterable[EvaluationBatch], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Collective: what enters the head for every good sample, (N, D) float32, and first labels (N,), in set order."""
-    kept: list[Tensor] = []
-    labels: list[Tensor] = []
+    """Return what enters the head for every good sample, (N, D) float32, and first labels (N,), in set order.
+
+    Collective: all workers return the whole set's.
+    """
+    features_here: list[Tensor] = []
+    labels_here: list[Tensor] = []
     for batch in _batches(model, samples):
-        found = model.features(normalise(batch.images, dtype, device)).float().cpu()  # type: ignore[operator]
-        kept.append(found[batch.mask])
-        labels.append(batch.labels[batch.mask, 0])
-    mine = (torch.cat(kept), torch.cat(labels))
+        rows = model.features(normalise(batch.images, dtype, device))  # type: ignore[operator]
+        features_here.append(rows.float().cpu()[batch.mask])
+        labels_here.append(batch.labels[batch.mask, 0])
+    part = (torch.cat(features_here), torch.cat(labels_here))
     if not dist.is_initialized():
-        return mine
-    parts: list[tuple[Tensor, Tensor]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        return part
+    # Workers may have different numbers of good samples, which a gather of tensors could not take.
+    parts: list[tuple[Tensor, Tensor]] = [part] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    all_features, all_labels = zip(*parts, strict=True)
+    return torch.cat(all_features), torch.cat(all_labels)
 
 
-def probe(
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    cfg: ProbeConfig,
-    shots: Sequence[int] | None = None,
-) -> dict[str, float]:
-    """{"10shot-seed-0": accuracy, …, "10shot": mean over seeds} (names of big_vision evaluators/fewshot_lsr.py)."""
+def probe(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], cfg: ProbeConfig) -> dict[str, float]:
+    """Return {"10shot-seed-0": accuracy, …, "10shot": mean over seeds} (names of big_vision evaluators/fewshot_lsr.py).
+
+    `train` and `test` are features (N, D) and labels (N,).
+    """
     results: dict[str, float] = {}
-    for count in shots or cfg.shots:
-        scores = {seed: linear_probe(*train, *test, shots=count, seed=seed, l2=cfg.l2) for seed in cfg.seeds}
-        results |= {f"{count}shot-seed-{seed}": score for seed, score in scores.items()}
-        results[f"{count}shot"] = sum(scores.values()) / len(scores)
+    for shots in cfg.shots:
+        scores: dict[int, float] = {}  # by seed
+        for seed in cfg.seeds:
+            scores[seed] = linear_probe(*train, *test, shots=shots, seed=seed, l2=cfg.l2)
+            results[f"{shots}shot-seed-{seed}"] = scores[seed]
+        results[f"{shots}shot"] = sum(scores.values()) / len(scores)
     return results

@@ -1,30 +1,42 @@
-"""The engine whose weights have the same bits at every world: gradients summed by a fixed tree over fixed parts.
+"""The engine whose weights have the same bits at every world size: gradients summed by a fixed tree over fixed parts.
 
-The global batch is cut into `parts` contiguous ranges of slots, whatever the world. A part's gradient is the sum of
-its micro-batches in their order; parts are summed pairwise, neighbours first: ((0 + 1) + (2 + 3)) + … A worker owns a
-whole subtree, and workers form the rest of the tree. DeepSpeed's own reduction, clipping and step are not used, its
-partitions of masters and moments and its gathering of weights are. `docs/exact.md` has the reasons and the price.
+1. The global batch is cut into `parts` contiguous ranges of slots, whatever the world size.
+2. A part's gradient is the sum of its micro-batches in their order.
+3. A worker owns neighbouring parts and sums them pairwise, neighbours first: ((0 + 1) + (2 + 3)) + …
+4. The workers' sums form the rest of the same tree (`tree_sum`).
+5. Every worker clips, and steps the masters that its ZeRO partition holds.
+
+In:  4 parts at world size 2: rank 0 has g0, g1 and rank 1 has g2, g3
+Out: (g0 + g1) + (g2 + g3) on both; one worker with all four parts adds the same numbers in the same order
+
+DeepSpeed's own reduction, clipping and step are not used, its partitions of masters and moments and its gathering of
+weights are. `docs/exact.md` has the reasons and the price.
 """
 
 import math
 import statistics
 import time
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline import config
 from pipeline.arithmetic import exact_gradient_bytes
 from pipeline.engine import Engine
+from pipeline.optimizer import OptimConfig
 from pipeline.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
     """Send `give` to a worker while `take` is filled with what it sends."""
-    for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, give, peer), dist.P2POp(dist.irecv, take, peer)]):
+    sending = dist.P2POp(dist.isend, give, peer)
+    receiving = dist.P2POp(dist.irecv, take, peer)
+    for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
 
 
@@ -34,49 +46,86 @@ def tree_sum(flat: Tensor) -> None:
     Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005): it sends as much as a ring does. Which worker
     adds an element does not matter, because a + b = b + a to the bit.
     """
-    rank, span, halves = dist.get_rank(), flat, []
-    for level in range(dist.get_world_size().bit_length() - 1):
+    rank = dist.get_rank()
+    levels = dist.get_world_size().bit_length() - 1
+    halves: list[tuple[Tensor, Tensor]] = []  # of each level: (the half this worker sums, the half its peer sums)
+
+    # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of what is left.
+    span = flat
+    for level in range(levels):
         low, high = span.tensor_split(2)
-        keep, give = (high, low) if rank >> level & 1 else (low, high)
-        got = torch.empty_like(keep)
-        swap(give, got, rank ^ 1 << level)
-        halves.append((keep, give))
-        span = keep.add_(got)
-    for level, (keep, give) in reversed(list(enumerate(halves))):
-        swap(keep, give, rank ^ 1 << level)
+        if rank >> level & 1:
+            kept, given = high, low
+        else:
+            kept, given = low, high
+        received = torch.empty_like(kept)
+        swap(given, received, rank ^ 1 << level)
+        halves.append((kept, given))
+        span = kept.add_(received)
+
+    # Doubling: back up the tree, every worker gets the halves that the others have summed.
+    for level in reversed(range(levels)):
+        kept, given = halves[level]
+        swap(kept, given, rank ^ 1 << level)
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """Which elements of a flat tensor of the optimizer are which elements of the whole gradient."""
+
+    flat: Tensor
+    places: list[tuple[slice, slice]]  # (in the flat, in the whole gradient)
 
 
 class ExactEngine(Engine):
     """Engine's verbs with sums in the fixed order; `loss` is the last step's mean, summed like a gradient."""
 
-    def __init__(self, *given: Any, parts: int) -> None:
-        """As an Engine is made, and the number of parts: a power of two, and a multiple of the world's workers."""
-        super().__init__(*given)
-        self.micro_batches = self.engine.gradient_accumulation_steps() * dist.get_world_size()  # of the global batch
-        assert parts % dist.get_world_size() == 0 == self.micro_batches % parts, (parts, self.micro_batches)
-        self.part_length, self.parts_here = self.micro_batches // parts, parts // dist.get_world_size()
+    def __init__(
+        self,
+        model: nn.Module,
+        decayed: Set[str],
+        optim: OptimConfig,
+        settings: dict[str, Any],
+        polyak: float = 0.0,
+        *,
+        parts: int,
+    ) -> None:
+        """As an Engine is made, and the number of parts: a power of two, and a multiple of the world size."""
+        super().__init__(model, decayed, optim, settings, polyak)
+        world = dist.get_world_size()
+        self.micro_batches = self.engine.gradient_accumulation_steps() * world  # of the global batch
+        assert parts % world == 0 and self.micro_batches % parts == 0, (parts, self.micro_batches)
+        self.part_length = self.micro_batches // parts  # micro-batches
+        self.parts_here = parts // world
         self.forward = self.model  # past DeepSpeed's hooks on the output, which start its own reduction
         self.loss = 0.0
         self._spans = [*self.sizes.values(), 1]  # of the flat vector: the gradient of every parameter, the loss
         self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
         self._sums: list[Tensor] = []  # of 2ⁿ parts each, waiting for their neighbours; the largest first
         self._seen = 0  # micro-batches of this step
-        self._plan = self._places()
+        self._plans = self._plan()
 
-    def _places(self) -> list[tuple[Tensor, list[tuple[slice, slice]]]]:
-        """For each flat of the optimizer: which of its elements are which of the whole gradient's."""
-        first, at = {}, 0
+    def _plan(self) -> list[FlatPlan]:
+        """For each flat tensor of the optimizer, where its elements lie in the whole gradient."""
+        first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
+        total = 0
         for name, size in self.sizes.items():
-            first[name], at = at, at + size
-        plan: dict[int, tuple[Tensor, list[tuple[slice, slice]]]] = {
-            flat.untyped_storage().data_ptr(): (flat, []) for flat in self._flats
-        }
-        for f in self._whole(("master",)) if self.zero == 0 else self.fragments(("master",)):
-            view = f.tensors["master"]
-            flat, places = plan[view.untyped_storage().data_ptr()]
-            here, there, count = view.storage_offset() - flat.storage_offset(), first[f.name] + f.start, view.numel()
-            places.append((slice(here, here + count), slice(there, there + count)))
-        return list(plan.values())
+            first_of[name] = total
+            total += size
+
+        # Fragments are views; the memory that a view lies in tells which flat it belongs to.
+        plans: dict[int, FlatPlan] = {}
+        for flat in self._flats:
+            plans[flat.untyped_storage().data_ptr()] = FlatPlan(flat, [])
+        fragments = self._whole(("master",)) if self.zero == 0 else self.fragments(("master",))
+        for fragment in fragments:
+            view = fragment.tensors["master"]
+            plan = plans[view.untyped_storage().data_ptr()]
+            in_flat = view.storage_offset() - plan.flat.storage_offset()
+            in_whole = first_of[fragment.name] + fragment.start
+            count = view.numel()
+            plan.places.append((slice(in_flat, in_flat + count), slice(in_whole, in_whole + count)))
+        return list(plans.values())
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` / (accumulation × world) to that of its part."""
@@ -84,11 +133,13 @@ class ExactEngine(Engine):
         gradients = torch.autograd.grad(loss, list(self.model.parameters()), materialize_grads=True)
         if self._part is None:
             self._part = torch.zeros(sum(self._spans), device=loss.device)
-        for view, gradient in zip(self._part.split(self._spans), [*gradients, loss.detach()], strict=True):
-            view.add_(gradient.reshape(-1))
+        # The loss travels behind the gradient, so that its mean over the batch is summed in the same order.
+        addends = [*gradients, loss.detach()]
+        for view, addend in zip(self._part.split(self._spans), addends, strict=True):
+            view.add_(addend.reshape(-1))
 
     def end_micro_batch(self, rate: float) -> None:
-        """Close a micro-batch, with it perhaps a part, with it perhaps the step."""
+        """Close a micro-batch; the last of a part closes the part, and the last of the step takes the step."""
         self._seen += 1
         if self._seen % self.part_length:
             return
@@ -98,12 +149,17 @@ class ExactEngine(Engine):
             self._step(rate)
 
     def _close_part(self, count: int) -> None:
-        """Neighbouring sums of equally many parts become one, as a binary counter carries."""
+        """Add up neighbouring sums of equally many parts, as a binary counter carries; `count` parts are closed now.
+
+        After the fourth part (100 in binary: two carries) the sums of parts 3, and of 1 + 2, are waiting to be added.
+        """
         assert self._part is not None
-        done, self._part = self._part, None
-        for _ in range((count & -count).bit_length() - 1):
-            done = self._sums.pop().add_(done)
-        self._sums.append(done)
+        finished = self._part
+        self._part = None
+        carries = (count & -count).bit_length() - 1  # zeros at the end of `count`
+        for _ in range(carries):
+            finished = self._sums.pop().add_(finished)
+        self._sums.append(finished)
 
     @torch.no_grad()
     def _step(self, rate: float) -> None:
@@ -112,24 +168,26 @@ class ExactEngine(Engine):
         self._sums = []
         tree_sum(total)
         gradient = total[:-1]
-        self.loss, self._norm = float(total[-1]), float(torch.linalg.vector_norm(gradient))
+        self.loss = float(total[-1])
+        self._norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(self._norm):
             return
         if self.clip:
-            gradient.mul_(min(1.0, self.clip / (self._norm + 1e-6)))
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        for number, (flat, places) in enumerate(self._plan):
-            mine = torch.zeros_like(flat)
-            for here, there in places:
-                mine.view(-1)[here] = gradient[there]
-            flat.grad = mine
+            gradient.mul_(min(1.0, self.clip / (self._norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+        self._set_rate(rate)
+
+        # Each flat gets its elements of the gradient; elements that are padding get 0.
+        for number, plan in enumerate(self._plans):
+            flat_gradient = torch.zeros_like(plan.flat)
+            for in_flat, in_whole in plan.places:
+                flat_gradient.view(-1)[in_flat] = gradient[in_whole]
+            plan.flat.grad = flat_gradient
             if self.zero:
                 self.engine.optimizer._optimizer_step(number)
         if not self.zero:
             self._optimizer.step()
-        for flat, _ in self._plan:
-            flat.grad = None
+        for plan in self._plans:
+            plan.flat.grad = None
         self._refresh()
         if self.polyak:
             self._average()
@@ -141,22 +199,27 @@ class ExactEngine(Engine):
     def price(self, rounds: int = 3) -> tuple[float, float]:
         """Collective: seconds of a sum over the workers, and of the backend's all-reduce of as many numbers."""
         flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
-        seconds: dict[Any, list[float]] = {tree_sum: [], dist.all_reduce: []}
+        tree_seconds = []
+        all_reduce_seconds = []
         for _ in range(rounds):
-            for add_up, found in seconds.items():
-                dist.barrier()
-                began = time.monotonic()
-                add_up(flat)
-                float(flat[0])  # waits for the device
-                found.append(time.monotonic() - began)
-        tree, plain = (statistics.median(found) for found in seconds.values())
-        return tree, plain
+            tree_seconds.append(seconds_of(tree_sum, flat))
+            all_reduce_seconds.append(seconds_of(dist.all_reduce, flat))
+        return statistics.median(tree_seconds), statistics.median(all_reduce_seconds)
+
+
+def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
+    """Collective: how long a sum over the workers takes once all have come to it."""
+    dist.barrier()
+    began = time.monotonic()
+    add_up(flat)
+    float(flat[0])  # waits for the device
+    return time.monotonic() - began
 
 
 def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
     """Collective: measure and say it, and what the bits depend on that has changed since the attempt before."""
     tree_s, plain_s = engine.price()
-    if dist.get_rank():
+    if dist.get_rank() != 0:
         return
     world = dist.get_world_size()
     mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
@@ -164,14 +227,20 @@ def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step:
         f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
         f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
     )
-    before, now = read_metrics(telemetry.directory, "exact")[-1:], conditions()
+    now = conditions()
+    earlier = read_metrics(telemetry.directory, "exact")  # of the attempts before this one
     telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
-    for changed in [config.differences({key: old[key] for key in now}, now) for old in before]:
-        if changed:
-            telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
+    if not earlier:
+        return
+    before = {key: earlier[-1][key] for key in now}
+    changed = config.differences(before, now)
+    if changed:
+        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
 
 
-def conditions() -> dict[str, Any]:
+def conditions() -> dict[str, int | str]:
     """What the last bits of a gradient depend on beside the config."""
-    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": kind}
+    processor = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        processor = torch.cuda.get_device_name()
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}

@@ -1,12 +1,23 @@
-"""What ends a run early or deserves a look: spikes, stretches of non-finite steps, too many bad samples."""
+"""What ends a run early or deserves a look: spikes, stretches of non-finite steps, too many bad samples.
+
+A step whose gradient norm is not finite, in order:
+1. the engine leaves the weights alone, on every worker alike; the step is named and counted;
+2. after `max_skipped` of them in a row the run goes back once: the stretch since the last checkpoint is written into
+   `left-out.json`, WentBack ends the attempt, and the next attempt leaves those steps out;
+3. where the same happens before another checkpoint was committed, Diverged ends the run.
+
+In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of step 10, max_skipped is 5
+Out: left-out.json holds [[10, 17]]: the next attempt loads step 10 and goes on with step 17
+"""
 
 import json
 import math
 import statistics
 import sys
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,90 +30,125 @@ from pipeline.training_config import TrainConfig
 
 LEFT_OUT = "left-out.json"  # stretches [first, stop) of steps, counted from 0, that went non-finite; not tried again
 RECENT = 64  # steps kept in mind, for the record of a spike
-SPIKE, SPIKE_AFTER = 10.0, 16  # a spike is so many times the median norm of at least so many steps
+SPIKE = 10.0  # a spike is so many times the median norm of the recent steps
+SPIKE_AFTER = 16  # finite norms that the median needs to mean something
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished step, as the record of a spike shows it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    ledger: str  # the first 12 digits
 
 
 class Health:
     """Judges every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
 
     def __init__(self, cfg: TrainConfig, directory: Path, checkpoints: Path, telemetry: Telemetry) -> None:
-        self.cfg, self.directory, self.checkpoints, self.telemetry = cfg, directory, checkpoints, telemetry
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self.skipped = 0  # in a row
-        self.bad_here = 0  # bad samples of this worker
-        self.left_out = self._left_out()
-
-    def _left_out(self) -> list[range]:
-        """Collective: the lead's reading of the file; empty where there is none."""
-        path = self.directory / LEFT_OUT
-        found: list[list[list[int]]] = [[]]
-        if dist.get_rank() == 0 and path.exists():
-            found = [json.loads(path.read_text())]
-        dist.broadcast_object_list(found, src=0)
-        return [range(*stretch) for stretch in found[0]]
+        self.cfg = cfg
+        self.directory = directory  # of the stage
+        self.checkpoints = checkpoints
+        self.telemetry = telemetry
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT)
+        self.skipped_in_a_row = 0
+        self.bad_of_this_worker = 0  # samples
+        self.left_out = read_left_out(directory)
 
     def next_step(self, step: int) -> int:
         """`step`, or the first after it that is not left out."""
-        while step in (stretch := next((one for one in self.left_out if step in one), range(0))):
+        stretch = self.stretch_with(step)
+        while stretch is not None:
             step = stretch.stop
+            stretch = self.stretch_with(step)
         return step
 
+    def stretch_with(self, step: int) -> range | None:
+        """The stretch of left-out steps that holds this one."""
+        for stretch in self.left_out:
+            if step in stretch:
+                return stretch
+        return None
+
     def judge(self, step: int, loss: float, norm: float, ledger: str, ids: list[list[int]]) -> None:
-        """Name a step whose gradient jumps; count skipped ones: a non-finite gradient never reaches the weights, too
-        many in a row end the run."""
-        usual = [one["grad_norm"] for one in self.recent if math.isfinite(one["grad_norm"])]
-        limit = SPIKE * statistics.median(usual) if len(usual) >= SPIKE_AFTER else sys.float_info.max
-        calm = not self.recent or self.recent[-1]["grad_norm"] <= limit  # of a stretch, the first step tells it all
-        self.recent.append({"step": step, "loss": loss, "grad_norm": norm, "ledger": ledger[:12]})
-        if calm and not norm <= limit:
-            usually = f", usual is up to {limit:.3g}" if len(usual) >= SPIKE_AFTER else ""
-            self.telemetry.report(
-                "spike",
-                {"step": step, "grad_norm": norm, "limit": limit, "recent": list(self.recent), "ids": ids},
-                f"step {step}: gradient norm {norm:.3g}{usually}; look at the batch: "
-                f"python -m jobs replay {self.directory} step={step}",
-            )
+        """Look at a finished step: report a gradient spike, and end a run of steps that are not finite.
+
+        `ids` are the samples of this worker, each (epoch, shard, sample). Raises WentBack or Diverged, on all ranks
+        alike, after `max_skipped` non-finite steps in a row.
+        """
+        limit = self.spike_limit()
+        is_spike = not norm <= limit  # NaN is one too
+        # A stretch of spikes is one event: its first step is reported, the others belong to it.
+        is_first = not self.recent or self.recent[-1].grad_norm <= limit
+        self.recent.append(StepRecord(step, loss, norm, ledger[:12]))
+        if is_spike and is_first:
+            self.report_spike(step, norm, limit, ids)
+
         if math.isfinite(norm):
-            self.skipped = 0
+            self.skipped_in_a_row = 0
             return
-        self.skipped += 1
+        # The engine has already left the weights alone; here we count, and give up in time.
+        self.skipped_in_a_row += 1
         self.telemetry.say(
             f"step {step}: gradient not finite, step skipped, weights unchanged; "
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
-        if self.skipped >= self.cfg.max_skipped:
-            self._go_back_or_end(step)
+        if self.skipped_in_a_row >= self.cfg.max_skipped:
+            self.go_back_or_end(step)
 
-    def _go_back_or_end(self, step: int) -> None:
+    def spike_limit(self) -> float:
+        """The norm above which a step is a spike; the largest float until enough norms are known."""
+        finite_norms = [record.grad_norm for record in self.recent if math.isfinite(record.grad_norm)]
+        if len(finite_norms) < SPIKE_AFTER:
+            return sys.float_info.max  # JSON has no infinity
+        return SPIKE * statistics.median(finite_norms)
+
+    def report_spike(self, step: int, norm: float, limit: float, ids: list[list[int]]) -> None:
+        """Record the step with the recent ones, and name the command that shows its batch."""
+        usual = "" if limit == sys.float_info.max else f", usual is up to {limit:.3g}"
+        self.telemetry.report(
+            "spike",
+            {
+                "step": step,
+                "grad_norm": norm,
+                "limit": limit,
+                "recent": [asdict(record) for record in self.recent],
+                "ids": ids,
+            },
+            f"step {step}: gradient norm {norm:.3g}{usual}; look at the batch: "
+            f"python -m jobs replay {self.directory} step={step}",
+        )
+
+    def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
-        decided = [0]  # by the lead: others may still see an older listing of a shared folder
-        if dist.get_rank() == 0 and (found := checkpoint.committed(self.checkpoints)):
-            decided = [checkpoint.step_of(found[0])]
-        dist.broadcast_object_list(decided, src=0)
-        last, what = decided[0], f"{self.skipped} steps in a row up to {step} had a non-finite gradient"
-        newest = self.left_out[-1] if self.left_out else range(-1)
-        if last <= newest.stop:  # nothing was committed since we went back
+        last_committed = newest_committed_step(self.checkpoints)
+        happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
+        # Going back a second time helps only where something was committed since the first.
+        if self.left_out and last_committed <= self.left_out[-1].stop:
+            stretch = self.left_out[-1]
             raise Diverged(
-                f"{what}, and leaving out steps {newest.start + 1} … {newest.stop} had not helped\n"
+                f"{happened}, and leaving out steps {stretch.start + 1} … {stretch.stop} had not helped\n"
                 f"  the last good weights are in {self.checkpoints}\n"
                 "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
             )
         if dist.get_rank() == 0:
-            stretches = [*self.left_out, range(last, step)]
-            write_whole(self.directory / LEFT_OUT, json.dumps([[one.start, one.stop] for one in stretches]))
+            write_left_out(self.directory, [*self.left_out, range(last_committed, step)])
         dist.barrier()
-        raise WentBack(f"{what}: back to step {last}, steps {last + 1} … {step} are left out")
+        raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are left out")
 
     def count_bad(self, batch: Batch) -> int:
         """How many samples of the batch were replaced; this worker's first and every thousandth are named."""
         for bad in batch.bad:
-            self.bad_here += 1
-            if self.bad_here == 1 or self.bad_here % 1000 == 0:
-                self.telemetry.say(f"bad sample {self.bad_here} replaced: {bad.shard} {bad.key}: {bad.reason}")
+            self.bad_of_this_worker += 1
+            number = self.bad_of_this_worker
+            if number == 1 or number % 1000 == 0:
+                self.telemetry.say(f"bad sample {number} replaced: {bad.shard} {bad.key}: {bad.reason}")
         return len(batch.bad)
 
-    def check_bad(self, bad: int, seen: int, sets: list[str]) -> None:
+    def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:
         """Raise DataError when more of the samples seen were bad than a healthy set can have."""
         allowed = self.cfg.data.max_bad_fraction
         if bad > allowed * max(seen, BAD_GRACE):
@@ -110,3 +156,29 @@ class Health:
                 f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows\n"
                 f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"
             )
+
+
+def read_left_out(directory: Path) -> list[range]:
+    """Collective: what rank 0 reads of the file; empty where there is none."""
+    path = directory / LEFT_OUT
+    stretches: list[list[list[int]]] = [[]]
+    if dist.get_rank() == 0 and path.exists():
+        stretches = [json.loads(path.read_text())]
+    dist.broadcast_object_list(stretches, src=0)
+    return [range(first, stop) for first, stop in stretches[0]]
+
+
+def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
+    """Write the file that the next attempt reads; rank 0 only."""
+    write_whole(directory / LEFT_OUT, json.dumps([[stretch.start, stretch.stop] for stretch in stretches]))
+
+
+def newest_committed_step(checkpoints: Path) -> int:
+    """Collective: what rank 0 sees, 0 where it sees none; others may have an older listing of a shared folder."""
+    step = [0]
+    if dist.get_rank() == 0:
+        folders = checkpoint.committed(checkpoints)
+        if folders:
+            step = [checkpoint.step_of(folders[0])]
+    dist.broadcast_object_list(step, src=0)
+    return step[0]

@@ -16,7 +16,9 @@ def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
     targets = torch.zeros(len(labels), classes + 1, device=labels.device)
     targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)  # padding lands in a column that is cut off
     targets = targets[:, :classes]
-    return targets * (1 - smoothing) + smoothing / classes if smoothing else targets
+    if not smoothing:
+        return targets
+    return targets * (1 - smoothing) + smoothing / classes
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -38,14 +40,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Blend every image and target with its neighbour in the batch (big_vision utils.get_mixup).
 
-    One a ~ Beta(p, p) for the whole call, then a = max(a, 1 − a); the partner is the batch rolled by one. `seed`
-    makes it a pure function: give it (seed, step) so that all workers of a step draw the same a.
+    One a ~ Beta(p, p) is drawn for the whole call, then a = max(a, 1 − a); the partner is the batch rolled by one.
+    `seed` makes it a pure function: give it (seed, step) so that all workers of a step draw the same a.
     """
-    a = float(np.random.default_rng(seed).beta(p, p))
-    a = max(a, 1 - a)
-    return a * images + (1 - a) * images.roll(1, 0), a * targets + (1 - a) * targets.roll(1, 0)
+    drawn = float(np.random.default_rng(seed).beta(p, p))
+    a = max(drawn, 1 - drawn)  # the image itself always has the larger share
+    mixed_images = a * images + (1 - a) * images.roll(1, 0)
+    mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)
+    return mixed_images, mixed_targets
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
     """(B, C), (B, L) → (B,) bool: the top-1 prediction is one of the labels (single-label accuracy, ReaL)."""
-    return (labels == logits.argmax(-1, keepdim=True)).any(-1)
+    predicted = logits.argmax(-1, keepdim=True)
+    return (labels == predicted).any(-1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -10,19 +10,27 @@ from torch import nn
 from pipeline.config import Tags, require, tags
 from pipeline.schedule import ScheduleConfig
 
+# What the optimizer keeps per element of a parameter, fp32; a checkpoint holds it under these names of torch's.
+STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adam", "sgd"] = "adam"
-    lr: float = 8e-4  # peak, at batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
+    """Which optimizer, how fast, with how much decay. The defaults are the paper's pretraining on JFT-300M."""
+
+    name: Literal["adam", "sgd"] = "adam"  # adam decays decoupled from the gradient, as torch's AdamW
+    lr: float = 8e-4  # the peak; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
     weight_decay: float = 0.1  # torch convention: multiplied by the rate; kernels only (paper, table 3)
     head_weight_decay: float | None = None  # of the head's kernel; None: as the rest (ViT-G: 3.0 beside 0.03)
-    clip: float = 1.0  # global gradient norm; 0 is off
-    beta1: float = 0.9  # paper, section 4.1
-    beta2: float = 0.999  # paper, section 4.1
-    eps: float = 1e-8
+    clip: float = 1.0  # largest global gradient norm (the paper mentions 1 for ImageNet, SPEC 2.1); 0 is off
+    beta1: float = 0.9  # adam: decay of the gradient's mean a step (paper, section 4.1)
+    beta2: float = 0.999  # adam: decay of the squared gradient's mean a step (paper, section 4.1)
+    eps: float = 1e-8  # adam: added to the root of the squared gradient's mean
     momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # of the learning rate
 
     RESUME: ClassVar[Tags] = tags(
         forbid="name lr weight_decay head_weight_decay clip beta1 beta2 eps momentum schedule"
@@ -38,20 +46,20 @@ class OptimConfig:
 
 
 def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> torch.optim.Optimizer:
-    """A group for each strength of decay; the rate is set by the loop before every step."""
+    """Build the optimizer with a parameter group for each strength of decay; `decayed` names those that decay at all.
+
+    The rate is set by the loop before every step.
+    """
     by_decay: dict[float, list[nn.Parameter]] = {}
-    for name, p in model.named_parameters():
-        head = cfg.head_weight_decay if name.startswith("head.") else None
-        decay = (cfg.weight_decay if head is None else head) if name in decayed else 0.0
-        by_decay.setdefault(decay, []).append(p)
-    groups: list[dict[str, Any]] = [{"params": params, "weight_decay": decay} for decay, params in by_decay.items()]
+    for name, parameter in model.named_parameters():
+        decay = 0.0
+        if name in decayed:
+            decay = cfg.weight_decay
+            if name.startswith("head.") and cfg.head_weight_decay is not None:
+                decay = cfg.head_weight_decay
+        by_decay.setdefault(decay, []).append(parameter)
+    groups: list[dict[str, object]] = [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()]
     if cfg.name == "adam":
-        fused = next(model.parameters()).is_cuda
-        return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
+        is_cuda = next(model.parameters()).is_cuda
+        return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=is_cuda)
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
-
-
-STATE = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}  # per element, fp32, what a checkpoint holds

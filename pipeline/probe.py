@@ -1,33 +1,45 @@
-"""Few-shot linear evaluation, exactly as big_vision evaluators/fewshot_lsr.py computes it (paper, section 4.1).
+"""The few-shot probe, exactly as big_vision evaluators/fewshot_lsr.py computes it (paper, section 4.1).
 
-Closed-form regularised least squares from features to {−1, 1}^C. N rows, D features, C classes.
+1. Of every class of the training set, `shots` rows are picked by a seed.
+2. Features are standardised with the picked rows' mean and deviation.
+3. A linear map from features to {−1, 1}^C is fitted to the picked rows in closed form: regularised least squares.
+4. The class with the largest output is the prediction on the test set.
+
+    linear_probe(train_features, train_labels, test_features, test_labels, shots=10, seed=0)  →  0.8713
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
+# N rows, D features, C classes
+
 L2 = 2.0**10  # configs/common_fewshot.py: fixed, never selected on validation data
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 
 
 def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Rows picked for training: the first `shots` of a permutation of every class, classes in order, one generator.
+    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
 
     A class with fewer rows gives all it has; larger shots contain smaller ones.
     """
     rng = np.random.default_rng(seed)
-    picked = [rng.permutation(np.flatnonzero(labels == c))[:shots] for c in range(int(labels.max()) + 1)]
+    picked = []
+    for label in range(int(labels.max()) + 1):
+        rows_of_class = np.flatnonzero(labels == label)
+        picked.append(rng.permutation(rows_of_class)[:shots])
     return np.concatenate(picked)
 
 
 def solve(x: Tensor, y: Tensor, l2: float) -> Tensor:
     """(N, D), (N, C) → (D, C): ridge regression through the smaller of the two Gram matrices' eigenvectors."""
-    wide = len(x) < x.shape[1]
-    gram = x @ x.T if wide else x.T @ x
+    fewer_rows = len(x) < x.shape[1]
+    gram = x @ x.T if fewer_rows else x.T @ x
     values, vectors = torch.linalg.eigh(gram)
     inverse = (vectors / (values + l2)) @ vectors.T
-    return x.T @ (inverse @ y) if wide else inverse @ (x.T @ y)
+    if fewer_rows:
+        return x.T @ (inverse @ y)
+    return inverse @ (x.T @ y)
 
 
 def linear_probe(
@@ -39,26 +51,36 @@ def linear_probe(
     seed: int,
     l2: float = L2,
 ) -> float:
-    """Test accuracy of the linear map fitted to `shots` rows a class.
+    """Return the test accuracy of the linear map fitted to `shots` rows a class.
 
     Features (N, D) are standardised with the picked rows' mean and population std + 1e-5. Solved in float64, which
-    is at least as close to the original's float32 answer as its own platforms are to each other. ValueError where
-    rows and labels do not match.
+    is at least as close to the original's float32 answer as its own platforms are to each other. Raises ValueError
+    where rows and labels do not match.
     """
-    x, test = (torch.as_tensor(f).double() for f in (train_features, test_features))
-    labels, expected = (torch.as_tensor(t).long() for t in (train_labels, test_labels))
-    if len(x) != len(labels) or len(test) != len(expected) or not len(x) or not len(test) or shots < 1:
+    train = torch.as_tensor(train_features).double()
+    test = torch.as_tensor(test_features).double()
+    labels = torch.as_tensor(train_labels).long()
+    expected = torch.as_tensor(test_labels).long()
+    match = len(train) == len(labels) and len(test) == len(expected)
+    if not match or len(train) == 0 or len(test) == 0 or shots < 1:
         raise ValueError(
-            f"expected a label for each row, a row in each set and shots of 1 or more; found {len(x)} rows and "
+            f"expected a label for each row, a row in each set and shots of 1 or more; found {len(train)} rows and "
             f"{len(labels)} labels to train, {len(test)} and {len(expected)} to test, {shots} shots"
         )
+
+    # The map is fitted to the picked rows, and so is the standardisation: the test set stays unseen.
     rows = torch.from_numpy(few_shot_rows(labels.numpy(), shots, seed))
-    x, labels, classes = x[rows], labels[rows], int(labels.max()) + 1
-    mean, std = x.mean(0), x.std(0, correction=0) + 1e-5
+    x = train[rows]
+    picked_labels = labels[rows]
+    mean = x.mean(0)
+    std = x.std(0, correction=0) + 1e-5
+    targets = 2.0 * torch.nn.functional.one_hot(picked_labels, int(picked_labels.max()) + 1) - 1
+    weights = solve(standardised(x, mean, std), targets.double(), l2)
 
-    def prepare(features: Tensor) -> Tensor:
-        return torch.nn.functional.pad((features - mean) / std, (0, 1), value=BIAS)
-
-    y = 2.0 * torch.nn.functional.one_hot(labels, classes) - 1
-    predicted = (prepare(test) @ solve(prepare(x), y.double(), l2)).argmax(1)
+    predicted = (standardised(test, mean, std) @ weights).argmax(1)
     return float((predicted == expected).double().mean())
+
+
+def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """(N, D) → (N, D + 1): centred, scaled, and with the constant feature at the end."""
+    return torch.nn.functional.pad((features - mean) / std, (0, 1), value=BIAS)

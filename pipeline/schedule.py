@@ -1,5 +1,10 @@
-"""Learning rate as a pure function of the step (0-based: the first update of a warm-up has rate 0; SPEC of the paper's
-code, big_vision utils.create_learning_rate_schedule and vit_jax utils.create_learning_rate_schedule)."""
+"""The learning rate as a pure function of the step.
+
+Steps count from 0: the first update of a warm-up has rate 0. The formulas are those of the paper's code, big_vision
+utils.create_learning_rate_schedule and vit_jax utils.create_learning_rate_schedule.
+
+    learning_rate(step=5_000, steps=100_000, peak=8e-4, cfg=ScheduleConfig(warmup_steps=10_000))  →  4e-4
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +15,14 @@ from pipeline.config import Tags, require, tags
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    decay: Literal["linear", "cosine", "rsqrt", "constant"] = "linear"  # paper, table 3: linear on JFT and ImageNet-21k
-    warmup_steps: int = 10_000  # paper, table 3
-    end: float = 1e-5  # where linear decay ends, absolute (vit_jax utils.py: linear_end)
-    timescale: int = 10_000  # rsqrt: steps over which the rate halves fourfold (big_vision)
-    shift: int = 0  # rsqrt: moves its start (big_vision)
-    cooldown_steps: int = 0  # linear to 0 over the last steps (big_vision)
+    """How the learning rate rises to `optim.lr`, its peak, and falls again over a stage."""
+
+    decay: Literal["linear", "cosine", "rsqrt", "constant"] = "linear"  # JFT, ImageNet-21k: linear (paper, table 3)
+    warmup_steps: int = 10_000  # steps of linear rise from 0 to the peak (paper, table 3); 0: none
+    end: float = 1e-5  # linear: the rate it ends with, absolute (vit_jax utils.py: linear_end)
+    timescale: int = 10_000  # rsqrt: steps after the warm-up until the rate is 1/√2 of the peak (big_vision)
+    shift: int = 0  # rsqrt: steps by which the decay is ahead (big_vision)
+    cooldown_steps: int = 0  # last steps, over which the rate goes linearly to 0 (big_vision); 0: none
 
     RESUME: ClassVar[Tags] = tags(forbid="decay warmup_steps end timescale shift cooldown_steps")
 
@@ -27,7 +34,7 @@ class ScheduleConfig:
 
 
 def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> float:
-    """The rate of update `step` (0-based) of `steps`, with warm-up, decay and cool-down multiplied together."""
+    """Return the rate of update `step` (0-based) of `steps`: warm-up, decay and cool-down multiplied together."""
     progress = (step - cfg.warmup_steps) / max(steps - cfg.warmup_steps, 1)
     progress = min(max(progress, 0.0), 1.0)
     if cfg.decay == "linear":

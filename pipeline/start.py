@@ -1,41 +1,41 @@
-"""What the training loop is made of: start, micro-batch, agreement, save, evaluation, report.
+"""Sets up one worker of a trained stage: its data, model, engine, reports, and the step it starts from.
 
 How training starts, first match wins:
-1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world;
+1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world size;
 2. `init`: weights of another stage, step 0, a fresh optimizer;
 3. random weights from `seed`.
+
+In:  the stage's config and a Job; RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and the address of rank 0 in the environment
+Out: a Worker, whose parts stay the same while the stage trains, and Progress, which changes with every step
+
+Everything here is collective: all workers of the group do it together, and in this order.
 """
 
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError
-from data.evaluation import EvaluationBatch, EvaluationSet
 from data.loader import Batch, TrainLoader
-from data.order import Ledger
-from data.shards.index import load_index
+from data.order import Ledger, Mixture, Order
+from data.shards.index import Index, load_index
+from models import ModelConfig
 from pipeline import checkpoint, config
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.engine import Engine, deepspeed_config, join_group
-from pipeline.evaluate import accuracy, features, normalise, probe, watched
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
-from pipeline.losses import LOSSES, dense_targets, mixup
-from pipeline.saves import Saves
-from pipeline.telemetry import Telemetry, Window, log_line, memory_gb, peak_flops
+from pipeline.saver import Saver
+from pipeline.telemetry import Telemetry, Window
 from pipeline.training_config import TrainConfig, cache_line, training_order
 from pipeline.watchdog import Phases
-
-DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction
 
 
 @dataclass(frozen=True)
@@ -65,269 +65,235 @@ class Job:
         """Appears when the driver wants the worker group to commit and end."""
         return self.attempt_folder / "stop"
 
+    def set_paths(self) -> set[str]:
+        """Every set that the stage reads."""
+        optional = (self.evaluate, self.probe_train, self.probe_test)
+        return {*self.train, *(path for path in optional if path is not None)}
 
-class Trainer:
-    """What the loop holds: the engine, the data and what has been seen so far."""
 
-    def __init__(self, cfg: TrainConfig, job: Job) -> None:
-        self.cfg, self.job = cfg, job
-        self.phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
-        self.phases.enter("join", 0)
-        self.device = join_group(cfg.timeout_s)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.phases.enter("build", 0)
-        self.directory = Path(job.directory)
-        self.telemetry = Telemetry(self.directory, self.rank, job.attempt)
-        paths = {path for path in (*job.train, job.evaluate, job.probe_train, job.probe_test) if path is not None}
-        self.sets = {path: load_index(path) for path in paths}
-        self.index, self.order = training_order(cfg, [self.sets[path] for path in job.train])
-        self.steps = steps_of(cfg, sum(self.sets[path].samples for path in job.train))
-        self.arithmetic = batch_arithmetic(cfg, self.world)
-        self.model_config = models.from_dict(job.model)
-        self.check_classes()
-        self.engine = self._engine(self.arithmetic)
-        self.window = Window()
-        saver = checkpoint.Saver(self.directory / "checkpoints", Path(job.run), job.attempt)
-        self.saves = Saves(cfg, saver, self.telemetry, self.window)
-        self.health = Health(cfg, self.directory, saver.folder, self.telemetry)
-        self.step = self.bad = 0
-        self.ledger = Ledger.start(self.index.digest, cfg.seed)
-        self.last_metrics: dict[str, float] = {}
-        self.start()
+@dataclass(frozen=True)
+class Worker:
+    """What one worker trains with; nothing here is replaced while the stage trains."""
 
-    def check_classes(self) -> None:
-        """Raise DataError where a set has labels that the head has no output for; training images are square."""
-        height, width = self.model_config.image_size
-        config.require(height == width, f"image_size is {height}×{width}: training crops are square")
-        if self.cfg.objective == "masked":
-            return
-        for path in filter(None, (*self.job.train, self.job.evaluate)):
-            found, classes = self.sets[path].classes, self.model_config.classes
-            if found > classes:
-                raise DataError(
-                    f"{path} has labels up to {found - 1}, the model has {classes} classes\n  set model.classes={found}"
-                )
+    cfg: TrainConfig
+    job: Job
+    rank: int
+    world: int  # size: workers of the group
+    device: torch.device
+    phases: Phases
+    telemetry: Telemetry
+    window: Window  # the steps since the last report
+    sets: dict[str, Index]  # by path: every set that the stage reads
+    index: Index  # of what is trained on, mixtures joined
+    order: Order | Mixture
+    steps: int  # of the whole stage
+    arithmetic: Arithmetic
+    model_config: ModelConfig
+    engine: Engine
+    saver: Saver
+    health: Health
 
-    def _engine(self, arithmetic: Arithmetic) -> Engine:
-        cfg = self.cfg
-        model = models.from_config(self.model_config, torch.Generator().manual_seed(cfg.seed))
-        if self.job.init:
-            state, source = models.load_weights(self.job.init)
-            state, report = models.transfer(state, source, self.model_config, new_head=cfg.new_head)
-            model.load_state_dict(state, strict=False)  # transfer has accounted for every parameter
-            counts = {kind: len(getattr(report, kind)) for kind in ("kept", "resized", "new", "dropped")}
-            line = "parameters of init: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
-            self.telemetry.report("transfer", {"step": 0, "report": str(report)}, line)
-        model.checkpoint_blocks = recomputed_blocks(cfg, self.model_config)  # type: ignore[assignment]
-        if cfg.compile:
-            models.compile_blocks(model)
-        model.to(self.device)
-        settings = deepspeed_config(
-            zero=cfg.zero,
-            precision=cfg.precision,
-            micro_batch=cfg.micro_batch,
-            accumulation=arithmetic.accumulation,
-            clip=cfg.optim.clip,
-            user_file=cfg.deepspeed,
-        )
-        self.phases.enter("engine", 0)
-        made = partial(ExactEngine, parts=cfg.exact_parts) if cfg.exact_parts else Engine
-        return made(model, models.decayed(model), cfg.optim, settings, cfg.polyak)
 
-    # ------------------------------------------------------------------------------------------ how training starts
+@dataclass
+class Progress:
+    """What changes with every step; plain data that prints, and goes into a checkpoint's manifest."""
 
-    def start(self) -> None:
-        """Resume, or start from weights or seed; say which, and what is therefore ignored, in one line."""
-        cfg, job = self.cfg, self.job
-        with self.phases.led("restore", 0, self.rank == 0):
-            found = checkpoint.restore(self.engine, self.saves.saver.folder, job.attempt, self.telemetry.say)
-        if found is not None:
-            if found.key != job.key:
-                changed = "; ".join(config.differences(found.config, config.tagged(cfg, "forbid"))) or "its inputs"
-                raise CheckpointError(
-                    f"the newest checkpoint in {self.saves.saver.folder} is of stage key {found.key[:8]}, not "
-                    f"{job.key[:8]}: {changed}\n  move it to where it came from"
-                )
-            self.step, self.bad, self.ledger = found.step, found.bad_samples, Ledger(found.ledger)
-            ignored = f", init {job.init} ignored" if job.init else ", random weights ignored"
-            text = (
-                f"resumed from step {found.step} (attempt {found.attempt}, {found.world} workers, ZeRO {found.zero}, "
-                f"ledger {found.ledger[:12]}){ignored}"
+    step: int  # steps that are whole
+    bad_samples: int  # of all workers, since step 0
+    ledger: Ledger
+    last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
+
+
+def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
+    """Collective: join the group, build everything, load what there is to load, and say how training starts.
+
+    Raises ConfigError, DataError and CheckpointError.
+    """
+    # The phases come first: from here on the driver sees where this worker is, and ends it where it hangs.
+    phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
+    phases.enter("join", 0)
+    device = join_group(cfg.timeout_s)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+
+    phases.enter("build", 0)
+    directory = Path(job.directory)
+    telemetry = Telemetry(directory, rank, job.attempt)
+    sets = {path: load_index(path) for path in job.set_paths()}
+    training_sets = [sets[path] for path in job.train]
+    index, order = training_order(cfg, training_sets)
+    arithmetic = batch_arithmetic(cfg, world)
+    model_config: ModelConfig = models.from_dict(job.model)
+    check_model(cfg, job, model_config, sets)
+    model = build_model(cfg, job, model_config, telemetry).to(device)
+
+    phases.enter("engine", 0)
+    engine = build_engine(cfg, model, arithmetic.accumulation)
+    saver = Saver(
+        directory / "checkpoints",
+        Path(job.run),
+        telemetry,
+        keep=cfg.keep,
+        keep_every=cfg.keep_every,
+        max_failed_saves=cfg.max_failed_saves,
+    )
+    worker = Worker(
+        cfg=cfg,
+        job=job,
+        rank=rank,
+        world=world,
+        device=device,
+        phases=phases,
+        telemetry=telemetry,
+        window=Window(),
+        sets=sets,
+        index=index,
+        order=order,
+        steps=steps_of(cfg, sum(training_set.samples for training_set in training_sets)),
+        arithmetic=arithmetic,
+        model_config=model_config,
+        engine=engine,
+        saver=saver,
+        health=Health(cfg, directory, saver.folder, telemetry),
+    )
+
+    with phases.led("restore", 0, rank == 0):
+        manifest = checkpoint.restore(engine, saver.folder, job.attempt, telemetry.say)
+    if manifest is None:
+        progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
+    else:
+        check_stage(cfg, job, manifest, saver.folder)
+        progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
+        saver.last_committed = manifest.step
+    say_how_it_starts(worker, progress, manifest)
+    if isinstance(engine, ExactEngine):
+        say_price(engine, cfg, telemetry, progress.step)
+    return worker, progress
+
+
+def check_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, sets: dict[str, Index]) -> None:
+    """Raise DataError where a set has labels that the head has no output for; training images are square."""
+    height, width = model_config.image_size
+    config.require(height == width, f"image_size is {height}×{width}: training crops are square")
+    if cfg.objective == "masked":  # labels are not used
+        return
+    labelled = [*job.train]
+    if job.evaluate:
+        labelled.append(job.evaluate)
+    for path in labelled:
+        classes = sets[path].classes
+        if classes > model_config.classes:
+            raise DataError(
+                f"{path} has labels up to {classes - 1}, the model has {model_config.classes} classes\n"
+                f"  set model.classes={classes}"
             )
-        elif job.init:
-            text = f"weights from {job.init}, optimizer fresh, step 0"
-        else:
-            text = f"random weights from seed {cfg.seed}, step 0"
-        if self.rank == 0:
-            a = self.arithmetic
-            self.telemetry.say(
-                f"attempt {job.attempt}: {text}; {self.world} workers × micro_batch {a.micro_batch} × accumulation "
-                f"{a.accumulation} = batch {a.batch_size}, {self.steps} steps, ZeRO {cfg.zero} {cfg.precision}"
-            )
-            start = {
-                "step": self.step,
-                "text": text,
-                "world": self.world,
-                "claimed": job.claimed,
-                "drop": cfg.data.drop,
-            }
-            self.telemetry.report("start", start)
-        if self.index.remote and self.rank == 0:
-            here = range(self.arithmetic.slots(int(os.environ["LOCAL_WORLD_SIZE"]) - 1).stop)
-            self.telemetry.say(f"this node needs {cache_line(self.index, self.order, here, self.step, cfg.data)}")
-        if isinstance(self.engine, ExactEngine):
-            say_price(self.engine, cfg, self.telemetry, self.step)
 
-    # ------------------------------------------------------------------------------------------ pieces of a step
 
-    def micro_batches(self) -> Iterator[Batch]:
-        """This worker's micro-batches from the current step on."""
-        cfg = self.cfg
-        return iter(
-            TrainLoader(
-                self.index,
-                self.order,
-                image_size=self.model_config.image_size[0],
-                slots=self.arithmetic.slots(self.rank),
-                micro_batch=cfg.micro_batch,
-                accumulation=self.arithmetic.accumulation,
-                start_step=self.step,
-                seed=cfg.seed,
-                augment=cfg.data.augment,
-                max_labels=cfg.data.max_labels,
-                processes=cfg.data.processes,
-                timeout_s=cfg.data.timeout_s,
-                cache=cfg.data.cache,
-                decode=cfg.data.decode,
-            )
+def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
+    """The network with random weights from the seed, or with those of `init`; recomputed and compiled as asked."""
+    model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
+    if job.init:
+        stored_weights, stored_config = models.load_weights(job.init)
+        weights, report = models.transfer(stored_weights, stored_config, model_config, new_head=cfg.new_head)
+        model.load_state_dict(weights, strict=False)  # transfer has accounted for every parameter
+        telemetry.report(
+            "transfer",
+            {"step": 0, "report": str(report)},
+            f"parameters of init: {len(report.kept)} kept, {len(report.resized)} resized, {len(report.new)} new, "
+            f"{len(report.dropped)} dropped",
         )
+    model.recomputed_blocks = recomputed_blocks(cfg, model_config)
+    if cfg.compile:
+        models.compile_blocks(model)
+    return model
 
-    def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Backward of one micro-batch, weighted so that the sum over workers and micro-batches is the global mean.
 
-        Returns the summed loss of its samples.
-        """
-        cfg = self.cfg
-        torch.manual_seed(self.draw_key(batch, DROPOUT))
-        self.phases.enter("forward", self.step)
-        images = normalise(batch.images, self.engine.dtype, self.device)
-        total = self.masked_loss(images, batch) if cfg.objective == "masked" else self.labelled_loss(images, batch)
-        self.phases.enter("backward", self.step)
-        self.engine.backward(total * (self.world * self.arithmetic.accumulation / cfg.batch_size))
-        return total.detach()
+def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
+    """The model under DeepSpeed, with sums in a fixed order in exact mode."""
+    settings = deepspeed_config(
+        zero=cfg.zero,
+        precision=cfg.precision,
+        micro_batch=cfg.micro_batch,
+        accumulation=accumulation,
+        clip=cfg.optim.clip,
+        user_file=cfg.deepspeed,
+    )
+    decayed = models.decayed(model)
+    if cfg.exact_parts:
+        return ExactEngine(model, decayed, cfg.optim, settings, cfg.polyak, parts=cfg.exact_parts)
+    return Engine(model, decayed, cfg.optim, settings, cfg.polyak)
 
-    def draw_key(self, batch: Batch, *purpose: int) -> int:
-        """Seed of what is drawn for a micro-batch: of (seed, step, all its samples), and the purpose."""
-        return config_seed(self.cfg.seed, self.step, *batch.ids.flatten().tolist(), *purpose)
 
-    def labelled_loss(self, images: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Summed loss against the labels, smoothed and mixed as the recipe says."""
-        cfg = self.cfg
-        targets = dense_targets(batch.labels.to(self.device), self.model_config.classes, cfg.label_smoothing)
-        if cfg.mixup:
-            images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, self.step))
-        return LOSSES[cfg.loss](self.engine.forward(images), targets).sum()
+def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folder: Path) -> None:
+    """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
+    if manifest.key == job.key:
+        return
+    changed = "; ".join(config.differences(manifest.config, config.tagged(cfg, "forbid"))) or "its inputs"
+    raise CheckpointError(
+        f"the newest checkpoint in {folder} is of stage key {manifest.key[:8]}, not "
+        f"{job.key[:8]}: {changed}\n  move it to where it came from"
+    )
 
-    def masked_loss(self, images: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Summed loss of masked patch prediction; what is corrupted depends on the step and on the micro-batch's
-        samples, so it is the same at every world that cuts the batch into the same micro-batches."""
-        generator = torch.Generator(self.device).manual_seed(self.draw_key(batch))
-        return models.masked.objective(self.engine.forward, images, generator)[0]
 
-    def agree(self, loss: torch.Tensor, bad: int, stop: bool) -> tuple[float, int, bool, bool]:
-        """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
-        status = torch.tensor([0.0, bad, stop, self.saves.saver.written], dtype=torch.float64, device=self.device)
-        status[0] = loss
-        dist.all_reduce(status)
-        total, bad_sum, stops, written = status.tolist()
-        mean = self.engine.loss if isinstance(self.engine, ExactEngine) else total / self.cfg.batch_size
-        return mean, int(bad_sum), stops > 0, written == self.world
+def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.Manifest | None) -> None:
+    """Say in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
+    if worker.rank != 0:
+        return
+    cfg = worker.cfg
+    job = worker.job
+    arithmetic = worker.arithmetic
+    text = how_it_starts(cfg, job, manifest)
+    worker.telemetry.say(
+        f"attempt {job.attempt}: {text}; {worker.world} workers × micro_batch {arithmetic.micro_batch} × accumulation "
+        f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
+        f"{cfg.precision}"
+    )
+    record = {
+        "step": progress.step,
+        "text": text,
+        "world": worker.world,
+        "claimed": job.claimed,
+        "drop": cfg.data.drop,
+    }
+    worker.telemetry.report("start", record)
+    if worker.index.remote:
+        # A node's workers have neighbouring ranks, so their slots are one range; rank 0's node is the example.
+        last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
+        slots = range(arithmetic.slots(last_local_rank).stop)
+        needed = cache_line(worker.index, worker.order, slots, progress.step, cfg.data)
+        worker.telemetry.say(f"this node needs {needed}")
 
-    def begin_save(self) -> None:
-        """Snapshot now; a save still in flight is finished first."""
-        self.phases.enter("save", self.step)
-        self.saves.begin(
-            self.engine,
-            checkpoint.Manifest(
-                step=self.step,
-                samples_seen=self.step * self.cfg.batch_size,
-                updates=self.engine.updates,
-                ledger=self.ledger.hex,
-                attempt=self.job.attempt,
-                world=self.world,
-                zero=self.cfg.zero,
-                config=config.tagged(self.cfg, "forbid"),
-                key=self.job.key,
-                code=self.job.code,
-                bad_samples=self.bad,
-                metrics=self.last_metrics,
-            ),
+
+def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | None) -> str:
+    """The words for which of the three ways of starting it is."""
+    if manifest is not None:
+        ignored = f"init {job.init}" if job.init else "random weights"
+        return (
+            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
+            f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
-
-    def finish_save(self) -> None:
-        """Collective: commit the save in flight."""
-        self.phases.enter("save", self.step)
-        self.saves.finish()
-
-    def evaluate(self, remark: str = "") -> None:
-        """Collective: test accuracy and few-shot, as far as the recipe names sets for them."""
-        cfg, job = self.cfg, self.job
-        began = time.monotonic()
-        values: dict[str, Any] = {}
-        if job.evaluate:
-            values["accuracy"], values["judged"] = accuracy(
-                self.engine.model, self._samples(job.evaluate), self.engine.dtype, self.device
-            )
-            if (bad := self.sets[job.evaluate].samples - values["judged"]) and self.rank == 0:
-                self.telemetry.say(
-                    f"evaluate: {bad} bad samples of {job.evaluate} count neither way; see `jobs data check`"
-                )
-        if job.probe_train and job.probe_test:
-            sets = [
-                features(self.engine.model, self._samples(path), self.engine.dtype, self.device)
-                for path in (job.probe_train, job.probe_test)
-            ]
-            with self.phases.led("probe", self.step, self.rank == 0):
-                values |= probe(sets[0], sets[1], cfg.probe) if self.rank == 0 else {}
-        if values and self.rank == 0:
-            self.last_metrics = {k: v for k, v in values.items() if isinstance(v, float)}
-            shown = "  ".join(f"{k} {v:.4f}" for k, v in self.last_metrics.items() if "seed" not in k)
-            line = f"evaluate step {self.step}  {shown}{remark}"
-            self.telemetry.report("evaluate", {"step": self.step, **values}, line)
-        self.window.evaluated_s += time.monotonic() - began
-
-    def _samples(self, path: str) -> Iterator[EvaluationBatch]:
-        ops = self.cfg.data.preprocess or f"resize({self.model_config.image_size})"
-        samples = EvaluationSet(
-            self.sets[path],
-            ops,
-            batch_size=self.cfg.micro_batch,
-            rank=self.rank,
-            world=self.world,
-            max_labels=self.cfg.data.max_labels,
-            cache=self.cfg.data.cache,
-        )
-        return watched(samples, self.phases, self.step)
-
-    def report(self, rate: float) -> None:
-        """The log line and its record, of the steps since the one before."""
-        samples = self.cfg.batch_size * len(self.window.losses)
-        flops = models.training_flops(self.model_config, 1) * samples / self.world
-        values = {
-            "step": self.step,
-            "steps": self.steps,
-            "lr": rate,
-            **self.window.values(samples, flops, peak_flops(self.device), self.steps - self.step),
-            "memory_gb": memory_gb(),
-            "world": self.world,
-            "samples_seen": self.step * self.cfg.batch_size,
-            "bad_samples": self.bad,
-            "ledger": self.ledger.hex,
-        }
-        self.telemetry.report("train", values, log_line(values))
-        self.window.clear()
+    if job.init:
+        return f"weights from {job.init}, optimizer fresh, step 0"
+    return f"random weights from seed {cfg.seed}, step 0"
 
 
-def config_seed(*parts: int) -> int:
-    """A seed for dropout that depends on what is computed, not on who computes it or what ran before."""
-    return int(config.digest(parts)[:15], 16)
+def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
+    """This worker's micro-batches from a step on."""
+    cfg = worker.cfg
+    loader = TrainLoader(
+        worker.index,
+        worker.order,
+        image_size=worker.model_config.image_size[0],
+        slots=worker.arithmetic.slots(worker.rank),
+        micro_batch=cfg.micro_batch,
+        accumulation=worker.arithmetic.accumulation,
+        start_step=start_step,
+        seed=cfg.seed,
+        augment=cfg.data.augment,
+        max_labels=cfg.data.max_labels,
+        processes=cfg.data.processes,
+        timeout_s=cfg.data.timeout_s,
+        cache=cfg.data.cache,
+        decode=cfg.data.decode,
+    )
+    return iter(loader)

@@ -1,7 +1,15 @@
-"""What a run says: one log line a report, the same names in metrics.jsonl and TensorBoard, and waits that speak.
+"""What a run says: log lines, metrics.jsonl and TensorBoard, always with the same names.
 
-The lead worker writes; whoever drives the run follows `log.txt` and prints it.
+1. The loop puts every step's loss, gradient norm and waits into a `Window`.
+2. At a report the window becomes values, which rank 0 writes as a record and as one log line:
+
+       {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, "images_per_s": 41200.0, …}
+       step 50/700000  loss 2.8410  lr 4.0e-06  grad 0.42  img/s 41.2k (2.6k/worker)  wait 0.8%  mem 61.0G  eta 3d04h
+
+3. Whoever drives the run follows log.txt and prints it; `read_metrics` and `last_metrics` read the records back.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -10,36 +18,59 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+if TYPE_CHECKING:  # the driver reads metrics without loading torch
+    import torch
+    from torch.utils.tensorboard import SummaryWriter
+
+    from data.loader import Wait
+
+Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; which values it holds depends on its "kind"
+
+# FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+TAIL_BYTES = 1 << 20  # of metrics.jsonl, which hold the newest record: one of 50 steps has about 3 KB
+
+
+# ------------------------------------------------------------------------------------------------ numbers for people
 
 
 def amount(value: float) -> str:
-    """41234.0 → "41.2k"."""
+    """Return a number as people say it: 41234.0 → "41.2k"."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{suffix}"
-    return f"{value:.1f}" if value < 100 and value % 1 else f"{value:.0f}"
+    has_fraction = value % 1 != 0
+    if value < 100 and has_fraction:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "3d04h", "2h05m", "4m10s" or "12s"."""
+    """Return seconds as "3d04h", "2h05m", "4m10s" or "12s"."""
     total = int(seconds)
-    days, hours, minutes = total // 86400, total // 3600 % 24, total // 60 % 60
+    days = total // 86400
+    hours = total // 3600 % 24
+    minutes = total // 60 % 60
     if days:
         return f"{days}d{hours:02}h"
     if hours:
         return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{total % 60:02}s" if minutes else f"{total}s"
+    if minutes:
+        return f"{minutes}m{total % 60:02}s"
+    return f"{total}s"
 
 
-def log_line(report: Mapping[str, Any]) -> str:
-    """The one line, always in the same order."""
+def log_line(report: Record) -> str:
+    """Return a report as one line, always in the same order."""
+    images_per_s = report["images_per_s"]
     parts = [
         f"step {report['step']}/{report['steps']}",
         f"loss {report['loss']:.4f}",
         f"lr {report['lr']:.1e}",
         f"grad {report['grad_norm']:.2f}",
-        f"img/s {amount(report['images_per_s'])} ({amount(report['images_per_s'] / report['world'])}/worker)",
+        f"img/s {amount(images_per_s)} ({amount(images_per_s / report['world'])}/worker)",
     ]
     if report.get("mfu") is not None:
         parts.append(f"mfu {report['mfu']:.2f}")
@@ -51,8 +82,11 @@ def log_line(report: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+# ------------------------------------------------------------------------------------------------ what is measured
+
+
 def memory_gb() -> float:
-    """Peak memory of this worker: the GPU's where there is one, resident memory otherwise."""
+    """Return the peak memory of this worker in GiB: the GPU's where there is one, resident memory otherwise."""
     import torch
 
     if torch.cuda.is_available():
@@ -60,20 +94,42 @@ def memory_gb() -> float:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    if sys.platform == "darwin":  # getrusage counts bytes there, KiB on Linux
+        return peak / 2**30
+    return peak / 2**20
 
 
-# FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-WAITS = ("storage", "decode", "transfer")  # what a step may wait for (data.Wait)
-
-
-def peak_flops(device: Any) -> float | None:
-    """Of the GPU that we run on; None where there is none, or one that the table lacks."""
+def peak_flops(device: torch.device) -> float | None:
+    """Return the peak FLOP/s of the GPU; None where there is none, or one that the table lacks."""
     import torch
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in PEAK.items() if known in name), None)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for model, peak in PEAK.items():
+        if model in name:
+            return peak
+    return None
+
+
+class WindowValues(TypedDict):
+    """What the steps of a window come to."""
+
+    loss: float  # of the last step
+    losses: list[float]  # of every step
+    grad_norm: float  # of the last step, before clipping
+    grad_norms: list[float]
+    images_per_s: float  # of all workers, evaluations not counted
+    tflops_per_worker: float
+    mfu: float | None  # share of the GPU's peak; None where that is not known
+    wait: float  # share of `seconds` that this worker waited for data: the sum of the next three
+    wait_storage: float
+    wait_decode: float
+    wait_transfer: float
+    seconds: float
+    stalled_s: float  # in checkpoints
+    evaluated_s: float
+    eta_s: float
 
 
 class Window:
@@ -87,24 +143,38 @@ class Window:
         self.since = time.monotonic()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.waits: list[Any] = []  # data.Wait of every micro-batch
-        self.stalled_s = self.evaluated_s = 0.0  # by checkpoints, by evaluations
+        self.waits: list[Wait] = []  # of every micro-batch
+        self.stalled_s = 0.0  # by checkpoints
+        self.evaluated_s = 0.0
 
-    def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> dict[str, Any]:
-        """What the window comes to; `samples` are all workers', `flops` one worker's."""
+    def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
+        """Return what the window comes to; `samples` are all workers', `flops` are one worker's."""
         elapsed = time.monotonic() - self.since
+        # Speed is that of training: an evaluation would show as a drop of images/s that is none.
         busy = max(elapsed - self.evaluated_s, 1e-9)
-        waited = {f"wait_{w}": sum(getattr(wait, f"{w}_s") for wait in self.waits) / elapsed for w in WAITS}
+        flops_per_s = flops / busy
+        storage_s = 0.0
+        decode_s = 0.0
+        transfer_s = 0.0
+        for wait in self.waits:
+            storage_s += wait.storage_s
+            decode_s += wait.decode_s
+            transfer_s += wait.transfer_s
+        wait_storage = storage_s / elapsed
+        wait_decode = decode_s / elapsed
+        wait_transfer = transfer_s / elapsed
         return {
             "loss": self.losses[-1],
             "losses": self.losses,
             "grad_norm": self.norms[-1],
             "grad_norms": self.norms,
             "images_per_s": samples / busy,
-            "tflops_per_worker": flops / busy / 1e12,
-            "mfu": flops / busy / peak if peak else None,
-            "wait": sum(waited.values()),
-            **waited,
+            "tflops_per_worker": flops_per_s / 1e12,
+            "mfu": flops_per_s / peak if peak else None,
+            "wait": wait_storage + wait_decode + wait_transfer,
+            "wait_storage": wait_storage,
+            "wait_decode": wait_decode,
+            "wait_transfer": wait_transfer,
             "seconds": elapsed,
             "stalled_s": self.stalled_s,
             "evaluated_s": self.evaluated_s,
@@ -112,30 +182,35 @@ class Window:
         }
 
 
+# ------------------------------------------------------------------------------------------------ writing
+
+
 class Telemetry:
-    """The lead's pen; on other workers only `say` writes (what they alone have seen)."""
+    """Writes log lines, metrics.jsonl and TensorBoard; records come from rank 0 only, lines from any worker."""
 
     def __init__(self, directory: Path, rank: int, attempt: int) -> None:
-        self.directory, self.rank, self.attempt = directory, rank, attempt
-        self.tensorboard: Any = None
-        self.lost: dict[str, int] = {}  # by file: lines since one was written whole
+        self.directory = directory
+        self.rank = rank
+        self.attempt = attempt
+        self.tensorboard: SummaryWriter | None = None
+        self.lost_lines: dict[str, int] = {}  # by file: how many since the last one that was written whole
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(str(directory / "tensorboard"), flush_secs=10)
 
     def say(self, text: str) -> None:
-        """One line for people, from any worker; O_APPEND keeps lines of several workers whole."""
+        """Write one line for people, from any worker."""
         prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
         self._append("log.txt", f"{prefix}{text}\n")
 
-    def report(self, kind: str, values: Mapping[str, Any], line: str = "") -> None:
-        """A record in metrics.jsonl and scalars in TensorBoard; the lead's alone."""
-        if self.rank != 0:
+    def report(self, kind: str, values: Mapping[str, object], line: str = "") -> None:
+        """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0."""
+        if self.tensorboard is None:
             return
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         self._append("metrics.jsonl", json.dumps(record) + "\n")
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
                     self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
@@ -143,27 +218,42 @@ class Telemetry:
             self.say(line)
 
     def _append(self, name: str, text: str) -> None:
-        """A full disk costs lines, not the run; the lines that fit again are preceded by how many did not."""
-        lost = self.lost.get(name, 0)
-        blob = (f"\n({lost} lines lost: the disk refused them)\n" if lost else "") + text
-        try:
-            handle = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                whole = os.write(handle, blob.encode()) == len(blob.encode())
-            finally:
-                os.close(handle)
-        except OSError:
-            whole = False
-        self.lost[name] = 0 if whole else lost + 1
+        """Append to a file of the stage; a full disk costs lines, not the run.
+
+        The lines that fit again are preceded by how many did not.
+        """
+        lost = self.lost_lines.get(name, 0)
+        if lost:
+            text = f"\n({lost} lines lost: the disk refused them)\n{text}"
+        if append_whole(self.directory / name, text.encode()):
+            self.lost_lines[name] = 0
+        else:
+            self.lost_lines[name] = lost + 1
 
     def close(self) -> None:
+        """Close TensorBoard's file; the other two are opened for every line."""
         if self.tensorboard is not None:
             with suppress(OSError):
                 self.tensorboard.close()
 
 
-def read_metrics(directory: Path, kind: str | None = "train", tail: int | None = None) -> list[dict[str, Any]]:
-    """Records of a kind (None: of all) in the order written, of the last `tail` bytes or of all.
+def append_whole(path: Path, content: bytes) -> bool:
+    """Append by a single write, which O_APPEND keeps apart from other workers' lines; False where the disk refuses."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            return os.write(handle, content) == len(content)
+        finally:
+            os.close(handle)
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------ reading back
+
+
+def read_metrics(directory: Path, kind: str | None = "train", tail: int | None = None) -> list[Record]:
+    """Return the records of a kind (None: of all) in the order written, of the last `tail` bytes or of all.
 
     A torn last line (the writer was killed) is left out, and so is a first line that the tail cuts.
     """
@@ -171,16 +261,25 @@ def read_metrics(directory: Path, kind: str | None = "train", tail: int | None =
     if not path.exists():
         return []
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - tail) if tail else 0)
+        if tail is not None:
+            file.seek(max(0, path.stat().st_size - tail))
         lines = file.read().splitlines()
-    records = []
+    records: list[Record] = []
     for line in lines:
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and kind in (None, record["kind"])]
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn
+            continue
+        if not isinstance(record, dict):
+            continue
+        if kind is None or record["kind"] == kind:
+            records.append(record)
+    return records
 
 
-def last_metrics(directory: Path) -> dict[str, Any] | None:
-    """The newest training record, found without reading a month of them."""
-    records = read_metrics(directory, tail=1 << 20)
-    return records[-1] if records else None
+def last_metrics(directory: Path) -> Record | None:
+    """Return the newest training record, found without reading a month of them."""
+    records = read_metrics(directory, tail=TAIL_BYTES)
+    if not records:
+        return None
+    return records[-1]

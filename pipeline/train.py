@@ -1,12 +1,23 @@
-"""The one training loop: a worker of a trained stage, from its config to a committed checkpoint and weights."""
+"""The one training loop: a worker of a trained stage, from its config to a committed checkpoint and weights.
+
+1. `set_up` joins the group, builds data, model and engine, and loads a checkpoint or the weights to start from.
+2. Every step: forward and backward over the micro-batches; the optimizer steps with the last of them.
+3. All workers agree once a step: mean loss, bad samples, whether to stop, whether a save is written.
+4. What the step asks for: a report, the commit of a save, an evaluation, a new save, the end.
+5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size.
+
+In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
+Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
+     stage's folder checkpoints/step-0000700000/, weights.safetensors, model.json, log.txt, metrics.jsonl
+"""
 
 import json
 import signal
+import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,136 +25,226 @@ import torch.distributed as dist
 import models
 from data.errors import Preempted
 from data.files import whole_file
+from models import ModelConfig
 from pipeline import checkpoint, config
 from pipeline.accounting import account
+from pipeline.evaluate import normalise
+from pipeline.exact import ExactEngine
+from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
+from pipeline.reports import evaluate, report_training
 from pipeline.schedule import learning_rate
-from pipeline.start import Job, Trainer
+from pipeline.start import Job, Progress, Worker, micro_batches, set_up
 from pipeline.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 
 
-def train(cfg: TrainConfig, job: Job) -> dict[str, Any]:
-    """Run (or go on with) the stage on this worker; returns what the stage hands on. Collective.
+class StageResult(TypedDict):
+    """What a trained stage hands on to the driver."""
 
-    Raises Preempted after committing when asked to stop, Diverged, CheckpointError, data.DataError.
+    step: int
+    samples_seen: int
+    ledger: str
+    bad_samples: int
+    metrics: dict[str, float]
+    world: int
+
+
+def train(task: Mapping[str, Any]) -> StageResult:
+    """Run (or go on with) the stage on this worker of the group; returns what the stage hands on. Collective.
+
+    `task` holds the plain "config" and the fields of "job". Raises Preempted after committing when asked to stop,
+    WentBack, Diverged, CheckpointError, DataError.
     """
-    t = Trainer(cfg, job)
-    asked: list[int] = []
-    _catch_sigterm(asked)
-    batches, accumulation = t.micro_batches(), t.arithmetic.accumulation
-    first, t.saves.last = t.step + 1, t.step or -1
-    t.window.clear()
+    plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as they are in a recipe
+    cfg = config.build(TrainConfig, plain_config, "config")
+    job = Job(**task["job"])
 
-    while t.step < t.steps:
-        if (step := t.health.next_step(t.step)) != t.step:
-            t.step = step
-            batches = t.micro_batches()
+    # 1. Everything that the loop works with, and the step that it starts from.
+    worker, progress = set_up(cfg, job)
+    sigterm = notice_sigterm()
+    engine = worker.engine
+    phases = worker.phases
+    health = worker.health
+    saver = worker.saver
+    window = worker.window
+    accumulation = worker.arithmetic.accumulation
+    first_slot = worker.arithmetic.slots(worker.rank).start
+    objective = OBJECTIVES[cfg.objective]
+    # The engine divides by accumulation × world; so weighted, the sum of all backwards is the mean of the batch.
+    loss_weight = worker.world * accumulation / cfg.batch_size
+    batches = micro_batches(worker, progress.step)
+    first_step = progress.step + 1
+    window.clear()
+
+    while progress.step < worker.steps:
+        # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
+        next_step = health.next_step(progress.step)
+        if next_step != progress.step:
+            progress.step = next_step
+            batches = micro_batches(worker, next_step)
             continue
 
-        # 1. forward and backward over the accumulation; the optimizer steps with the last micro-batch
-        rate = learning_rate(t.step, t.steps, cfg.optim.lr, cfg.optim.schedule)
-        loss, bad, ids = torch.zeros((), device=t.device), 0, []
-        planned = t.order.batch(t.step)
-        shard = t.index.shards[planned[1][t.arithmetic.slots(t.rank).start]].name
+        # 2. Forward and backward over the accumulation; the optimizer steps with the last micro-batch.
+        step = progress.step
+        rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
+        # Arrays over the slots of the global batch; the first shard of ours is named to the driver while we wait.
+        epochs, shards, samples = worker.order.batch(step)
+        first_shard = worker.index.shards[shards[first_slot]].name
+        loss_sum = torch.zeros((), device=worker.device)
+        bad_samples = 0
+        ids_here: list[list[int]] = []
         for _ in range(accumulation):
-            t.phases.enter("data", t.step, shard)
+            phases.enter("data", step, first_shard)
             batch = next(batches)
-            t.window.waits.append(batch.wait)
-            assert batch.step == t.step, f"the loader is at step {batch.step}, the loop at {t.step}"
-            bad += t.health.count_bad(batch)
-            ids += batch.ids.tolist()
-            loss = loss + t.forward_backward(batch)
-            t.phases.enter("reduce", t.step)
-            t.engine.end_micro_batch(rate)
+            assert batch.step == step, f"the loader is at step {batch.step}, the loop at {step}"
+            window.waits.append(batch.wait)
+            bad_samples += health.count_bad(batch)
+            ids_here += batch.ids.tolist()
 
-        # 2. what all workers must agree on
-        stop = bool(asked) or (t.rank == 0 and job.stop_file.exists())
-        mean_loss, all_bad, stopping, written = t.agree(loss, bad, stop)
-        norm = t.engine.gradient_norm()
-        t.ledger = t.ledger.update(t.step, *planned)
-        t.step, t.bad = t.step + 1, t.bad + all_bad
-        t.window.losses.append(mean_loss)
-        t.window.norms.append(norm)
-        t.health.judge(t.step, mean_loss, norm, t.ledger.hex, ids)
-        t.health.check_bad(t.bad, t.step * cfg.batch_size, job.train)
+            # Dropout's draws depend on the samples alone: a resumed run repeats those of an uninterrupted one.
+            torch.manual_seed(seed_of_micro_batch(cfg.seed, step, batch.ids, DROPOUT))
+            phases.enter("forward", step)
+            images = normalise(batch.images, engine.dtype, worker.device)
+            micro_batch_loss = objective(worker, step, images, batch)
+            phases.enter("backward", step)
+            engine.backward(micro_batch_loss * loss_weight)
+            loss_sum = loss_sum + micro_batch_loss.detach()
+            del images, micro_batch_loss  # their memory is the optimizer's now
+            phases.enter("reduce", step)
+            engine.end_micro_batch(rate)
 
-        # 3. what the step asks for
-        last = t.step == t.steps
-        if t.step % cfg.log_every == 0 or last or stopping or t.step == first:
-            t.report(rate)
-        if t.saves.saver.in_flight and written:
-            t.finish_save()
-        if cfg.evaluate_every and t.step % cfg.evaluate_every == 0 and not last:
-            t.evaluate()
-        calm = not t.health.skipped  # a commit amid a bad stretch would pass for progress
-        if (t.step % cfg.save_every == 0 and calm) or last or stopping:
-            t.begin_save()
-        if stopping and not last:
-            t.finish_save()
-            how = "after committing it" if t.saves.last == t.step else "which could not be committed"
-            raise Preempted(f"stopped at step {t.step} {how}; run the same command again to go on")
+        # 3. What all workers must agree on: no worker may stop, commit or give up alone.
+        wants_stop = sigterm.is_set() or (worker.rank == 0 and job.stop_file.exists())
+        mean_loss, bad_of_all, stopping, all_written = agree(worker, loss_sum, bad_samples, wants_stop)
+        norm = engine.gradient_norm()
+        progress.ledger = progress.ledger.update(step, epochs, shards, samples)
+        progress.step += 1
+        progress.bad_samples += bad_of_all
+        window.losses.append(mean_loss)
+        window.norms.append(norm)
+        health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids_here)
+        health.check_bad(progress.bad_samples, progress.step * cfg.batch_size, job.train)
 
-    if t.saves.saver.in_flight:
-        t.finish_save()
-    while t.saves.last != t.step:  # the stage hands on what is committed; so many failures in a row end it
-        t.begin_save()
-        t.finish_save()
-    with t.engine.averaged() if cfg.polyak else nullcontext():
-        t.evaluate(f"  of the weights averaged by {cfg.polyak}" if cfg.polyak else "")
-    return finish(t)
+        # 4. What the step asks for, in this order: a report, the commit of a save, an evaluation, a new save, the end.
+        is_last = progress.step == worker.steps
+        if progress.step % cfg.log_every == 0 or is_last or stopping or progress.step == first_step:
+            report_training(worker, progress, rate)
+        if saver.in_flight and all_written:
+            phases.enter("save", progress.step)
+            saver.finish()
+        if cfg.evaluate_every and progress.step % cfg.evaluate_every == 0 and not is_last:
+            evaluate(worker, progress)
+        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
+        is_due = progress.step % cfg.save_every == 0 and health.skipped_in_a_row == 0
+        if is_due or is_last or stopping:
+            phases.enter("save", progress.step)
+            saver.begin(engine, manifest_of(worker, progress))
+        if stopping and not is_last:
+            phases.enter("save", progress.step)
+            saver.finish()
+            is_committed = saver.last_committed == progress.step
+            how = "after committing it" if is_committed else "which could not be committed"
+            raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
+
+    # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
+    if saver.in_flight:
+        phases.enter("save", progress.step)
+        saver.finish()
+    while saver.last_committed != progress.step:
+        phases.enter("save", progress.step)
+        saver.begin(engine, manifest_of(worker, progress))
+        phases.enter("save", progress.step)
+        saver.finish()
+    if cfg.polyak:
+        with engine.averaged():
+            evaluate(worker, progress, f"  of the weights averaged by {cfg.polyak}")
+    else:
+        evaluate(worker, progress)
+    return end(worker, progress)
 
 
-def _catch_sigterm(asked: list[int]) -> None:
-    """Remember SIGTERM until the end of the step; only a main thread may (under Ray the driver's stop file tells)."""
-    try:
-        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    except ValueError:
-        return
+def notice_sigterm() -> threading.Event:
+    """An event that SIGTERM sets; the loop looks at it after every step."""
+    asked = threading.Event()
+    # Only a main thread may catch signals; under Ray we are in another, and the driver's stop file tells us to stop.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    return asked
 
 
-def finish(t: Trainer) -> dict[str, Any]:
-    """The lead writes the stage's weights and their provenance from the committed checkpoint; all wait for it."""
-    outcome: list[Any] = [None]
-    with t.phases.led("finish", t.step, t.rank == 0):
-        if t.rank == 0:
-            outcome = [_hand_on(t)]
+def agree(worker: Worker, loss_sum: torch.Tensor, bad_samples: int, wants_stop: bool) -> tuple[float, int, bool, bool]:
+    """Collective, once a step: (mean loss, bad samples, anyone wants to stop, everyone has written its file)."""
+    numbers = [0.0, bad_samples, wants_stop, worker.saver.written]
+    status = torch.tensor(numbers, dtype=torch.float64, device=worker.device)
+    status[0] = loss_sum
+    dist.all_reduce(status)
+    loss_of_all, bad_of_all, stops, written = status.tolist()
+    mean_loss = loss_of_all / worker.cfg.batch_size
+    if isinstance(worker.engine, ExactEngine):
+        mean_loss = worker.engine.loss  # summed in the fixed order, as the gradient is
+    return mean_loss, int(bad_of_all), stops > 0, written == worker.world
+
+
+def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:
+    """What the checkpoint of this moment says about itself."""
+    return checkpoint.Manifest(
+        step=progress.step,
+        samples_seen=progress.step * worker.cfg.batch_size,
+        updates=worker.engine.updates,
+        ledger=progress.ledger.hex,
+        attempt=worker.job.attempt,
+        world=worker.world,
+        zero=worker.cfg.zero,
+        config=config.tagged(worker.cfg, "forbid"),
+        key=worker.job.key,
+        code=worker.job.code,
+        bad_samples=progress.bad_samples,
+        metrics=progress.last_metrics,
+    )
+
+
+def end(worker: Worker, progress: Progress) -> StageResult:
+    """Collective: rank 0 hands the stage on and all wait for it; then everything is closed."""
+    outcome: list[StageResult | None] = [None]
+    with worker.phases.led("finish", progress.step, worker.rank == 0):
+        if worker.rank == 0:
+            outcome = [hand_on(worker, progress)]
     dist.broadcast_object_list(outcome, src=0)
-    t.telemetry.close()
-    t.phases.close()
-    t.engine.close()
+    worker.telemetry.close()
+    worker.phases.close()
+    worker.engine.close()
     dist.destroy_process_group()
+    assert outcome[0] is not None
     return outcome[0]
 
 
-def _hand_on(t: Trainer) -> dict[str, Any]:
-    """The lead's part of the end: weights, and what the stage says of itself."""
-    last = checkpoint.committed(t.saves.saver.folder)[0]
+def hand_on(worker: Worker, progress: Progress) -> StageResult:
+    """Write the stage's weights from the committed checkpoint, and say what the run's time went into; rank 0 only."""
+    directory = Path(worker.job.directory)
+    last = checkpoint.committed(worker.saver.folder)[0]
     manifest = checkpoint.read_manifest(last)
-    models.save_weights(export(last, t.model_config), t.directory, t.model_config, writing=whole_file)
-    spent = account(read_metrics(t.directory, None))
-    t.telemetry.report("effective", {"step": t.step, "ratio": spent.ratio, **asdict(spent)}, spent.line())
-    kind = "averaged weights" if t.cfg.polyak else "weights"
-    t.telemetry.say(f"done at step {t.step}: {kind} in {t.directory / 'weights.safetensors'}")
+    weights = export(last, worker.model_config)
+    models.save_weights(weights, directory, worker.model_config, writing=whole_file)
+    spent = account(read_metrics(directory, None))
+    values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
+    worker.telemetry.report("effective", values, spent.line())
+    kind = "averaged weights" if worker.cfg.polyak else "weights"
+    worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     return {
-        "step": t.step,
+        "step": progress.step,
         "samples_seen": manifest.samples_seen,
         "ledger": manifest.ledger,
         "bad_samples": manifest.bad_samples,
-        "metrics": t.last_metrics,
-        "world": t.world,
+        "metrics": progress.last_metrics,
+        "world": worker.world,
     }
 
 
-def export(folder: Path, model: Any) -> dict[str, torch.Tensor]:
+def export(folder: Path, model_config: ModelConfig) -> dict[str, torch.Tensor]:
     """World-size-free fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
     manifest = checkpoint.read_manifest(folder)
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in models.from_config(model).named_parameters()}
+        model = models.from_config(model_config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     kind = "average" if manifest.config.get("polyak") else "master"
     return checkpoint.Reader(folder, manifest.files).weights(shapes, kind)
-
-
-def worker(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker group runs: `task` holds the plain config and job."""
-    cfg = config.build(TrainConfig, json.loads(json.dumps(task["config"])), "config")
-    return train(cfg, Job(**task["job"]))

@@ -1,4 +1,8 @@
-"""The configuration of a trained stage (pretrain, finetune) and the arithmetic that follows from it."""
+"""The configuration of a trained stage (pretrain, finetune), the architecture that it names, the order of its samples.
+
+In:  the section of a recipe, merged by `pipeline.config.build`; every `__post_init__` below refuses what cannot run
+Out: a frozen TrainConfig; `trained_model` and `training_order` say what follows from it
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +12,11 @@ import models
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.order import Mixture, Order
-from data.order import shares as shares_of
+from data.order import shares as check_shares  # raises ValueError where a set would get none
 from data.shards.cache import CacheConfig, wanted
 from data.shards.index import Index, join, without
+from models import ModelConfig
+from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluate import ProbeConfig, check_ops
 from pipeline.optimizer import OptimConfig
@@ -20,7 +26,7 @@ from pipeline.optimizer import OptimConfig
 class MixedConfig:
     """One of several sets to train on, and its weight among them."""
 
-    train: str = "???"  # as `DataConfig.train`
+    train: str = "???"  # the set's index, or its folder; or "@stage/name"
     weight: float = "???"  # type: ignore[assignment]  # of every batch; only the ratios count
 
     RESUME: ClassVar[Tags] = tags(forbid="train weight")
@@ -33,21 +39,21 @@ class MixedConfig:
 class DataConfig:
     """Which shards, in which order, through which processes. Paths may be "@stage/name": made by another stage."""
 
-    train: str | None = None  # the set's index, or its folder; or
+    train: str | None = None  # the set's index, or its folder; or "@stage/name"; or `mixture` instead
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets by name, which share their labels
     drop: tuple[str, ...] = ()  # shards of these sets to do without: lost or corrupt ones, by name; steps stay
-    samples: int | None = None  # what `plan` counts with while an index is not there
-    evaluate: str | None = None
+    samples: int | None = None  # how many `plan` counts with while an index is not there
+    evaluate: str | None = None  # index or folder of the set that accuracy is measured on; or "@stage/name"
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch
-    shuffle_block: int | None = None  # positions shuffled together; None: the default of data.Order
-    tail: Literal["carry", "drop"] = "carry"
+    augment: AugmentConfig = field(default_factory=AugmentConfig)  # of training images
+    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch (docs/order.md)
+    shuffle_block: int | None = None  # positions shuffled together; None: 16384 (docs/order.md)
+    tail: Literal["carry", "drop"] = "carry"  # samples that fill no batch go to the next epoch, or are left out
     max_labels: int = 1  # labels a sample has at most
-    max_bad_fraction: float = 1e-3  # of the samples seen, judged from the 10,000th on; past it, exit 65
-    processes: int = 0  # decoding processes a worker
+    max_bad_fraction: float = 1e-3  # of bad samples among those seen, judged from the 10,000th on; past it, exit 65
+    processes: int = 0  # decoding processes a worker; 0: the training process decodes
     decode: Literal["cpu", "gpu"] = "cpu"  # gpu: nvJPEG in the training process; other pixels than cpu's
-    timeout_s: float = 120.0  # without a batch, or a piece of a shard
+    timeout_s: float = 120.0  # without a batch, or a piece of a shard; then the decoding process is replaced
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
 
     RESUME: ClassVar[Tags] = tags(
@@ -57,9 +63,8 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        require(
-            not (self.train and self.mixture), "give train or mixture, one of them; data.train=null leaves train out"
-        )
+        names_two_sources = bool(self.train and self.mixture)
+        require(not names_two_sources, "give train or mixture, one of them; data.train=null leaves train out")
         require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
         for name in ("lanes", "shuffle_block", "samples"):
             value = getattr(self, name)
@@ -67,16 +72,18 @@ class DataConfig:
         require(self.timeout_s > 0, f"timeout_s is {self.timeout_s}, expected more than 0")
         check_ops(self.preprocess)
         require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
+        needs_cpu = self.augment.crop == "random" or self.augment.randaug_layers > 0
         require(
-            self.decode == "cpu" or (self.augment.crop != "random" and not self.augment.randaug_layers),
+            self.decode == "cpu" or not needs_cpu,
             "data.decode=gpu crops, resizes and flips; augment.crop=random and randaug_layers need data.decode=cpu",
         )
         require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
     def sets(self) -> dict[str, tuple[str, float]]:
         """{name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
-        found = {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
-        return found or {"train": (self.train or "", 1.0)}
+        if not self.mixture:
+            return {"train": (self.train or "", 1.0)}
+        return {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
 
 
 @dataclass(frozen=True)
@@ -87,39 +94,39 @@ class TrainConfig:
     `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
     """
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
     model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
     new_head: bool = False  # replace the head by a zero-initialised one (paper, B.1.1) even where classes agree
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    objective: Literal["classification", "masked"] = "classification"
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # of classification
-    label_smoothing: float = 0.0
-    mixup: float = 0.0  # Beta(p, p); 0 is off
+    optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
+    objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
+    label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
+    mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
     polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
-    steps: int | None = None  # optimizer steps; or
-    passes: float | None = None  # over the data, rounded to steps as big_vision does
-    batch_size: int = 4096  # global
-    micro_batch: int = 64  # per worker; accumulation is derived
-    uneven: bool = False  # let workers own numbers of slots that differ by one
+    steps: int | None = None  # optimizer steps; or `passes` instead
+    passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
+    batch_size: int = 4096  # images a step, of all workers together
+    micro_batch: int = 64  # images a worker takes at a time; accumulation is derived
+    uneven: bool = False  # let workers own numbers of a batch's slots that differ by one
     exact_parts: int = 0  # 1, 2, 4 … up to so many workers have the same bits (docs/exact.md); 0: off
-    precision: Literal["bf16", "fp32"] = "bf16"
-    zero: int = 2  # DeepSpeed ZeRO stage
-    checkpoint_blocks: int = 0  # blocks that recompute their activations; or
-    activation_gb: float | None = None  # as many as make a micro-batch's activations fit in this (GiB)
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the optimizer keeps fp32
+    zero: int = 2  # DeepSpeed ZeRO stage, 0 to 3: workers share 1 the optimizer's state, 2 gradients too, 3 weights too
+    checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
+    activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    deepspeed: str | None = None  # your own ds_config.json, merged in
-    seed: int = 0
-    evaluate_every: int = 0  # steps; 0: only at the end
-    probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot on the fly
-    log_every: int = 50
-    save_every: int = 1000
-    keep: int = 3  # newest checkpoints
+    deepspeed: str | None = None  # path of your own ds_config.json, merged in
+    seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
+    evaluate_every: int = 0  # steps between evaluations; 0: only at the end
+    probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
+    log_every: int = 50  # steps between log lines
+    save_every: int = 1000  # steps between checkpoints
+    keep: int = 3  # newest checkpoints that stay, 2 or more
     keep_every: int = 0  # steps whose multiples are kept for good; 0: none
     max_skipped: int = 5  # non-finite steps in a row before exit 70
-    max_failed_saves: int = 3  # in a row before exit 74
-    timeout_s: float = 1800.0  # collectives
-    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
+    max_failed_saves: int = 3  # checkpoints in a row that cannot be written before exit 74
+    timeout_s: float = 1800.0  # after which a collective that not all workers have joined fails
+    stall_s: float = 600.0  # without any worker entering a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
@@ -131,105 +138,118 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
+        is_phantom = self.zero == 0 and self.precision == "bf16"
         require(
-            not (self.zero == 0 and self.precision == "bf16"),
+            not is_phantom,
             "zero is 0 with precision bf16: DeepSpeed takes a phantom step there\n  use zero=1 or precision=fp32",
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
         require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
-        masked = self.objective == "masked"
+        uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
         require(
-            not (masked and (self.mixup or self.label_smoothing or self.data.evaluate)),
+            self.objective != "masked" or not uses_labels,
             "objective masked has no labels: leave out mixup, label_smoothing and data.evaluate; "
             "probe.train and probe.test judge its features",
         )
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
-        require((self.steps or self.passes or 0) > 0, "steps and passes must be more than 0")
-        for name in (
-            "batch_size",
-            "micro_batch",
-            "log_every",
-            "save_every",
-            "max_skipped",
-            "max_failed_saves",
-        ):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, expected 1 or more")
+        length = self.steps if self.steps is not None else self.passes
+        require(length is not None and length > 0, "steps and passes must be more than 0")
+        for name in ("batch_size", "micro_batch", "log_every", "save_every", "max_skipped", "max_failed_saves"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}, expected 1 or more")
         for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, expected 0 (off) or more")
-        self._check_parts()
+            value = getattr(self, name)
+            require(value >= 0, f"{name} is {value}, expected 0 (off) or more")
+        self._check_exact_parts()
         if self.data.mixture:
-            shares_of(self.batch_size, [part.weight for part in self.data.mixture.values()])
+            # Every set must get at least one sample of a batch.
+            check_shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
 
-    def _check_parts(self) -> None:
-        parts, unit = self.exact_parts, self.exact_parts * self.micro_batch
-        require(parts >= 0 and parts & (parts - 1) == 0, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+    def _check_exact_parts(self) -> None:
+        parts = self.exact_parts
+        is_power_of_two = parts & (parts - 1) == 0  # 0 too
+        require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+        if parts == 0:
+            return
+        unit = parts * self.micro_batch
         require(
-            not (parts and (self.batch_size % unit or self.uneven)),
+            self.batch_size % unit == 0 and not self.uneven,
             f"exact_parts {parts} needs a batch_size of equal parts of whole micro-batches; {self.batch_size} is not a "
             f"multiple of {parts} × micro_batch {self.micro_batch} = {unit}, or uneven is on",
         )
         require(
-            not (parts and self.deepspeed),
+            not self.deepspeed,
             "exact_parts sums and steps without DeepSpeed, whose settings in your deepspeed file would do nothing\n"
             "  leave out one of them",
         )
 
 
-def model_config(values: Mapping[str, Any], source: Any = None) -> Any:
+def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
     """The architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
 
     Raises ConfigError with what the models package found.
     """
-    plain = dict(values)
+    options = dict(values)
     try:
-        if "name" not in plain and source is not None:
-            return models.from_dict({**models.to_dict(source), **plain})
-        if str(plain.get("name")).startswith("Masked-"):
-            plain["classes"] = 0
-        return models.config_of(plain.pop("name"), plain.pop("image_size"), plain.pop("classes"), **plain)
+        if "name" not in options and source is not None:
+            return models.from_dict({**models.to_dict(source), **options})
+        if str(options.get("name")).startswith("Masked-"):
+            options["classes"] = 0
+        name = options.pop("name")
+        image_size = options.pop("image_size")
+        classes = options.pop("classes")
+        return models.config_of(name, image_size, classes, **options)
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
 
 
-def trained_model(cfg: TrainConfig, source: Any = None) -> Any:
+def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
     """The architecture a stage trains; classification starts from the ViT inside a masked model.
 
     Raises ConfigError where it cannot have the stage's objective.
     """
-    masked = cfg.objective == "masked"
-    if source is not None and source.family == "masked" and not masked:
+    is_masked = cfg.objective == "masked"
+    if isinstance(source, MaskedConfig) and not is_masked:
         source = source.vit
-    found = model_config(cfg.model, source)
+    model = model_config(cfg.model, source)
     require(
-        (found.family == "masked") == masked,
-        f"objective {cfg.objective} cannot train a model of family {found.family}\n"
+        (model.family == "masked") == is_masked,
+        f"objective {cfg.objective} cannot train a model of family {model.family}\n"
         "  write objective: masked with model.name: Masked-B/16, or neither",
     )
-    return found
+    return model
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
     """The set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and the order of its samples."""
     sets = without(sets, cfg.data.drop)
-    given = {"lanes": cfg.data.lanes, "shuffle_block": cfg.data.shuffle_block, "tail": cfg.data.tail}
-    options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size}
-    options |= {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
+    # What the recipe leaves open has its default in data.Order, which depends on the batch size.
+    if cfg.data.lanes is not None:
+        options["lanes"] = cfg.data.lanes
+    if cfg.data.shuffle_block is not None:
+        options["shuffle_block"] = cfg.data.shuffle_block
     if not cfg.data.mixture:
         return sets[0], Order(sets[0].shard_samples, **options)
-    weights, groups = [weight for _, weight in cfg.data.sets().values()], [len(one.shards) for one in sets]
-    index = join(sets, weights)
-    return index, Mixture(index.shard_samples, groups=groups, weights=weights, **options)
+    weights = [weight for _, weight in cfg.data.sets().values()]
+    shard_counts = [len(index.shards) for index in sets]
+    joined = join(sets, weights)
+    return joined, Mixture(joined.shard_samples, groups=shard_counts, weights=weights, **options)
 
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
     """Whether the shards that these slots read ahead fit the cache of a node, and what to type where they do not."""
     count, size = wanted(index, order, slots, step, cfg.cache)
-    last, limit = step + cfg.cache.ahead, cfg.cache.limit_bytes
-    line = f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last}; the cache keeps {limit / 2**30:.3g} GiB"
+    last_step = step + cfg.cache.ahead
+    limit = cfg.cache.limit_bytes
+    line = (
+        f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
+        f"the cache keeps {limit / 2**30:.3g} GiB"
+    )
     if size <= limit:
         return line
     return (

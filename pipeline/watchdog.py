@@ -1,11 +1,19 @@
 """Finds the worker that the others wait for: every worker says which phase it enters, and the driver judges.
 
-From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
+1. A worker calls `Phases.enter`: `rank-00003.phase`, beside its other files of the attempt, then holds one line
 
-`rank-00003.phase`, beside the worker's other files of the attempt, holds one line of JSON, overwritten in place by a
-single write (2 µs on a local disk). The driver compares what it reads with what it read before, on its own clock: the
-nodes' clocks do not matter. On a GPU a phase is entered when its kernels are queued; a device that hangs shows in the
-next phase that waits for it, `reduce`.
+       {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}
+
+   overwritten in place by a single write (2 µs on a local disk).
+2. The driver calls `Watch.look` twice a second. It compares what it reads with what it read before, on its own clock:
+   the nodes' clocks do not matter.
+3. When no worker has entered a phase for `stall_s`, the look returns a verdict: the rank that holds up the others, and
+   why. All workers enter the same phases in the same order, so the one that has entered the fewest is behind.
+4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move.
+
+From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
+On a GPU a phase is entered when its kernels are queued; a device that hangs shows in the next phase that waits for it,
+`reduce`.
 """
 
 import faulthandler
@@ -15,146 +23,230 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
 WAITING = ("backward", "reduce", "save")  # phases with collectives: who is there may be waiting for the others
 DUMP_AT = 0.8  # of the time-out: each worker writes its stacks into its log before the driver ends it
+LINE_BYTES = 256  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
 SLOW_LOOKS = 60  # looks of the driver (0.5 s each) in a row of which a slow worker must be alone behind in most
-SLOW_SHARE = 0.9
+SLOW_SHARE = 0.9  # that is "most"
+
+
+def phase_file(folder: Path, rank: int) -> Path:
+    """Return where a worker says in which phase it is."""
+    return folder / f"rank-{rank:05d}.phase"
+
+
+# ------------------------------------------------------------------------------------------------ in the worker
 
 
 class Phases:
-    """A worker's pen. Never fails: a worker that cannot say where it is still trains."""
+    """Writes a worker's phase file. It never fails: a worker that cannot say where it is still trains."""
 
     def __init__(self, folder: Path, rank: int, stall_s: float) -> None:
-        self.stall_s, self.entered = stall_s, 0
+        self.stall_s = stall_s
+        self.entered = 0  # phases so far
         folder.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(folder / f"rank-{rank:05d}.phase", os.O_WRONLY | os.O_CREAT, 0o644)
+        self.handle = os.open(phase_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:
-        """From now on this worker is in `phase` of `step`; a phase that lasts leaves its stacks in the log.
+        """Say that this worker is in `phase` from now on; a phase that lasts leaves its stacks in the log.
 
-        `step` counts the steps that are whole."""
+        `step` counts the steps that are whole.
+        """
         self.entered += 1
-        line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard})
+        line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard}).encode()
         with suppress(OSError):
-            os.pwrite(self.handle, line[:255].ljust(255).encode() + b"\n", 0)
+            os.pwrite(self.handle, line[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n", 0)
         faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
 
     @contextmanager
-    def led(self, phase: str, step: int, lead: bool) -> Iterator[None]:
-        """The lead is in `phase`, the others in the wait for it, which the lead enters when it is done."""
+    def led(self, phase: str, step: int, is_rank_0: bool) -> Iterator[None]:
+        """Put rank 0 into `phase` and the others into "wait"; rank 0 follows them when it is done.
+
+        All enter both phases, so that their counts stay comparable.
+        """
         self.enter(phase, step)
-        if not lead:
+        if not is_rank_0:
             self.enter("wait", step)
         yield
-        if lead:
+        if is_rank_0:
             self.enter("wait", step)
 
     def close(self) -> None:
+        """Stop the timer of the stacks and close both files."""
         faulthandler.cancel_dump_traceback_later()
         os.close(self.handle)
         self.log.close()
 
 
+# ------------------------------------------------------------------------------------------------ in the driver
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is; workers do the same phases, so the one that has entered fewer is behind."""
+    """Where a worker is; the one that has entered fewer phases is behind."""
 
-    entered: int
+    entered: int  # phases so far
     phase: str
-    step: int
+    step: int  # steps that are whole
     shard: str
     since: float = 0.0  # on the driver's clock, when it was first seen there
 
     def __str__(self) -> str:
         shard = f", shard {self.shard}" if self.shard else ""
+        if self.phase == "save":
+            return f"save of step {self.step}{shard}"
         if self.phase in STEP:
-            return f"{self.phase} of step {self.step + (self.phase != 'save')}{shard}"
-        return self.phase + (f" after step {self.step}" if self.step else "") + shard
+            return f"{self.phase} of step {self.step + 1}{shard}"  # which is not whole yet
+        if self.step:
+            return f"{self.phase} after step {self.step}{shard}"
+        return f"{self.phase}{shard}"
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """Who holds up the worker group, and why."""
+
     rank: int
     cause: str
 
 
 class Watch:
-    """The driver's eye on one attempt."""
+    """Watches the phase files of one attempt.
+
+    `start_s`, where it is longer than `stall_s`, is how long the workers may take to be placed and to import what they
+    need. `clock` returns seconds.
+    """
 
     def __init__(
         self,
         folder: Path,
         world: int,
         stall_s: float,
-        start_s: float = 0.0,  # in which the workers may be placed and import what they need
+        start_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.folder, self.world, self.stall_s, self.clock = folder, world, stall_s, clock
+        self.folder = folder
+        self.world = world
+        self.stall_s = stall_s
         self.start_s = max(start_s, stall_s)
-        self.began: float | None = None
-        self.places: dict[int, Place] = {}
-        self.behind: Counter[int] = Counter()
-        self.looks = 0
+        self.clock = clock
+        self.began: float | None = None  # at the first look
+        self.places: dict[int, Place] = {}  # by rank, as last seen
+        self.looks = 0  # during steps, since `slow` last told
+        self.behind: Counter[int] = Counter()  # by rank: in how many of them all others waited for it
 
     def look(self, frozen: Callable[[int], bool]) -> Verdict | None:
-        """Who holds up everybody for longer than the time-out; None while anybody moves."""
-        self.began = self.clock() if self.began is None else self.began
-        for rank in range(self.world):
-            found = self._read(rank)
-            before = self.places.get(rank)
-            if found is not None and (before is None or found["entered"] != before.entered):
-                self.places[rank] = Place(**found, since=self.clock())
-        idle = self.clock() - max([self.began, *(place.since for place in self.places.values())])
+        """Tell who has held up everybody for longer than the time-out; None while anybody moves.
+
+        `frozen` tells whether the process of a rank is stopped by a signal.
+        """
+        if self.began is None:
+            self.began = self.clock()
+        self.update_places()
+        last_sign = max([self.began, *(place.since for place in self.places.values())])
+        idle_s = self.clock() - last_sign
+
+        # A worker that has never been seen may still be importing, which takes longer than any phase.
         missing = [rank for rank in range(self.world) if rank not in self.places]
         if missing:
-            rank = next((r for r in missing if frozen(r)), missing[0])
-            cause = "frozen: stopped by a signal" if frozen(rank) else "does not start"
-            return Verdict(rank, f"{cause}, {idle:.0f}s without a sign of life") if idle > self.start_s else None
+            if idle_s > self.start_s:
+                return self.judge_start(missing, idle_s, frozen)
+            return None
+
+        # Only in the steps do all workers do equally much; elsewhere rank 0 may be behind for good reasons.
         if all(place.phase in STEP for place in self.places.values()):
             self.looks += 1
-            self.behind.update(self._alone())
-        return self._judge(idle, frozen) if idle > self.stall_s else None
+            rank = self.alone_behind()
+            if rank is not None:
+                self.behind[rank] += 1
+        if idle_s > self.stall_s:
+            return self.judge(idle_s, frozen)
+        return None
 
-    def place(self, rank: int | None) -> str:
-        """Where a worker is now, in words; "" where it has not said so."""
-        found = self._read(rank) if rank is not None else None
-        return str(Place(**found)) if found else ""
+    def update_places(self) -> None:
+        """Read every phase file and note when a worker is first seen in a phase."""
+        for rank in range(self.world):
+            place = self.read(rank)
+            known = self.places.get(rank)
+            if place is None:
+                continue
+            if known is None or place.entered != known.entered:
+                self.places[rank] = replace(place, since=self.clock())
 
-    def _read(self, rank: int) -> dict[str, Any] | None:
+    def read(self, rank: int) -> Place | None:
+        """Return where a worker says that it is; None where it has said nothing, or the file is not there."""
         try:
-            return json.loads((self.folder / f"rank-{rank:05d}.phase").read_text())
+            fields = json.loads(phase_file(self.folder, rank).read_text())
         except (OSError, ValueError):
             return None
+        return Place(**fields)
 
-    def _alone(self) -> list[int]:
-        """The one worker that all others wait for, if that is how it is."""
-        last = min(self.places, key=lambda rank: self.places[rank].entered)
-        others = [place for rank, place in self.places.items() if rank != last]
-        waits = all(p.phase in WAITING and p.entered > self.places[last].entered for p in others)
-        return [last] if others and waits else []
+    def place(self, rank: int | None) -> str:
+        """Return where a worker is now, in words; "" where it has not said so."""
+        if rank is None:
+            return ""
+        place = self.read(rank)
+        if place is None:
+            return ""
+        return str(place)
 
-    def _judge(self, idle: float, frozen: Callable[[int], bool]) -> Verdict:
+    def judge_start(self, missing: list[int], idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
+        """Name one of the workers that have not started: the first frozen one, or the first."""
+        for rank in missing:
+            if frozen(rank):
+                return Verdict(rank, frozen_for(idle_s))
+        return Verdict(missing[0], f"does not start, {idle_s:.0f}s without a sign of life")
+
+    def judge(self, idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
+        """Name one of the workers that are furthest behind, and say why as far as can be told from outside."""
         fewest = min(place.entered for place in self.places.values())
-        late = [rank for rank, place in sorted(self.places.items()) if place.entered == fewest]
-        rank = next((r for r in late if frozen(r)), late[0])
-        if frozen(rank):
-            return Verdict(rank, f"frozen: stopped by a signal, {idle:.0f}s without a sign of life")
+        late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
+        for rank in late:
+            if frozen(rank):
+                return Verdict(rank, frozen_for(idle_s))
+
+        rank = late[0]
         if self.places[rank].phase == "data":
-            return Verdict(rank, f"stalled reader: {idle:.0f}s without a batch")
-        if len(late) == self.world > 1:
-            return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle:.0f}s")
-        return Verdict(rank, f"stuck for {idle:.0f}s{', the others wait for it' if self.world > 1 else ''}")
+            return Verdict(rank, f"stalled reader: {idle_s:.0f}s without a batch")
+        if self.world == 1:
+            return Verdict(rank, f"stuck for {idle_s:.0f}s")
+        if len(late) == self.world:
+            return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s")
+        return Verdict(rank, f"stuck for {idle_s:.0f}s, the others wait for it")
+
+    def alone_behind(self) -> int | None:
+        """Return the one worker that all others wait for; None where there is no such worker."""
+        last = min(self.places, key=lambda rank: self.places[rank].entered)
+        if self.world == 1:
+            return None
+        for rank, place in self.places.items():
+            waits_for_it = place.phase in WAITING and place.entered > self.places[last].entered
+            if rank != last and not waits_for_it:
+                return None
+        return last
 
     def slow(self) -> tuple[int, float] | None:
-        """(rank, share of the looks in which the others waited for it alone), once for every `SLOW_LOOKS` looks."""
+        """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
+
+        It tells once for every `SLOW_LOOKS` looks, None between.
+        """
         if self.looks < SLOW_LOOKS:
             return None
-        ranked, looks = self.behind.most_common(1), self.looks
-        self.behind, self.looks = Counter(), 0
-        return (ranked[0][0], ranked[0][1] / looks) if ranked and ranked[0][1] >= SLOW_SHARE * looks else None
+        looks = self.looks
+        most_often_behind = self.behind.most_common(1)
+        self.looks = 0
+        self.behind = Counter()
+        for rank, times in most_often_behind:  # one, or none
+            if times >= SLOW_SHARE * looks:
+                return rank, times / looks
+        return None
+
+
+def frozen_for(idle_s: float) -> str:
+    """Return the cause of a verdict on a worker whose process is stopped."""
+    return f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life"

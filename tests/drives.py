@@ -24,9 +24,11 @@ from data.errors import RunOwned
 from jobs.cluster import processes
 from jobs.cluster import worker_group as group
 from jobs.ownership import owned
-from pipeline import checkpoint, evaluate, train
+from pipeline import checkpoint, evaluate, objectives, reports, start, train
+from pipeline import saver as saving
 from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
 from pipeline.optimizer import OptimConfig
+from pipeline.saver import Saver, WrittenFile
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
@@ -90,12 +92,12 @@ def full_disk() -> None:
     def refuse(path: Path, blob: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+    saving.write_durably = refuse  # type: ignore[attr-defined]
 
 
 def full_disk_for_a_while() -> None:
-    """Steps 10 and 15 cannot be saved by worker 1, step 20 not by the lead's manifest."""
-    original = checkpoint.write_file
+    """Steps 10 and 15 cannot be saved by worker 1, step 20 not by rank 0's manifest."""
+    original = saving.write_durably
 
     def refuse(path: Path, blob: bytes) -> None:
         step, rank = int(path.parent.name.split("-")[1]), os.environ["RANK"]
@@ -103,12 +105,12 @@ def full_disk_for_a_while() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, blob)
 
-    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+    saving.write_durably = refuse  # type: ignore[attr-defined]
 
 
 def full_disk_at_the_end(step: int, times: int) -> None:
-    """The lead cannot write its file of this step so many times."""
-    original, left = checkpoint.write_file, [times]
+    """Rank 0 cannot write its file of this step so many times."""
+    original, left = saving.write_durably, [times]
 
     def refuse(path: Path, blob: bytes) -> None:
         if int(path.parent.name.split("-")[1]) == step and path.stem == "rank-00000" and left[0]:
@@ -116,7 +118,7 @@ def full_disk_at_the_end(step: int, times: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, blob)
 
-    checkpoint.write_file = refuse  # type: ignore[attr-defined]
+    saving.write_durably = refuse  # type: ignore[attr-defined]
 
 
 def fates(seed: int) -> dict[str, tuple[str, str]]:
@@ -128,7 +130,7 @@ def fates(seed: int) -> dict[str, tuple[str, str]]:
 
 def suffering_in_saves(seed: int) -> None:
     """The rank that writes the file is slow, or is killed, once: before, amid or after the write."""
-    original, all_fates = checkpoint.write_file, fates(seed)
+    original, all_fates = saving.write_durably, fates(seed)
 
     def suffer(path: Path, blob: bytes) -> None:
         step = path.parent.name.split("-")[1]
@@ -146,7 +148,7 @@ def suffering_in_saves(seed: int) -> None:
         if how != "slow":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.write_file = suffer  # type: ignore[attr-defined]
+    saving.write_durably = suffer  # type: ignore[attr-defined]
 
 
 def slowly(clock_s: int = 0) -> None:
@@ -154,7 +156,7 @@ def slowly(clock_s: int = 0) -> None:
     now = time.time
     time.time = lambda: now() + clock_s
     processes.TICK_S = 0.1
-    before(train.Trainer, "agree", lambda *args: True, lambda: time.sleep(0.06))
+    before(train, "agree", lambda *args: True, lambda: time.sleep(0.06))
 
 
 def in_no_hurry() -> None:
@@ -164,7 +166,7 @@ def in_no_hurry() -> None:
         while not Path("go").exists():
             time.sleep(0.02)
 
-    before(train.Trainer, "agree", at(1, 0, 0), wait)
+    before(train, "agree", at(1, 0, 0), wait)
 
 
 def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], Any]) -> None:
@@ -179,34 +181,43 @@ def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], A
     setattr(owner, name, wrapped)
 
 
-def at(attempt: int, step: int | None = None, rank: int | None = None) -> Callable[..., bool]:
-    """Whether this is the attempt, step (counted from 0) and rank (None: any) of a trainer's method."""
-    return lambda t, *args: t.job.attempt == attempt and step in (None, t.step) and rank in (None, t.rank)
+def at(attempt: int, steps: int | None = None, rank: int | None = None) -> Callable[..., bool]:
+    """Whether it is this attempt, after so many whole steps and on this rank (None: any); a worker is told first."""
+
+    def is_there(worker: start.Worker, *args: Any) -> bool:
+        whole_steps = worker.health.recent[-1].step if worker.health.recent else 0
+        return worker.job.attempt == attempt and steps in (None, whole_steps) and rank in (None, worker.rank)
+
+    return is_there
 
 
 def hanging(places: str) -> None:
     """The first attempt hangs at the first of the places, the second at the second …"""
     attempts = {place: number for number, place in enumerate(places.split(","), 1)}
-    before(train.Trainer, "agree", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    before(train.Trainer, "_engine", lambda t, *args: t.job.attempt == attempts.get("build") and t.rank == 1, sleep)
+    before(train, "agree", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before(start, "build_model", lambda cfg, job, *args: job.attempt == attempts.get("build") and on_rank_1(), sleep)
     before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
-    before(train.Trainer, "agree", at(attempts.get("collective", 0), 31), sleep)
-    before(train, "_hand_on", at(attempts.get("finish", 0)), sleep)
-    batches, samples = train.Trainer.micro_batches, train.Trainer._samples
+    before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
+    before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
+    batches, samples = train.micro_batches, reports.samples_of
 
-    def micro_batches(self: train.Trainer) -> Any:
-        for batch in batches(self):
-            if batch.step == 22 and at(attempts["data"], rank=1)(self):
+    def micro_batches(worker: start.Worker, start_step: int) -> Any:
+        for batch in batches(worker, start_step):
+            if batch.step == 22 and at(attempts["data"], rank=1)(worker):
                 sleep()
             yield batch
 
-    def judged(self: train.Trainer, path: str) -> Any:
-        for batch in samples(self, path):
-            if at(attempts.get("evaluate", 0), rank=1)(self):
+    def samples_of(worker: start.Worker, step: int, path: str) -> Any:
+        for batch in samples(worker, step, path):
+            if at(attempts.get("evaluate", 0), rank=1)(worker):
                 sleep()
             yield batch
 
-    train.Trainer.micro_batches, train.Trainer._samples = micro_batches, judged  # type: ignore[method-assign]
+    train.micro_batches, reports.samples_of = micro_batches, samples_of  # type: ignore[assignment]
+
+
+def on_rank_1() -> bool:
+    return os.environ["RANK"] == "1"
 
 
 def sleep() -> None:
@@ -224,10 +235,10 @@ def short_of_memory() -> None:
     def cuda() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    before(train.Trainer, "agree", at(1, 11, 1), killed)
-    before(train.Trainer, "agree", at(2, 16, 0), lambda: torch.empty(1 << 50))
-    before(train.Trainer, "agree", at(3, 21, 1), lambda: bytearray(1 << 50))
-    before(train.Trainer, "agree", at(4, 26, 1), cuda)
+    before(train, "agree", at(1, 11, 1), killed)
+    before(train, "agree", at(2, 16, 0), lambda: torch.empty(1 << 50))
+    before(train, "agree", at(3, 21, 1), lambda: bytearray(1 << 50))
+    before(train, "agree", at(4, 26, 1), cuda)
 
 
 def troubled_probe() -> None:
@@ -247,12 +258,12 @@ def troubled_probe() -> None:
 
 def poison(steps: range, factor: float = torch.nan) -> None:
     """The loss of these steps is not a number, or another one."""
-    original = train.Trainer.labelled_loss
+    original = objectives.OBJECTIVES["classification"]
 
-    def labelled_loss(self: train.Trainer, *args: Any) -> torch.Tensor:
-        return original(self, *args) * (factor if self.step in steps else 1.0)
+    def poisoned_loss(worker: start.Worker, step: int, *args: Any) -> torch.Tensor:
+        return original(worker, step, *args) * (factor if step in steps else 1.0)
 
-    train.Trainer.labelled_loss = labelled_loss  # type: ignore[method-assign]
+    objectives.OBJECTIVES["classification"] = poisoned_loss
 
 
 def poisoned_stretch() -> None:
@@ -297,13 +308,28 @@ class FakeEngine:
         yield Fragment("w", start, {k: known("w", k, start, self.part) + self.step for k in ("master", "exp_avg")})
 
 
+class Quiet:
+    """Telemetry that keeps nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def report(self, kind: str, values: dict[str, Any], line: str = "") -> None:
+        pass
+
+
+def saver_of(folder: Path, run: Path, telemetry: Any = None, keep: int = 1000) -> Saver:
+    """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
+    return Saver(folder, run, telemetry or Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
+
+
 class WorkerGroup:
     """Savers of all ranks in one process, one after the other; `dist` stands in for torch.distributed."""
 
-    def __init__(self, run: Path, attempt: int = 1, world: int = 2) -> None:
+    def __init__(self, run: Path, attempt: int = 1, world: int = 2, telemetry: Any = None, keep: int = 1000) -> None:
         self.run, self.attempt, self.world, self.rank = run, attempt, world, 0
         self.folder = run / "stage" / "checkpoints"
-        self.savers = [checkpoint.Saver(self.folder, run, attempt) for _ in range(world)]
+        self.savers = [saver_of(self.folder, run, telemetry, keep) for _ in range(world)]
         self.dist = SimpleNamespace(
             get_rank=lambda: self.rank,
             get_world_size=lambda: world,
@@ -311,11 +337,11 @@ class WorkerGroup:
             broadcast_object_list=lambda values, src: None,
         )
 
-    def gather(self, out: list[Any], mine: Any) -> None:
-        out[:] = [saver.result for saver in self.savers]
+    def gather(self, results: list[WrittenFile], mine: WrittenFile) -> None:
+        results[:] = [saver.result for saver in self.savers]
 
     def begin(self, step: int) -> None:
-        checkpoint.dist = self.dist  # type: ignore[attr-defined]
+        saving.dist = self.dist  # type: ignore[attr-defined]
         for rank, saver in enumerate(self.savers):
             self.rank, fake = rank, FakeEngine(rank, self.world, step)
             saver.begin(fake, manifest(step, self.attempt, self.world))  # type: ignore[arg-type]
@@ -380,7 +406,7 @@ def save_known(task: dict[str, Any]) -> None:
         made = engine(zero, *task.get("size", ()))
         made.restore(known)
         made.updates = 7
-        saver = checkpoint.Saver(folder, Path(task["run"]), 1)
+        saver = saver_of(folder, Path(task["run"]))
         saver.begin(made, manifest(7, 1, world, zero))
         assert saver.finish() is not None, saver.failure
         made.close()

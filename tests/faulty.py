@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.ownership import claim_attempt
-from pipeline.checkpoint import choose, newest_attempt, prune
+from pipeline.checkpoint import choose, newest_attempt
 from tests.drives import WorkerGroup
 
 OFF, KILL, TEAR, FAIL, FAIL_FROM = range(5)
@@ -30,25 +30,34 @@ HOWS = [
 ]
 
 
+class Acknowledgements:
+    """Telemetry of rank 0's saver: what it reports is what a user has been told, before old checkpoints go."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        self.tell = say
+
+    def report(self, kind: str, values: dict[str, Any], line: str) -> None:
+        if kind == "checkpoint":
+            self.tell("saved", values["step"])
+        else:
+            self.tell("failed", values["error"])
+
+    def say(self, text: str) -> None:
+        self.tell("not-pruned", text)
+
+
 def act(run: Path, say: Callable[..., None]) -> None:
     """A new attempt on a run with steps 10, 20 and 30: claim, save 40, prune, save 50, prune."""
     try:
         attempt = claim_attempt(run)
         say("attempt", attempt)
-        group = WorkerGroup(run, attempt)
+        group = WorkerGroup(run, attempt, telemetry=Acknowledgements(say), keep=2)
         say("ready", 0)
     except OSError as error:
         say("no-start", str(error))  # the command ends with 74
         return
     for step in (40, 50):
-        if group.save(step):
-            say("saved", step)
-        else:
-            say("failed", group.savers[0].failure)
-        try:
-            prune(group.folder, 2, 0)
-        except OSError as error:
-            say("not-pruned", str(error))
+        group.save(step)
 
 
 def child(shim: Any, run: Path, how: int, at: int, error: int, pipe: int) -> None:

@@ -109,12 +109,6 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
 
 
-def test_usage_errors_exit_64(capsys):
-    assert main(["runn", "x"]) == 64
-    assert main(["status", "/nowhere"]) == 64
-    assert "no run at" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("fault", ["missing", "truncated"])
 def test_a_missing_or_short_shard_stops_before_the_first_step(recipe, shards, tmp_path, capsys, fault):
     copy = tmp_path / "shards"

@@ -21,7 +21,7 @@ import torch
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline import checkpoint
+from pipeline import checkpoint, saver
 from pipeline.checkpoint import Reader, choose, committed, prune, read_manifest, verify
 from tests import drives
 
@@ -30,7 +30,7 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 @pytest.fixture(autouse=True)
 def real_collectives(monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
+    monkeypatch.setattr(saver, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint, "_verify_file", refuse)
+    monkeypatch.setattr(checkpoint, "verify_file", refuse)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*Permission denied"):
         choose(group.folder, 2, print)
     assert len(committed(group.folder)) == 2

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.images import augment as augmentation
 from data.images import jpeg
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
 from data.images.decode import BadImage, decode, decode_crop, read_header
@@ -48,16 +49,21 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_region_has_the_pixels_of_the_whole_at_every_scale(kind, restarts, monkeypatch):
-    height, width = 203, 171  # 11 or 22 blocks a row: restart markers after each, or after every second
+    height = 203
+    width = 171  # 11 or 22 blocks a row: restart markers after each, or after every second
     data = encoded(scene(height, width), quality=85, **KINDS[kind])
-    data = jpeg.add_restarts(data) if restarts else data
+    if restarts:
+        data = jpeg.add_restarts(data)
     rng = np.random.default_rng(1)
     for denominator in (1, 2, 4, 8):
-        H, W = -(-height // denominator), -(-width // denominator)
+        H = -(-height // denominator)
+        W = -(-width // denominator)
         for number in range(30):  # anywhere, and slivers at the left and the right edge
-            h, w = int(rng.integers(1, H + 1)), int(rng.integers(1, 4 if number % 3 else W + 1))
-            x = int(rng.integers(0, W - w + 1)), 0, W - w
-            region = int(rng.integers(0, H - h + 1)), x[number % 3], h, w
+            h = int(rng.integers(1, H + 1))
+            w = int(rng.integers(1, 4 if number % 3 else W + 1))
+            anywhere = int(rng.integers(0, W - w + 1))
+            y = int(rng.integers(0, H - h + 1))
+            region = y, (anywhere, 0, W - w)[number % 3], h, w
             fast = jpeg.decode_region(data, denominator, region)
             with monkeypatch.context() as patch:
                 patch.setattr(jpeg, "library", lambda: None)
@@ -82,7 +88,8 @@ def test_photographs_decode_to_the_same_pixels_with_and_without_the_binding(monk
 
 def test_the_training_crop_is_the_reference_crop_to_within_a_level():
     """At full scale: decode, crop, bilinear without antialiasing, as the reference does."""
-    data, cfg = encoded(scene(300, 400)), AugmentConfig(flip=False, reduced=False)
+    data = encoded(scene(300, 400))
+    cfg = AugmentConfig(flip=False, reduced=False)
     out = np.empty((96, 96, 3), np.uint8)
     for number in range(20):
         augment(data, 96, Draws(number), cfg, out)
@@ -92,7 +99,8 @@ def test_the_training_crop_is_the_reference_crop_to_within_a_level():
 
 def test_a_reduced_decode_stays_close_to_the_average_of_what_it_merges():
     """A 1/d decode is d×d averages: within 5 levels in the mean of an area resize."""
-    data, cfg = encoded(scene(1200, 1600, grain=128), quality=92), AugmentConfig(flip=False)
+    data = encoded(scene(1200, 1600, grain=128), quality=92)
+    cfg = AugmentConfig(flip=False)
     out = np.empty((96, 96, 3), np.uint8)
     for number in range(10):
         augment(data, 96, Draws(number), cfg, out)
@@ -104,6 +112,26 @@ def test_a_reduced_decode_stays_close_to_the_average_of_what_it_merges():
 
 def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int, int, int, int]:
     return inception_box(height, width, Draws(number), cfg)
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
+    story = augmentation.__doc__
+    y, x, h, w = boxes(8, 300, 400, AugmentConfig())
+    assert f"the box has y {y}, x {x}, height {h}, width {w}, and will be flipped" in story
+    shapes = []
+
+    def noted(encoded: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:
+        shapes.append((denominator, *region[2:]))
+        return decode_region(encoded, denominator, region)
+
+    decode_region = jpeg.decode_region
+    monkeypatch.setattr("data.images.decode.decode_region", noted)
+    plain, mirrored = (np.empty((64, 64, 3), np.uint8) for _ in range(2))
+    augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(flip=False), plain)
+    augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(), mirrored)
+    assert np.array_equal(plain[:, ::-1], mirrored)
+    denominator, height, width = shapes[0]
+    assert f"decoded at 1/{denominator} scale, to {height} × {width} pixels; at 1/4 its {h // 4} rows" in story
 
 
 def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):

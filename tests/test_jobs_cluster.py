@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from data.errors import ClusterError
+from jobs.cluster import processes, worker_group
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
-from jobs.cluster.worker_group import verdict
+from jobs.cluster.failures import group_failure
 from tests import worker_functions
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +70,7 @@ def shared_memory(family: list[psutil.Process]) -> set[Path]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_workers_find_their_seats_and_each_other(backend, two, tmp_path) -> None:
+def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None:
     ticks = []
     value = run_worker_group(
         worker_functions.add_ranks,
@@ -120,32 +121,45 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
     left(0, ended=2.0, exit_code=None, **failure)
     left(1, ended=1.0, exit_code=None, **failure)
     left(2)
-    assert verdict(tmp_path, 3, {0: "exited", 1: "exited"}).rank == 1
+    assert group_failure(tmp_path, 3, {0: "exited", 1: "exited"}).rank == 1
     left(3, ended=3.0, exit_code=65, **failure)
-    assert verdict(tmp_path, 4, {0: "exited", 1: "exited", 3: "exited"}).rank == 3
-    died = verdict(tmp_path, 4, {0: "exited", 2: "killed", 3: "exited"})
+    assert group_failure(tmp_path, 4, {0: "exited", 1: "exited", 3: "exited"}).rank == 3
+    died = group_failure(tmp_path, 4, {0: "exited", 2: "killed", 3: "exited"})
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
+
+
+def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    recent = processes.RecentOomKills()
+    assert not recent.any()
+    (tmp_path / "vmstat").write_text("oom_kill 5\n")
+    for _ in range(1000):  # a dying worker wakes the driver before it has an exit code
+        recent.look()
+    assert recent.any()
+    monkeypatch.setattr(processes, "OOM_WINDOW_S", 0.0)
+    recent.look()
+    assert not recent.any(), "what is older than the window is forgotten"
 
 
 def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     from ray.exceptions import OutOfMemoryError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from jobs.cluster import ray_backend as ray_cluster
-    from jobs.cluster import worker_group as group
+    from jobs.cluster import ray_backend
 
     here = os.uname().nodename
-    monkeypatch.setattr(group, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: [{"NodeManagerHostname": here, "NodeID": "n", "Alive": True}])
+    monkeypatch.setattr(ray_backend.ray, "nodes", lambda: [{"NodeManagerHostname": here, "NodeID": "n", "Alive": True}])
     record, error = {"node": here, "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
     evicted = WorkerHealthCheckFailedError("", OutOfMemoryError("node running low on memory"))
-    assert ray_cluster._death(error, record) == "its process died (killed, or crashed)"
-    assert ray_cluster._death(evicted, record) == "killed by Ray's out-of-memory killer"
-    whole = ray_cluster._verdict(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
+    assert ray_backend._describe_death(error, record) == "its process died (killed, or crashed)"
+    assert ray_backend._describe_death(evicted, record) == "killed by Ray's out-of-memory killer"
+    whole = ray_backend._failure_of(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
     assert str(whole) == "the worker group: killed by Ray's out-of-memory killer: 8 worker(s) were killed"
-    assert "out-of-memory killer has struck since" in ray_cluster._death(error, record | {"oom_kills": 3})
-    assert ray_cluster._death(error, record | {"node": "elsewhere"}) == "its node left the cluster"
+    assert "out-of-memory killer has struck since" in ray_backend._describe_death(error, record | {"oom_kills": 3})
+    assert ray_backend._describe_death(error, record | {"node": "elsewhere"}) == "its node left the cluster"
 
 
 # ------------------------------------------------------------------------ what is too small or absent
@@ -158,7 +172,7 @@ def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
         run_worker_group(worker_functions.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
 
 
-def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_gang(two) -> None:
+def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -> None:
     cores = os.cpu_count() or 1
     assert connect(two["ray"]).cpus == max(cores, 2)
     assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
@@ -187,7 +201,7 @@ def test_a_size_that_makes_no_sense_is_refused(field, value) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_on_tick_raises_ends_the_gang_and_an_embedded_cluster(backend, two, tmp_path) -> None:
+def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backend, two, tmp_path) -> None:
     if backend == "ray":
         info = connect(two["ray"])
         assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1

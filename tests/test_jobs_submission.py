@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster import submission
@@ -74,9 +75,10 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
 
 
-def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard, checkout) -> None:
-    job = submission.submit("pending", ["true"], root=checkout, entrypoint_cpus=10_000, say=lambda line: None)
-    assert job.status == "PENDING"
+def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
+    # More CPUs than there are: the job has no place, as on a cluster whose head is full.
+    JobSubmissionClient().submit_job(entrypoint="true", entrypoint_num_cpus=10_000, metadata={"run": "pending"})
+    assert submission.status("pending").status == "PENDING"
     assert not submission.stop("pending", say=lambda line: None).alive
     assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
 
@@ -87,7 +89,7 @@ def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
 
 
 def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
-    program = "from jobs import submission; submission.list_jobs()"
+    program = "from jobs.cluster import submission; submission.list_jobs()"
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
     asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 1
@@ -148,7 +150,7 @@ def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "reason"),
     [
         (
             "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
@@ -158,6 +160,6 @@ def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
         ("Failed to connect to GCS", "cannot join the cluster"),
     ],
 )
-def test_rays_refusal_becomes_what_why_and_what_to_type(text, what) -> None:
+def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
     lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
-    assert what in lines[0] and "h:6379" in lines[0] and len(lines) == 3
+    assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3

@@ -1,4 +1,4 @@
-"""The map of the house: which package may import which, and what each may bring along."""
+"""The map of the house: which package may import which, what each may bring along, and that nothing goes in circles."""
 
 import ast
 import sys
@@ -29,70 +29,138 @@ HEAVY = {
 }
 
 
+# ----------------------------------------------------------------------------- what the source says
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    """The file of every module of a package by its dotted name; a folder's `__init__.py` stands for the folder."""
+    modules = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        modules[name.removesuffix(".__init__")] = path
+    return modules
+
+
 def imports(source: str) -> list[tuple[int, str]]:
     """(line, module) of every import, those inside functions included; a relative one starts with a dot."""
-    found = []
+    lines_and_names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            for alias in node.names:
+                lines_and_names.append((node.lineno, alias.name))
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
-    return found
-
-
-def violations(package: str, name: str, source: str) -> list[str]:
-    """Every import of the file that its package does not allow, as one line each."""
-    found = []
-    for line, module in imports(source):
-        top = module.split(".")[0]
-        if module.startswith("."):
-            found.append(f"{name}:{line} imports {module}; write the package's name, there are no relative imports")
-        elif top in PACKAGES and top not in PACKAGES[package]:
-            found.append(f"{name}:{line} imports {module}; {package} may import {', '.join(sorted(PACKAGES[package]))}")
-        elif HEAVY.get(top, package) != package:
-            found.append(f"{name}:{line} imports {module}; {top} lives in {HEAVY[top]} alone")
-        elif top in {"tests", "benchmarks"}:
-            found.append(f"{name}:{line} imports {module}; the product does not know its {top}")
-    return found
-
-
-def arrows(package: str) -> dict[str, set[str]]:
-    """For every module of a package, the modules of the same package that it imports anywhere in its text."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / package).rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
-    return {name: targets(path.read_text(), modules.keys() - {name, package}) for name, path in modules.items()}
+            for alias in node.names:
+                lines_and_names.append((node.lineno, f"{module}.{alias.name}"))
+    return lines_and_names
 
 
 def targets(source: str, modules: set[str]) -> set[str]:
     """Those of `modules` that the source imports, whichever way the import is written."""
-    return {module for module in modules for _, found in imports(source) if f"{found}.".startswith(f"{module}.")}
+    imported = set()
+    for _, name in imports(source):
+        for module in modules:
+            if f"{name}.".startswith(f"{module}."):
+                imported.add(module)
+    return imported
+
+
+def arrows(package: str) -> dict[str, set[str]]:
+    """For every module of a package, the modules of the same package that it imports anywhere in its text."""
+    modules = modules_of(package)
+    arrows_of = {}
+    for name, path in modules.items():
+        arrows_of[name] = targets(path.read_text(), modules.keys() - {name, package})
+    return arrows_of
+
+
+def wing_of(module: str) -> str:
+    """`data.images.decode` → `data.images`; a module that lies in no wing, `data.order` say, is its own."""
+    package_and_wing = module.split(".")[:2]
+    return ".".join(package_and_wing)
+
+
+def between_wings(arrows_of: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The arrows of modules, drawn between their wings; those inside a wing are left out."""
+    folded: dict[str, set[str]] = {}
+    for module, imported in arrows_of.items():
+        wing = wing_of(module)
+        other_wings = {wing_of(name) for name in imported} - {wing}
+        folded.setdefault(wing, set()).update(other_wings)
+    return folded
+
+
+def circle(arrows_of: dict[str, set[str]]) -> list[str]:
+    """The names on a circle of arrows, the first one again at the end; empty where there is no circle."""
+    try:
+        TopologicalSorter(arrows_of).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def violations(package: str, name: str, source: str) -> list[str]:
+    """Every import of the file that its package does not allow, as one line each."""
+    problems = []
+    for line, module in imports(source):
+        top = module.split(".")[0]
+        if module.startswith("."):
+            problems.append(f"{name}:{line} imports {module}; write the package's name, there are no relative imports")
+        elif top in PACKAGES and top not in PACKAGES[package]:
+            allowed = ", ".join(sorted(PACKAGES[package]))
+            problems.append(f"{name}:{line} imports {module}; {package} may import {allowed}")
+        elif HEAVY.get(top, package) != package:
+            problems.append(f"{name}:{line} imports {module}; {top} lives in {HEAVY[top]} alone")
+        elif top in {"tests", "benchmarks"}:
+            problems.append(f"{name}:{line} imports {module}; the product does not know its {top}")
+    return problems
+
+
+# ----------------------------------------------------------------------------- what it may say
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_the_map_allows(package: str) -> None:
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files, f"the package {package} is empty"
-    found = [line for f in files for line in violations(package, str(f.relative_to(ROOT)), f.read_text())]
-    assert not found, "\n".join(found)
+    modules = modules_of(package)
+    assert modules, f"the package {package} is empty"
+    problems = []
+    for path in modules.values():
+        problems += violations(package, str(path.relative_to(ROOT)), path.read_text())
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_inside_a_package_the_arrows_go_one_way(package: str) -> None:
-    try:
-        TopologicalSorter(arrows(package)).prepare()
-    except CycleError as error:
-        pytest.fail(f"a circle inside {package}: {' ← '.join(error.args[1])}")
+    names = circle(arrows(package))
+    assert not names, f"a circle inside {package}: {' ← '.join(names)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> None:
+    """Wings may not import each other in turn, even where no two of their modules do."""
+    arrows_of = arrows(package)
+    names = circle(between_wings(arrows_of))
+    culprits = []
+    for module, imported in arrows_of.items():
+        for other in imported:
+            if {wing_of(module), wing_of(other)} <= set(names) and wing_of(module) != wing_of(other):
+                culprits.append(f"{module} imports {other}")
+    assert not names, "\n".join([f"a circle between the wings of {package}: {' ← '.join(names)}", *culprits])
 
 
 def test_no_package_is_reached_by_a_path_trick() -> None:
     """Only the entry point may touch sys.path; anything else would import a file twice on a worker."""
-    files = [f for package in PACKAGES for f in (ROOT / package).rglob("*.py") if f.name != "__main__.py"]
-    assert not [str(f.relative_to(ROOT)) for f in files if "sys.path" in f.read_text()]
+    for package in PACKAGES:
+        for path in modules_of(package).values():
+            if path.name != "__main__.py":
+                assert "sys.path" not in path.read_text(), path.relative_to(ROOT)
 
 
 def test_a_package_is_not_named_like_a_module_of_the_standard_library() -> None:
     assert not PACKAGES.keys() & sys.stdlib_module_names
+
+
+# ----------------------------------------------------------------------------- that the tests above can see
 
 
 @pytest.mark.parametrize(
@@ -109,8 +177,8 @@ def test_a_package_is_not_named_like_a_module_of_the_standard_library() -> None:
     ],
 )
 def test_the_map_refuses(package: str, source: str, reason: str) -> None:
-    (found,) = violations(package, "x.py", source)
-    assert reason in found
+    (problem,) = violations(package, "x.py", source)
+    assert reason in problem
 
 
 def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
@@ -118,6 +186,20 @@ def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
     both_ways = "from data.shards import index\nimport data.order"
     assert targets(both_ways, known) == {"data.shards.index", "data.order"}
     assert targets("from data.shards.index import Shard", known) == {"data.shards.index"}
+
+
+def test_a_circle_between_wings_is_seen_where_no_module_is_on_one() -> None:
+    arrows_of = {
+        "data.images.decode": {"data.shards.tar"},
+        "data.shards.tar": {"data.order"},
+        "data.shards.doctor": {"data.images.decode"},
+        "data.order": set(),
+    }
+    assert not circle(arrows_of)
+    assert set(circle(between_wings(arrows_of))) == {"data.images", "data.shards"}
+
+
+# ----------------------------------------------------------------------------- the README's map
 
 
 def shown_files() -> set[str]:
@@ -140,10 +222,9 @@ def shown_files() -> set[str]:
 
 
 def test_the_readmes_file_map_names_every_module_and_no_other() -> None:
-    files = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
-    }
+    files = set()
+    for package in PACKAGES:
+        for path in modules_of(package).values():
+            if path.name != "__init__.py":
+                files.add(str(path.relative_to(ROOT)))
     assert shown_files() == files

@@ -1,5 +1,7 @@
 """The loader gives the same pixels and labels whatever the topology, and replaces what it cannot use."""
 
+import contextlib
+import gc
 import os
 import pickle
 import random
@@ -19,7 +21,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.decoder import images_per_cpu_s
+import data.evaluation
+import data.loader
+from data.decoder import BadSample, images_per_cpu_s
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
@@ -48,8 +52,8 @@ def run(index, order, *, steps, slots=range(24), micro_batch=24, start_step=0, *
     return [torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels", "ids")]
 
 
-def equal(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(columns, other_columns) -> bool:
+    return all(torch.equal(column, other) for column, other in zip(columns, other_columns, strict=True))
 
 
 def test_a_batch_is_uint8_images_labels_and_ids(index, order):
@@ -83,19 +87,21 @@ class Undone:
     """A decoding process in this one, which only says which samples it was given."""
 
     def __init__(self, decoder, prefetch):
-        self.decoder, self.memory = decoder, bytearray(prefetch * decoder.layout.bytes)
-        self.free, self.pending = deque(n * decoder.layout.bytes for n in range(prefetch)), deque()
+        self.decoder = decoder
+        self.memory = bytearray(prefetch * decoder.layout.bytes)
+        self.free_offsets = deque(n * decoder.layout.bytes for n in range(prefetch))
+        self.pending = deque()
 
     def brief(self):
         pass
 
     def give(self, task):
-        self.pending.append((task, self.free.popleft()))
+        self.pending.append((task, self.free_offsets.popleft()))
 
     def answer(self, timeout_s):
         task, offset = self.pending.popleft()
-        self.free.append(offset)
-        return task, offset, self.decoder.run(task, *self.decoder.layout.arrays(self.memory, offset))
+        self.free_offsets.append(offset)
+        return task, offset, self.decoder.run(task, self.decoder.layout.arrays(self.memory, offset))
 
     def end(self):
         pass
@@ -117,16 +123,37 @@ def test_every_topology_delivers_the_one_sequence(sizes, batch_size, world, proc
     order = Order(sizes, seed=0, batch_size=batch_size, lanes=lanes)
     steps = range(start_step, start_step + 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.loader.Process", Undone)
-        patch.setattr("data.worker.Decoder.fill", lambda *_: None)
-        found = {step: [] for step in steps}
+        patch.setattr("data.loader.DecoderProcess", Undone)
+        patch.setattr("data.decoder.Decoder.fill", lambda *_: None)
+        delivered = {step: [] for step in steps}
         for rank in range(world):
             slots = range(batch_size * rank // world, batch_size * (rank + 1) // world)
             options = {"image_size": 1, "slots": slots, "micro_batch": micro_batch, "processes": processes}
             loader = TrainLoader(index, order, start_step=start_step, **options)
             for batch in islice(iter(loader), len(steps) * len(loader.parts)):
-                found[batch.step] += batch.ids.tolist()
-    assert found == {step: np.stack(order.batch(step), 1).tolist() for step in steps}
+                delivered[batch.step] += batch.ids.tolist()
+    assert delivered == {step: np.stack(order.batch(step), 1).tolist() for step in steps}
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens(index, monkeypatch):
+    dealt = []
+
+    class Noted(Undone):
+        def give(self, task):
+            dealt.append((self, f"step {task.step} slots {task.first} … {task.stop - 1}"))
+            super().give(task)
+
+    monkeypatch.setattr("data.loader.DecoderProcess", Noted)
+    order = Order(index.shard_samples, seed=5, batch_size=16)
+    options = {"image_size": 224, "slots": range(8, 16), "micro_batch": 3, "start_step": 5, "processes": 2}
+    batches = iter(TrainLoader(index, order, **options))
+    batch, *_ = islice(batches, 3)
+    batches.close()
+    story = data.loader.__doc__
+    for process, name in ((dealt[0][0], "process 0"), (dealt[1][0], "process 1")):
+        assert f"{name}: {', '.join(task for to, task in dealt if to is process)}, …" in story
+    assert f"its first batch has step {batch.step}, images {tuple(batch.images.shape)}" in story
+    assert f"labels {tuple(batch.labels.shape)}, ids {tuple(batch.ids.shape)}" in story
 
 
 def test_resuming_at_a_step_equals_never_having_stopped(index, order):
@@ -137,10 +164,8 @@ def test_resuming_at_a_step_equals_never_having_stopped(index, order):
 
 def test_seed_and_epoch_change_the_pixels_of_a_sample(index):
     order = Order(index.shard_samples, seed=5, batch_size=300)
-    first, second = (
-        run(index, order, steps=1, slots=range(300)),
-        run(index, order, steps=1, slots=range(300), start_step=1),
-    )
+    first = run(index, order, steps=1, slots=range(300))
+    second = run(index, order, steps=1, slots=range(300), start_step=1)
     place = {tuple(row[1:].tolist()): n for n, row in enumerate(second[2])}
     again = second[0][[place[tuple(row[1:].tolist())] for row in first[2]]]
     assert (first[0] == again).flatten(1).all(1).float().mean() < 0.1
@@ -162,15 +187,21 @@ def test_bad_samples_are_replaced_by_the_next_of_their_lane_and_reported(tmp_pat
     samples = [Sample(s.key, broken.get(n, s.image), s.labels) for n, s in enumerate(good)]
     index = pack(samples, tmp_path, shard_samples=16)
     order = Order(index.shard_samples, seed=0, batch_size=8, lanes=2)
-    one, two = (
-        [b for b in islice(iter(TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=m)), 5 * 8 // m)]
-        for m in (8, 2)
-    )
-    bad = [problem for batch in one for problem in batch.bad]
+
+    def consumed(micro_batch: int) -> tuple[torch.Tensor, list[BadSample]]:
+        loader = TrainLoader(index, order, image_size=16, slots=range(8), micro_batch=micro_batch)
+        ids: list[torch.Tensor] = []
+        bad: list[BadSample] = []
+        for batch in islice(iter(loader), 5 * 8 // micro_batch):
+            ids.append(batch.ids)
+            bad += batch.bad
+        return torch.cat(ids), bad
+
+    ids, bad = consumed(micro_batch=8)
+    ids_in_parts, bad_in_parts = consumed(micro_batch=2)
     assert {problem.key for problem in bad} >= {good[n].key for n in broken}
-    assert sorted(map(str, bad)) == sorted(str(problem) for batch in two for problem in batch.bad)
-    ids = torch.cat([batch.ids for batch in one])
-    assert torch.equal(ids, torch.cat([batch.ids for batch in two]))
+    assert sorted(map(str, bad)) == sorted(map(str, bad_in_parts))
+    assert torch.equal(ids, ids_in_parts)
     used = {shard * 16 + sample for _, shard, sample in ids.tolist()}
     assert used == set(range(40)) - set(broken)
 
@@ -180,6 +211,19 @@ def test_a_set_without_a_good_sample_stops_with_a_data_error(tmp_path):
     order = Order(index.shard_samples, seed=0, batch_size=4)
     with pytest.raises(DataError, match="bad samples in a row"):
         next(iter(TrainLoader(index, order, image_size=16, slots=range(4), micro_batch=4)))
+
+
+def test_the_example_of_evaluation_is_what_happens(tmp_path):
+    index = pack(islice(digits(True), 10), tmp_path)
+    given_by = []
+    for rank in (0, 1):
+        batches = []
+        for batch in EvaluationSet(index, "resize(8)", batch_size=3, rank=rank, world=2):
+            samples = [str(sample) if sample >= 0 else "−" for sample in batch.ids[:, 1].tolist()]
+            batches.append(" ".join(samples))
+        given_by.append(", ".join(batches))
+    example = f"worker 0 gives the samples {given_by[0]}; worker 1 gives {given_by[1]}"
+    assert f"10 samples, 2 workers, batches of 3: {example}" in data.evaluation.__doc__
 
 
 @pytest.mark.parametrize("world", [1, 2, 7])
@@ -202,12 +246,13 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
 def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tmp_path):
     good = list(islice(digits(True), 30))
     index = pack([Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path)
-    one, four = (list(EvaluationSet(index, "resize(24)", batch_size=8, threads=n)) for n in (1, 4))
-    for a, b in zip(one, four, strict=True):
+    batches = list(EvaluationSet(index, "resize(24)", batch_size=8, threads=1))
+    with_threads = list(EvaluationSet(index, "resize(24)", batch_size=8, threads=4))
+    for a, b in zip(batches, with_threads, strict=True):
         assert torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and torch.equal(a.mask, b.mask)
-    assert [p.key for batch in one for p in batch.bad] == [good[7].key]
-    assert torch.cat([b.mask for b in one]).tolist() == [n != 7 and n < 30 for n in range(32)]
-    assert not one[0].images[7].any() and (one[0].labels[7] == -1).all()
+    assert [problem.key for batch in batches for problem in batch.bad] == [good[7].key]
+    assert torch.cat([batch.mask for batch in batches]).tolist() == [n != 7 and n < 30 for n in range(32)]
+    assert not batches[0].images[7].any() and (batches[0].labels[7] == -1).all()
 
 
 def test_the_float_squash_stays_float(index):
@@ -216,9 +261,9 @@ def test_the_float_squash_stays_float(index):
 
 
 def children() -> set[int]:
-    """Ids of this process's children that run `data.worker`."""
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {int(pid) for pid in found if runs(pid)}
+    """Ids of this process's children that run `data.decoder`."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(pid) for pid in pids if runs(pid)}
 
 
 def runs(pid: str) -> bool:
@@ -250,11 +295,13 @@ def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, orde
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 4, 8])
 def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processes):
-    steps, chance = 60, random.Random(processes)
+    steps = 60
+    chance = random.Random(processes)
     whole = run(index, order, steps=steps)
     before = children()
     loader = TrainLoader(index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=processes)
-    batches, taken = iter(loader), []
+    batches = iter(loader)
+    taken = []
     for _ in range(steps * 4):
         taken.append(next(batches))
         if chance.random() < 0.1:
@@ -268,7 +315,7 @@ def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processe
 def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     script = (
         "import pickle, sys, time\n"
-        "from data import TrainLoader\n"
+        "from data.loader import TrainLoader\n"
         "index, order = pickle.load(open(sys.argv[1], 'rb'))\n"
         "loader = TrainLoader(index, order, image_size=32, slots=range(24), micro_batch=6, processes=2)\n"
         "batches = iter(loader)\n"
@@ -290,7 +337,7 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
 
 
 def test_decoding_processes_import_neither_torch_nor_webdataset():
-    check = "import data.worker, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
+    check = "import data.decoder, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[1]).returncode == 0
 
 
@@ -300,10 +347,25 @@ def test_a_data_error_in_a_process_reaches_the_loop(index, order):
         run(replace(index, shards=shards), order, steps=2, processes=1)
 
 
+def shared_memory() -> dict[int, int]:
+    """Bytes of the anonymous files that loaders of this process hold open, by inode, as the kernel counts them."""
+    gc.collect()
+    sizes = {}
+    for handle in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            if "memfd:patchline-batches" in os.readlink(handle):
+                status = os.stat(handle)
+                sizes[status.st_ino] = status.st_size
+    return sizes
+
+
 def test_shared_memory_is_bounded_and_waits_are_split(index, order):
     loader = TrainLoader(index, order, image_size=32, slots=range(24), micro_batch=6, processes=2, prefetch=3)
-    assert 2 * 3 * 6 * 32 * 32 * 3 <= loader.memory_bytes <= 2 * 3 * (6 * 32 * 32 * 3 + 3 * 4096)
+    before = shared_memory()
     batches = iter(loader)
     wait = next(batches).wait
+    added = sum(shared_memory().values()) - sum(before.values())
+    assert 2 * 3 * 6 * 32 * 32 * 3 <= added <= 2 * 3 * (6 * 32 * 32 * 3 + 3 * 4096)
     assert wait.storage_s > 0 and wait.decode_s > 0 and wait.transfer_s > 0
     batches.close()
+    assert shared_memory() == before

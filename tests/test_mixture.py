@@ -61,9 +61,10 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     sets = [load_index(shards / name) for name in ("high", "low")]  # by name
     index = join(sets, [0.3, 0.7])
     mixture = Mixture(
-        index.shard_samples, groups=[len(one.shards) for one in sets], weights=[0.3, 0.7], seed=0, batch_size=16
+        index.shard_samples, groups=[len(part.shards) for part in sets], weights=[0.3, 0.7], seed=0, batch_size=16
     )
-    ledger, seen = Ledger.start(index.digest, 0), []
+    ledger = Ledger.start(index.digest, 0)
+    seen = []
     for step in range(24):
         ids = mixture.batch(step)
         ledger = ledger.update(step, *ids)
@@ -97,7 +98,8 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     loaded = campaign.load(mixed, [])
     folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
     number = len(load_index(shards / "high").shards) + 3
-    early, late = ids(4), ids(20)
+    early = ids(4)
+    late = ids(20)
     assert (late[:, 1] == number).any()
     shutil.rmtree(checkpoint.committed(folder / "checkpoints")[0])
     (folder / "done.json").unlink()
@@ -111,7 +113,8 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     said = capsys.readouterr().out
     assert "data.drop: 1 shards, 50 of 1,442 samples, are not read" in said
     assert "resuming with a changed" in said and "resumed from step 16" in said
-    mended, high = ids(20), late[:, 1] < number - 3
+    mended = ids(20)
+    high = late[:, 1] < number - 3
     assert (mended[:, 1] != number).all() and np.array_equal(mended[high], late[high])
     lost.rename(shards / "low" / "low-000003.tar")
     assert np.array_equal(ids(4), early), "computed before the shard was lost"
@@ -131,8 +134,8 @@ def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shar
 
 def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):
     sets = f"a: {{train: {shards}/train, weight: 3}}, b: {{train: {shards}/test, weight: 1}}"
-    given = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}", "pretrain.steps=30"]
-    assert main(["plan", str(recipe), *given]) == 0
+    overrides = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}", "pretrain.steps=30"]
+    assert main(["plan", str(recipe), *overrides]) == 0
     out = capsys.readouterr().out
     assert "30 (480 images, 0.27 passes over 1,797 samples)" in out
     assert "mixture a: 12 of every batch, 0.25 passes over 1,442 samples" in out
@@ -145,7 +148,9 @@ def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(rec
         loaded = campaign.load(recipe, [f"pretrain.data={{mixture: {{{sets}}}}}", "pretrain.data.train=null"])
         return loaded.stage("pretrain").key
 
-    train, test, moved = shards / "train", shards / "test", tmp_path / "moved"
+    train = shards / "train"
+    test = shards / "test"
+    moved = tmp_path / "moved"
     shutil.copytree(test, moved)
     assert key(train, test) == key(train, moved)
     assert len({key(train, test), key(train, train), key(test, train), key(train, test, 2)}) == 4
@@ -155,15 +160,19 @@ def test_joined_sets_are_read_each_from_its_own_tables(shards):
     sets = [load_index(shards / name) for name in ("train", "test")]
     joined = join(sets, [1, 1])
     order = Mixture(
-        joined.shard_samples, groups=[len(one.shards) for one in sets], weights=[1, 1], seed=0, batch_size=8
+        joined.shard_samples, groups=[len(part.shards) for part in sets], weights=[1, 1], seed=0, batch_size=8
     )
     options = {"image_size": 16, "augment": AugmentConfig(crop="none", flip=False), "micro_batch": 8}
     batch = next(iter(TrainLoader(joined, order, slots=range(8), **options)))
-    expected = [EvaluationSet(one, "resize(16)", batch_size=one.samples) for one in sets]
-    images = [next(iter(one)).images for one in expected]
+    images = []
+    for part in sets:
+        whole_set = EvaluationSet(part, "resize(16)", batch_size=part.samples)
+        images.append(next(iter(whole_set)).images)
     starts = np.cumsum([0, *joined.shard_samples])
     for image, (_, shard, sample) in zip(batch.images, batch.ids.tolist(), strict=True):
         number = starts[shard] + sample
-        part = int(number >= sets[0].samples)
-        assert (image == images[part][number - part * sets[0].samples]).all()
+        if number < sets[0].samples:
+            assert (image == images[0][number]).all()
+        else:
+            assert (image == images[1][number - sets[0].samples]).all()
     assert joined.classes == 10 and sum(joined.class_counts) == 1797

@@ -97,8 +97,8 @@ def test_activations_of_a_block_are_those_autograd_keeps(name):
 def test_as_few_blocks_as_fit_are_recomputed():
     config = models.config_of("H/14")
     whole, recomputed = (32 * size for size in block_activation_bytes(config))
-    assert models.checkpoint_blocks_for(config, 32, 32 * whole) == 0
-    assert models.checkpoint_blocks_for(config, 32, 32 * whole - 1) == 2  # one saves nothing: it comes back whole
-    assert models.checkpoint_blocks_for(config, 32, whole + 32 * recomputed) == 32
+    assert models.recomputed_blocks_for(config, 32, 32 * whole) == 0
+    assert models.recomputed_blocks_for(config, 32, 32 * whole - 1) == 2  # one saves nothing: it comes back whole
+    assert models.recomputed_blocks_for(config, 32, whole + 32 * recomputed) == 32
     with pytest.raises(ValueError, match="largest that fits: 31"):
-        models.checkpoint_blocks_for(config, 32, whole + 32 * recomputed - 1)
+        models.recomputed_blocks_for(config, 32, whole + 32 * recomputed - 1)

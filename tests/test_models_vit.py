@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import models
-from models.vit import DropPath
+from models.layers import DropPath
 
 SMALL = {"image_size": (16, 24), "classes": 5, "depth": 3}
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
@@ -151,10 +151,10 @@ def test_weight_decay_is_for_kernels_alone():
 def test_checkpointed_blocks_give_the_same_gradients(name):
     config = {"depth": 3, "dropout": 0.1} if "mu" in name else {"units": (1, 1), "width": 32}
 
-    def gradients(checkpoint_blocks: int) -> list[torch.Tensor]:
+    def gradients(recomputed_blocks: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = with_live_head(models.build(name, 32, 5, **config)).train()
-        model.checkpoint_blocks = checkpoint_blocks
+        model.recomputed_blocks = recomputed_blocks
         model(torch.ones(2, 3, 32, 32)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
@@ -206,7 +206,7 @@ def test_evaluation_under_inference_mode_does_not_spoil_training():
 @pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8"])
 def test_compiled_blocks_compute_the_same(name):
     model = with_live_head(models.build(name, 16, 5, depth=3)).train()
-    model.checkpoint_blocks = 1
+    model.recomputed_blocks = 1
     images, names = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 16, 16), list(model.state_dict())
     expected = model(images)
     models.compile_blocks(model)
@@ -280,11 +280,11 @@ import deepspeed, torch, models
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # never used, built for minutes
 deepspeed.init_distributed("gloo", verbose=False)
 losses = []
-for stage, checkpoint_blocks in ((0, 0), (3, 0), (3, 2)):
+for stage, recomputed_blocks in ((0, 0), (3, 0), (3, 2)):
     torch.manual_seed(0)
     model = models.build("mu/8", 16, 5, depth=3, registers=1, positions="relative",
                          positions_at="shared", head_bias=-1.0)
-    model.checkpoint_blocks = checkpoint_blocks
+    model.recomputed_blocks = recomputed_blocks
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
-from models.vit import ACTIVATIONS
-from models.weights import files as weights
+from data.files import whole_file
+from models.layers import ACTIVATIONS
 from models.weights import timm as weights_timm
 
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
@@ -208,17 +208,17 @@ def test_our_own_directory_round_trip(name, tmp_path):
     assert models.load(tmp_path / "out", head_bias=-3.0).config.head_bias == -3.0
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
-    model = random_model()
-    models.save_weights(model, tmp_path)
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    models.save_weights(random_model(), tmp_path)
     before = (tmp_path / "weights.safetensors").read_bytes()
 
-    def fail(path: Path) -> None:
+    def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         path.write_bytes(b"half")
         raise OSError("disk full")
 
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        weights.write_whole(tmp_path / "weights.safetensors", fail)
+        models.save_weights(random_model(), tmp_path, writing=whole_file)
     assert (tmp_path / "weights.safetensors").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.order
 from data.order import Ledger, Mixture, Order, key_of, permute
 
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
@@ -37,8 +38,9 @@ def test_a_dropped_tail_leaves_out_less_than_a_batch(sizes, lanes, batch, block)
             Order(sizes, seed=0, batch_size=batch, lanes=lanes, tail="drop")
         return
     order = Order(sizes, seed=0, batch_size=batch, lanes=lanes, shuffle_block=block, tail="drop")
+    steps_per_epoch = sum(sizes) // batch
     for epoch in range(2):
-        steps = range(int(epoch * order.steps_per_epoch), int((epoch + 1) * order.steps_per_epoch))
+        steps = range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch)
         seen = np.concatenate([np.stack(order.batch(step), 1) for step in steps])
         assert (seen[:, 0] == epoch).all() and len(np.unique(seen, axis=0)) == len(seen)
         assert sum(sizes) - len(seen) < batch
@@ -57,13 +59,36 @@ def test_any_step_is_computed_without_replay(sizes, lanes, batch, block, step):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**40))
 def test_a_keyed_permutation_is_a_permutation(size, key):
-    found = permute(np.arange(size), np.full(size, size), np.repeat(key_of(key), size))
-    assert sorted(found) == list(range(size))
+    permuted = permute(np.arange(size), np.full(size, size), np.repeat(key_of(key), size))
+    assert sorted(permuted) == list(range(size))
+
+
+def words(numbers) -> str:
+    return " ".join(str(number) for number in numbers)
+
+
+def test_the_example_at_the_top_of_the_module_is_what_happens():
+    order = Order([3, 4, 2], seed=0, batch_size=4, lanes=2, shuffle_block=3)
+    story = data.order.__doc__.partition("Shards of 3, 4 and 2 samples")[2].replace(",", "")
+    permuted_shards, starts = order._epoch_shards(0)
+    assert f"permutes the shards to {words(permuted_shards)} which start at the positions {words(starts)}\n" in story
+    for step in (0, 1):
+        _, positions = order._places(step)
+        _, shard, sample = order.batch(step)
+        held = [f"({a} {b})" for a, b in zip(shard, sample, strict=True)]
+        assert f"step {step} takes the positions {words(positions[:2])} | {words(positions[2:])} which hold" in story
+        assert f"(shard sample) {words(held[:2])} | {words(held[2:])}\n" in story
+    _, positions = order._places(2)
+    epoch, shard, sample = order.batch(2)
+    assert f"step 2 takes the position {positions[0]} which holds ({shard[0]} {sample[0]}): all 9 are used" in story
+    assert epoch.tolist() == [0, 1, 1, 1]
 
 
 def test_epochs_and_seeds_are_shuffled_differently():
-    order, other = (Order([50] * 20, seed=seed, batch_size=50) for seed in (0, 1))
-    first, second = ids(order, 20)[:, 1:], ids(order, 40)[1000:, 1:]
+    order = Order([50] * 20, seed=0, batch_size=50)
+    other = Order([50] * 20, seed=1, batch_size=50)
+    first = ids(order, 20)[:, 1:]
+    second = ids(order, 40)[1000:, 1:]
     assert (first == second).all(1).mean() < 0.02
     assert (first == ids(other, 20)[:, 1:]).all(1).mean() < 0.02
 
@@ -107,10 +132,10 @@ def test_equal_ledgers_mean_equal_data():
     order = Order([13, 8], seed=0, batch_size=4)
 
     def ledger(steps, seed=0):
-        found = Ledger.start("digest", seed)
+        rolling = Ledger.start("digest", seed)
         for step in steps:
-            found = found.update(step, *order.batch(step))
-        return found.hex
+            rolling = rolling.update(step, *order.batch(step))
+        return rolling.hex
 
     assert ledger(range(5)) == ledger(range(5))
     assert len({ledger(range(5)), ledger(range(4)), ledger([0, 1, 2, 4, 3]), ledger(range(5), seed=1)}) == 4
@@ -136,9 +161,15 @@ def test_a_mixture_takes_its_shares_of_every_batch_and_each_set_once_an_epoch():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(shards, st.floats(0.05, 20)), min_size=1, max_size=4), batches, st.integers(0, 40))
 def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(sets, batch, step):
-    sizes, weights = [size for one, _ in sets for size in one], [weight for _, weight in sets]
+    sizes = []
+    groups = []
+    weights = []
+    for sizes_of_set, weight in sets:
+        sizes += sizes_of_set
+        groups.append(len(sizes_of_set))
+        weights.append(weight)
     try:
-        mixture = Mixture(sizes, groups=[len(one) for one, _ in sets], weights=weights, seed=0, batch_size=batch)
+        mixture = Mixture(sizes, groups=groups, weights=weights, seed=0, batch_size=batch)
     except ValueError as error:
         assert min(weights) / sum(weights) * batch < 1 and "without a sample" in str(error)
         return
@@ -151,8 +182,8 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
     first = group[:batch]
     assert (group.reshape(8, batch) == first).all() and np.bincount(first).tolist() == mixture.shares
     for half in (first[: batch // 2], first[batch // 2 :]):  # a worker's slots have every set's share, to within one
-        for one, share in enumerate(mixture.shares):
-            assert abs((half == one).sum() - share * len(half) / batch) <= len(sets)
+        for number, share in enumerate(mixture.shares):
+            assert abs((half == number).sum() - share * len(half) / batch) <= len(sets)
 
 
 def test_a_set_too_light_for_the_batch_is_refused():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
 from data.images.preprocess import preprocess
 
@@ -13,14 +14,24 @@ GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
 
 
+def test_the_example_at_the_top_of_the_module_is_what_happens():
+    small = preprocess(np.zeros((500, 375, 3), np.uint8), "decode|resize_small(256)")
+    crop = preprocess(small, "central_crop(224)")
+    example = (
+        f"an image (500, 375, 3) becomes {small.shape} by resize_small(256), and {crop.shape} by central_crop(224)"
+    )
+    assert example in preprocessing.__doc__
+
+
 @needs_golden
 @pytest.mark.parametrize("case", range(8))
 def test_op_strings_match_the_original(case):
     golden = np.load(GOLDEN / "preprocess.npz")
-    config, expected = json.loads(str(golden["cases_json"]))[str(case)], golden[f"out_{case}"]
-    found = preprocess(golden[f"in_{case}"], config["pp"])
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    error = np.abs(found.astype(float) - expected)
+    config = json.loads(str(golden["cases_json"]))[str(case)]
+    expected = golden[f"out_{case}"]
+    image = preprocess(golden[f"in_{case}"], config["pp"])
+    assert image.shape == expected.shape and image.dtype == expected.dtype
+    error = np.abs(image.astype(float) - expected)
     level = 1.001 if expected.dtype == np.uint8 else 0.00785  # one uint8 level
     growing = config["pp"].startswith("decode|resize_small(56)")  # ties of exact integers fall either way
     assert error.max() <= level and (error > 1e-6).mean() < (0.2 if growing else 0.01)
@@ -29,13 +40,14 @@ def test_op_strings_match_the_original(case):
 @needs_golden
 def test_the_inception_crop_is_distributed_as_the_original():
     golden = np.load(GOLDEN / "inception_crop_stats.npz")
-    height, width = 300, 400
+    height = 300
+    width = 400
     boxes = np.array([inception_box(height, width, Draws(n), AugmentConfig()) for n in range(10_000)])
     y, x, h, w = boxes.T
-    found = {"area": h * w / height / width, "aspect": w / h, "height": h / height, "width": w / width}
-    found |= {"y0": y / height, "x0": x / width}
+    drawn = {"area": h * w / height / width, "aspect": w / h, "height": h / height, "width": w / width}
+    drawn |= {"y0": y / height, "x0": x / width}
     scale = {"height": height, "width": width, "y0": height, "x0": width}
-    for name, values in found.items():
+    for name, values in drawn.items():
         quantiles = golden[f"{name}_quantiles"] / scale.get(name, 1)
         assert np.abs(np.quantile(values, golden["quantiles"]) - quantiles).max() < 0.02, name
 

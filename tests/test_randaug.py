@@ -40,8 +40,8 @@ def apply(name: str, image: np.ndarray, magnitude: float) -> np.ndarray:
     return np.asarray(OPERATIONS[name](Image.fromarray(image), magnitude / 10, Certain(0)))
 
 
-def blend(one: np.ndarray, other: np.ndarray, factor: float) -> np.ndarray:
-    mixed = one.astype(np.float32) + np.float32(factor) * (other.astype(np.float32) - one)
+def blend(image: np.ndarray, other: np.ndarray, factor: float) -> np.ndarray:
+    mixed = image.astype(np.float32) + np.float32(factor) * (other.astype(np.float32) - image)
     return np.clip(mixed, 0, 255).astype(np.uint8)
 
 
@@ -58,7 +58,8 @@ def smooth(image: np.ndarray) -> np.ndarray:
 
 
 def stretched(image: np.ndarray) -> np.ndarray:
-    low, high = image.min((0, 1)).astype(float), image.max((0, 1)).astype(float)
+    low = image.min((0, 1)).astype(float)
+    high = image.max((0, 1)).astype(float)
     return np.clip(image * (255 / (high - low)) - low * (255 / (high - low)), 0, 255).astype(np.uint8)
 
 
@@ -75,14 +76,17 @@ def equalized(image: np.ndarray) -> np.ndarray:
 def moved(image: np.ndarray, x_of, y_of) -> np.ndarray:
     """Nearest pixel of where each one comes from; 128 from outside."""
     y, x = np.mgrid[:SIDE, :SIDE].astype(float)
-    from_x, from_y = np.round(x_of(x, y)).astype(int), np.round(y_of(x, y)).astype(int)
+    from_x = np.round(x_of(x, y)).astype(int)
+    from_y = np.round(y_of(x, y)).astype(int)
     inside = (from_x >= 0) & (from_x < SIDE) & (from_y >= 0) & (from_y < SIDE)
-    found = image[from_y.clip(0, SIDE - 1), from_x.clip(0, SIDE - 1)]
-    return np.where(inside[..., None], found, 128).astype(np.uint8)
+    nearest = image[from_y.clip(0, SIDE - 1), from_x.clip(0, SIDE - 1)]
+    return np.where(inside[..., None], nearest, 128).astype(np.uint8)
 
 
 def turned(image: np.ndarray, degrees: float) -> np.ndarray:
-    cos, sin, middle = np.cos(np.radians(degrees)), np.sin(np.radians(degrees)), (SIDE - 1) / 2
+    cos = np.cos(np.radians(degrees))
+    sin = np.sin(np.radians(degrees))
+    middle = (SIDE - 1) / 2
     return moved(
         image,
         lambda x, y: cos * (x - middle) - sin * (y - middle) + middle,
@@ -91,7 +95,8 @@ def turned(image: np.ndarray, degrees: float) -> np.ndarray:
 
 
 def holed(image: np.ndarray, pad: int) -> np.ndarray:
-    at, result = int(0.3 * SIDE), image.copy()
+    at = int(0.3 * SIDE)
+    result = image.copy()
     result[max(at - pad, 0) : at + pad, max(at - pad, 0) : at + pad] = 128
     return result
 
@@ -146,8 +151,9 @@ def test_a_blend_is_the_originals_within_the_rounding(photo, name, magnitude):
 @pytest.mark.parametrize("magnitude", [3, 8.7])
 @pytest.mark.parametrize("name", MOVED)
 def test_a_move_takes_the_originals_pixels_and_fills_with_128(photo, name, magnitude):
-    found, expected = apply(name, photo, magnitude), MOVED[name](photo, magnitude / 10)
-    assert (found != expected).any(2).mean() < 0.005, "but for ties of the nearest pixel"
+    moved_photo = apply(name, photo, magnitude)
+    expected = MOVED[name](photo, magnitude / 10)
+    assert (moved_photo != expected).any(2).mean() < 0.005, "but for ties of the nearest pixel"
     assert (expected == 128).all(2).any() and not np.array_equal(expected, photo)
 
 
@@ -182,16 +188,16 @@ def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
             augment=AugmentConfig(**augment),
         )  # fmt: skip
         batches = iter(loader)
-        found = np.concatenate([next(batches).images.numpy().copy() for _ in range(32 // micro_batch)])
+        images = np.concatenate([next(batches).images.numpy().copy() for _ in range(32 // micro_batch)])
         batches.close()
-        return found
+        return images
 
     distorted = batch(0, 32, randaug_layers=2)
     np.testing.assert_array_equal(distorted, batch(2, 8, randaug_layers=2))
     assert (distorted != batch(0, 32)).any((1, 2, 3)).mean() > 0.9
 
 
-@pytest.mark.parametrize("given", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
-def test_what_is_out_of_range_is_refused(given):
+@pytest.mark.parametrize("options", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
+def test_what_is_out_of_range_is_refused(options):
     with pytest.raises(ValueError, match="randaug_layers"):
-        AugmentConfig(**given)
+        AugmentConfig(**options)

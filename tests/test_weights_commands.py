@@ -79,7 +79,11 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
     torn.write_bytes(b"PK\x03\x04 not whole")
     cases = [
         (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
-        (["export", str(ours), str(tmp_path / "x"), "--format", "onnx"], 64, "invalid choice"),
+        (
+            ["export", str(ours), str(tmp_path / "x"), "--format", "onnx"],
+            64,
+            "'onnx' is not one of 'safetensors'",
+        ),
         (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
         (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "no .safetensors and no .npz"),

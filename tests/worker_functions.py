@@ -36,13 +36,13 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
     total = torch.tensor([float(rank())])
     dist.all_reduce(total)
     dist.destroy_process_group()
-    seat = {name: os.environ[name] for name in NAMES}
+    told = {name: os.environ[name] for name in NAMES}
     return {
         "sum": total.item(),
         "given": config["x"],
         "cwd": os.getcwd(),
         "threads": torch.get_num_threads(),
-    } | seat
+    } | told
 
 
 def wait_for_peers(config: dict[str, Any]) -> None:

@@ -1,4 +1,19 @@
-"""Random crop and flip for training, drawn from a sample's identity: the same pixels whoever decodes it."""
+"""Random crop and flip for training, drawn from a sample's identity: the same pixels whoever decodes it.
+
+From the bytes of an image to its row of the batch:
+
+1. The header gives format and size; nothing is decoded yet.
+2. The box of the crop is drawn, then whether it is flipped. All numbers come from `draws`, whose key the decoder makes
+   of the seed and the sample's id.
+3. Only the box is decoded; of a JPEG at 1/2, 1/4 or 1/8 of the size where that still covers the image size.
+4. The pixels are resized to the image size (bilinear, without antialiasing, as the reference does) and flipped.
+5. RandAugment distorts them, where it is on.
+
+    A JPEG of height 300 and width 400, with Draws(8) and image_size 64:
+        the box has y 60, x 88, height 212, width 235, and will be flipped
+        it is decoded at 1/2 scale, to 106 × 118 pixels; at 1/4 its 53 rows would be fewer than 64
+        these are resized to 64 × 64, and mirrored
+"""
 
 from __future__ import annotations
 
@@ -13,19 +28,22 @@ from data.images.decode import Box, Header, decode_crop, decode_whole, read_head
 from data.images.draws import Draws
 from data.images.preprocess import resize_small
 
+ATTEMPTS = 100  # to draw a box, as in TensorFlow
+
 
 @dataclass(frozen=True)
 class AugmentConfig:
     """What happens to a training image between its bytes and the batch."""
 
-    crop: Literal["inception", "random", "none"] = "inception"  # random: resize_small(size · 8/7), then crop
+    # inception: of random area and aspect; random: resize_small(size · 8/7), then crop; none: the whole image
+    crop: Literal["inception", "random", "none"] = "inception"
     reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale where the crop still covers the image size
-    flip: bool = True  # left to right, with probability 1/2
-    min_area: float = 0.05  # of the image; Szegedy et al. 2015 and big_vision
-    min_aspect: float = 0.75  # width / height, TensorFlow's defaults
-    max_aspect: float = 1.33
+    flip: bool = True  # mirror left to right with probability 1/2
+    min_area: float = 0.05  # least share of the image that a crop covers (Szegedy et al. 2015 and big_vision)
+    min_aspect: float = 0.75  # least width / height of a crop (TensorFlow's default)
+    max_aspect: float = 1.33  # largest width / height of a crop (TensorFlow's default)
     randaug_layers: int = 0  # operations of RandAugment an image; 0 is off (AugReg and the better baselines: 2)
-    randaug_magnitude: float = 10.0  # of every one of them; 0 is not a no-op
+    randaug_magnitude: float = 10.0  # strength of every one of them, 0 to 30; 0 is not a no-op
 
     def __post_init__(self) -> None:
         if not (0 < self.min_area <= 1 and 0 < self.min_aspect <= self.max_aspect):
@@ -40,51 +58,97 @@ class AugmentConfig:
             )
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A row that begins with the `bytes` of a JPEG, left to the loader to decode and crop."""
+
+    row: int
+    bytes: int
+    sides: tuple[int, int]  # height, width
+    box: Box
+    flip: bool
+
+
+# ----------------------------------------------------------------------------- what is drawn
+
+
 def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
-    """(y, x, h, w) as tf.image.sample_distorted_bounding_box draws it: height is uniform, not area.
+    """A box as tf.image.sample_distorted_bounding_box draws it: its height is uniform, not its area.
 
     The last offset is never drawn, as in the original; after 100 attempts it is the whole image.
     """
-    for _ in range(100):
+    min_pixels = cfg.min_area * height * width
+    for _ in range(ATTEMPTS):
         aspect = cfg.min_aspect + draws.uniform() * (cfg.max_aspect - cfg.min_aspect)
-        low = round(sqrt(cfg.min_area * height * width / aspect))
+        # The heights that boxes of this aspect may have: from the smallest area up to that of the image, and no taller
+        # than the width allows.
+        low = round(sqrt(min_pixels / aspect))
         high = round(sqrt(height * width / aspect))
-        if round(high * aspect) > width:  # the tallest box of this aspect that the width allows
+        if round(high * aspect) > width:
             high = int((width + 0.5 - 1e-7) / aspect)
         high = min(high, height)
-        h = min(low, high) + draws.below(high - min(low, high) + 1)
+        low = min(low, high)
+
+        h = low + draws.below(high - low + 1)
         w = round(h * aspect)
-        if 0 < h <= height and 0 < w <= width and h * w >= cfg.min_area * height * width:
-            return draws.below(height - h), draws.below(width - w), h, w
-    return 0, 0, height, width
+        inside = 0 < h <= height and 0 < w <= width
+        if inside and h * w >= min_pixels:
+            y = draws.below(height - h)
+            x = draws.below(width - w)
+            return Box(y, x, h, w)
+    return Box(0, 0, height, width)
+
+
+def draw_flip(draws: Draws, cfg: AugmentConfig) -> bool:
+    """Whether to mirror the image; without `flip` no number is drawn."""
+    return cfg.flip and draws.uniform() < 0.5
 
 
 def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
     """The box of a training crop (all of the image for `crop: none`), and whether to flip it."""
-    box = (0, 0, header.height, header.width)
+    box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
         box = inception_box(header.height, header.width, draws, cfg)
-    return box, cfg.flip and draws.uniform() < 0.5
+    return box, draw_flip(draws, cfg)
+
+
+# ----------------------------------------------------------------------------- what becomes of the pixels
 
 
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
     """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
     header = read_header(data)
     if cfg.crop == "random":
-        image = resize_small(decode_whole(data), image_size * 8 // 7)
-        y, x = draws.below(image.shape[0] - image_size + 1), draws.below(image.shape[1] - image_size + 1)
-        image = image[y : y + image_size, x : x + image_size]
-        flip = cfg.flip and draws.uniform() < 0.5
+        image = random_crop(data, image_size, draws)
+        flip = draw_flip(draws, cfg)
     else:
         box, flip = draw(header, draws, cfg)
-        image = decode_crop(data, header, box, image_size if cfg.reduced else 0)
-    if image.shape[:2] == out.shape[:2]:
-        out[:] = image[:, ::-1] if flip else image
-    elif flip:
-        cv2.flip(cv2.resize(image, out.shape[1::-1], interpolation=cv2.INTER_LINEAR), 1, dst=out)
-    else:
-        cv2.resize(image, out.shape[1::-1], dst=out, interpolation=cv2.INTER_LINEAR)
+        covering = image_size if cfg.reduced else 0
+        image = decode_crop(data, header, box, covering)
+    fit(image, flip, out)
+
     if cfg.randaug_layers:
         from data.images.randaug import randaug  # Pillow, which nothing else here needs
 
         out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)
+
+
+def random_crop(data: bytes, image_size: int, draws: Draws) -> np.ndarray:
+    """A square of `image_size` from anywhere in the image, whose shorter side was made 8/7 of that: 256 for 224."""
+    image = resize_small(decode_whole(data), image_size * 8 // 7)
+    height, width = image.shape[:2]
+    y = draws.below(height - image_size + 1)
+    x = draws.below(width - image_size + 1)
+    return image[y : y + image_size, x : x + image_size]
+
+
+def fit(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
+    """Resize `image` (h, w, 3) to the size of `out` and write it there, mirrored if `flip`."""
+    height, width = out.shape[:2]
+    if image.shape[:2] == (height, width):
+        out[:] = image[:, ::-1] if flip else image
+    elif flip:
+        resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+        cv2.flip(resized, 1, dst=out)
+    else:
+        cv2.resize(image, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)

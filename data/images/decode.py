@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from data.images.jpeg import decode_region
-from data.shards.tar import MAX_BYTES
 
+MAX_BYTES = 100_000_000  # of one encoded image
 MAX_PIXELS = 100_000_000  # what a header may claim: 300 MB decoded
-FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG markers that hold the image's sides
 
-Box = tuple[int, int, int, int]  # y, x, h, w in pixels of the whole image
+# Bytes that follow 0xFF in a JPEG (ITU-T T.81, table B.1).
+START_OF_SCAN = 0xDA
+FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # what holds the image's sides
+END_OF_IMAGE = b"\xff\xd9"
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels of the whole image."""
+
+    y: int
+    x: int
+    height: int
+    width: int
 
 
 class BadImage(Exception):
@@ -35,10 +47,15 @@ class Header:
     channels: int = 3
 
 
+# ----------------------------------------------------------------------------- headers
+
+
 def read_header(data: bytes) -> Header:
     """Format and size from the first bytes; raises BadImage where odd, too large, or without an end."""
-    if not data or len(data) > MAX_BYTES:
-        raise BadImage("image file too large" if data else "no image")
+    if not data:
+        raise BadImage("no image")
+    if len(data) > MAX_BYTES:
+        raise BadImage("image file too large")
     try:
         if data[:3] == b"\xff\xd8\xff":
             header = read_jpeg(data)
@@ -50,32 +67,43 @@ def read_header(data: bytes) -> Header:
             raise BadImage("not a JPEG, PNG or WebP")
     except (struct.error, IndexError):
         raise BadImage("truncated") from None
-    if not 0 < header.height * header.width <= MAX_PIXELS:
-        raise BadImage("image too large" if header.height * header.width else "image without pixels")
+
+    pixels = header.height * header.width
+    if pixels == 0:
+        raise BadImage("image without pixels")
+    if pixels > MAX_PIXELS:
+        raise BadImage("image too large")
     return header
 
 
 def read_jpeg(data: bytes) -> Header:
-    at, header = 2, None
-    while data[at + 1] != 0xDA:  # start of scan
+    """The sides from the last frame header before the scan; raises BadImage, struct.error and IndexError."""
+    header = None
+    at = 2  # behind the marker that every JPEG begins with
+    while data[at + 1] != START_OF_SCAN:
+        marker = data[at + 1]
         if data[at] != 0xFF:
             raise BadImage("broken JPEG header")
-        if data[at + 1] == 0xFF:
+        if marker == 0xFF:  # any number of these may fill up before a marker
             at += 1
             continue
-        if data[at + 1] < 0xC0 or 0xD0 <= data[at + 1] <= 0xD9:  # what has no length has no business here
+        # What has no length has no business here: readers that differ on it would see frames of different sides.
+        if marker < 0xC0 or 0xD0 <= marker <= 0xD9:
             raise BadImage("broken JPEG header")
-        if data[at + 1] in FRAMES:
-            header = Header("jpeg", *struct.unpack_from(">HHB", data, at + 5))
-        at += 2 + struct.unpack_from(">H", data, at + 2)[0]
+        if marker in FRAMES:
+            height, width, channels = struct.unpack_from(">HHB", data, at + 5)
+            header = Header("jpeg", height, width, channels)
+        (length,) = struct.unpack_from(">H", data, at + 2)
+        at += 2 + length
     if header is None or header.channels not in (1, 3, 4):
         raise BadImage("broken JPEG header")
-    if data.rfind(b"\xff\xd9") < at:
+    if data.rfind(END_OF_IMAGE) < at:
         raise BadImage("truncated")
     return header
 
 
 def read_png(data: bytes) -> Header:
+    """The sides from the first chunk; raises BadImage where the last one is missing, and struct.error."""
     width, height = struct.unpack_from(">II", data, 16)
     if data.rfind(b"IEND") < 0:
         raise BadImage("truncated")
@@ -83,17 +111,26 @@ def read_png(data: bytes) -> Header:
 
 
 def read_webp(data: bytes) -> Header:
-    if len(data) < 8 + struct.unpack_from("<I", data, 4)[0]:
+    """The sides from the first chunk (RFC 9649: extended, lossless or lossy); raises BadImage and struct.error."""
+    (riff_bytes,) = struct.unpack_from("<I", data, 4)
+    if len(data) < 8 + riff_bytes:
         raise BadImage("truncated")
     chunk = data[12:16]
-    if chunk == b"VP8X":
-        width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
-    elif chunk == b"VP8L":
-        bits = struct.unpack_from("<I", data, 21)[0]
-        width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    else:
-        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
+    if chunk == b"VP8X":  # 24 bits each, less one
+        width = 1 + int.from_bytes(data[24:27], "little")
+        height = 1 + int.from_bytes(data[27:30], "little")
+    elif chunk == b"VP8L":  # 14 bits each, less one
+        (bits,) = struct.unpack_from("<I", data, 21)
+        width = 1 + (bits & 0x3FFF)
+        height = 1 + (bits >> 14 & 0x3FFF)
+    else:  # 14 bits each, below two of a scale
+        width_field, height_field = struct.unpack_from("<HH", data, 26)
+        width = width_field & 0x3FFF
+        height = height_field & 0x3FFF
     return Header("webp", height, width)
+
+
+# ----------------------------------------------------------------------------- pixels
 
 
 def decode(data: bytes) -> np.ndarray:
@@ -120,21 +157,40 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     keeps full scale. Raises BadImage.
     """
     y, x, h, w = box
+    # The binding knows JPEGs of one or three channels; anything else is decoded whole and cut.
     if header.kind != "jpeg" or header.channels == 4:
         image = decode_whole(data)
         if image.shape[:2] != (header.height, header.width):
             raise BadImage("sides other than in its header")
         return image[y : y + h, x : x + w]
-    d = reduction(min(h, w), covering)
-    if d > 1:
-        y, x, h, w = (y + d // 2) // d, (x + d // 2) // d, (h + d // 2) // d, (w + d // 2) // d
-        y, x = min(y, -(-header.height // d) - h), min(x, -(-header.width // d) - w)
-    pixels = decode_region(data, d, (y, x, h, w))
+
+    denominator = reduction(min(h, w), covering)
+    region = Box(y, x, h, w)
+    if denominator > 1:
+        region = reduced_box(region, header, denominator)
+    pixels = decode_region(data, denominator, region)
     if pixels is None:
         raise BadImage("not decodable")
     return pixels
 
 
 def reduction(side: int, covering: int) -> int:
-    """The largest denominator that leaves `side` at `covering` pixels or more."""
-    return next((d for d in (8, 4, 2) if covering and side >= d * covering), 1)
+    """The largest denominator that leaves `side` at `covering` pixels or more; 1 where `covering` is 0."""
+    if covering:
+        for denominator in (8, 4, 2):
+            if side >= denominator * covering:
+                return denominator
+    return 1
+
+
+def reduced_box(box: Box, header: Header, denominator: int) -> Box:
+    """The box in pixels of the image at 1/denominator scale, each number rounded, moved so that it lies inside."""
+    half = denominator // 2
+    height = (box.height + half) // denominator
+    width = (box.width + half) // denominator
+    y = (box.y + half) // denominator
+    x = (box.x + half) // denominator
+    # The reduced image has ⌈side / denominator⌉ pixels.
+    max_y = -(-header.height // denominator) - height
+    max_x = -(-header.width // denominator) - width
+    return Box(min(y, max_y), min(x, max_x), height, width)

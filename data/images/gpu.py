@@ -1,6 +1,12 @@
 """JPEGs decoded, cropped, resized and flipped where the model is: `data.decode=gpu`, nvJPEG through TorchCodec.
 
-The decoding processes then only read, check headers and draw; what they cannot leave to nvJPEG they decode as ever.
+1. A decoding process reads a JPEG, checks its header, draws box and flip, and leaves the bytes in the image's row of
+   the batch, with an `Encoded` beside it. What it cannot leave to nvJPEG it decodes as ever.
+2. The loader hands all such rows of a micro-batch to the decoder in one call.
+3. Each image is cropped to its box, averaged over 2, 4 or 8 pixels where the processes would have decoded at that
+   scale, resized and flipped on the device.
+4. Rows that the decoder refuses are given back to the loader.
+
 It has never run on a GPU (docs/decoding.md); without one, TorchCodec decodes on the CPU.
 """
 
@@ -12,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from data.decoder import Encoded
 from data.errors import DataError
+from data.images.augment import Encoded
 from data.images.decode import reduction
 
-# b samples, S image side
+# b samples, H W sides of an encoded image, S image side
 
 Decode = Callable[[list[Tensor], torch.device], list[Tensor]]  # encoded bytes to (3, H, W) uint8 on the device
 
 
 def torchcodec() -> Decode:
-    """Its decoder. Raises DataError where it is not installed."""
+    """The decoder of TorchCodec; raises DataError where it is not installed."""
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
@@ -30,40 +36,59 @@ def torchcodec() -> Decode:
             f"data.decode=gpu needs TorchCodec 0.16 or newer ({type(error).__name__}: {error})\n"
             "  pip install torchcodec, built for the CUDA of your torch; or data.decode=cpu"
         ) from None
-    return lambda sources, device: decode_jpeg(sources, device=device)
+
+    def decode(sources: list[Tensor], device: torch.device) -> list[Tensor]:
+        return decode_jpeg(sources, device=device)
+
+    return decode
 
 
 def decode_rows(
     images: Tensor, encoded: Sequence[Encoded], reduced: bool, decode: Decode, device: torch.device
 ) -> tuple[Tensor, list[int]]:
     """`images` (b, S, S, 3) on the device, their encoded rows decoded; and the rows that were refused."""
-    sources = [images[one.row].flatten()[: one.bytes] for one in encoded]
-    found: list[Tensor | None]
-    try:
-        found = [*decode(sources, device)]
-    except RuntimeError:  # one bad image costs the whole call: find it
-        found = [decode_one(source, decode, device) for source in sources]
-    out, refused = images.to(device), []
-    for one, whole in zip(encoded, found, strict=True):
-        if whole is None or tuple(whole.shape) != (3, *one.sides):
-            refused.append(one.row)
+    sources = []
+    for jpeg in encoded:
+        row_bytes = images[jpeg.row].flatten()
+        sources.append(row_bytes[: jpeg.bytes])
+
+    on_device = images.to(device)
+    refused = []
+    for jpeg, whole in zip(encoded, decode_all(sources, decode, device), strict=True):
+        # Sides other than the header's would make the box another part of the image.
+        if whole is None or tuple(whole.shape) != (3, *jpeg.sides):
+            refused.append(jpeg.row)
         else:
-            out[one.row] = crop(whole, one, images.shape[1], reduced).permute(1, 2, 0)
-    return out, refused
+            pixels = crop(whole, jpeg, images.shape[1], reduced)
+            on_device[jpeg.row] = pixels.permute(1, 2, 0)
+    return on_device, refused
 
 
-def decode_one(source: Tensor, decode: Decode, device: torch.device) -> Tensor | None:
+def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> Sequence[Tensor | None]:
+    """Every image (3, H, W), None where it is refused."""
+    try:
+        return decode(sources, device)
+    except RuntimeError:  # one bad image costs the whole call: find it
+        return [decode_alone(source, decode, device) for source in sources]
+
+
+def decode_alone(source: Tensor, decode: Decode, device: torch.device) -> Tensor | None:
+    """One image (3, H, W), None where it is refused."""
     try:
         return decode([source], device)[0]
     except RuntimeError:
         return None
 
 
-def crop(whole: Tensor, one: Encoded, size: int, reduced: bool) -> Tensor:
-    """The box at (3, S, S): averaged over 2, 4 or 8 pixels where the processes decode at that scale, then bilinear."""
-    y, x, h, w = one.box
+def crop(whole: Tensor, jpeg: Encoded, size: int, reduced: bool) -> Tensor:
+    """The box of an image (3, H, W) as (3, S, S) uint8.
+
+    It is averaged where the processes would decode at a reduced scale, and then resized.
+    """
+    y, x, h, w = jpeg.box
     part = whole[None, :, y : y + h, x : x + w].float()
-    part = avg_pool2d(part, reduction(min(h, w), size if reduced else 0))
+    covering = size if reduced else 0
+    part = avg_pool2d(part, reduction(min(h, w), covering))
     part = interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
     part = part.round_().clamp_(0, 255).to(torch.uint8)
-    return part.flip(2) if one.flip else part
+    return part.flip(2) if jpeg.flip else part

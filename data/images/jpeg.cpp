@@ -1,6 +1,6 @@
 // Decode a region of a JPEG at a reduced DCT scale, and add restart markers without touching a pixel.
 //
-// Compiled on first use by data/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
+// Compiled on first use by data/images/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
 // headers are nowhere on most machines: so the public structs of its 6.2 interface (frozen since 1998) are declared
 // here as far as they are used. The library compares their sizes with its own and refuses any mismatch.
 
@@ -85,7 +85,7 @@ namespace {
 constexpr int kVersion = 62, kRgb = 2;
 constexpr unsigned kMargin = 8;  // pixels around the region, so that chroma upsampling sees the same neighbours
 constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
-constexpr uint64_t kMostPixels = 100000000;  // as in decode.py
+constexpr uint64_t kMostPixels = 100000000;  // as MAX_PIXELS in data/images/decode.py
 
 struct Jump : ErrorManager {
     jmp_buf back;
@@ -164,6 +164,7 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
                 std::vector<uint8_t>& cut) {
     const Layout layout = read_layout(data, size);
     if (!layout.scan_at || !layout.sequential || !layout.interval || layout.mcus_per_row % layout.interval) return;
+    // The grid of runs (what lies between two markers): `per_row` in each of `rows` rows, `run` pixels wide.
     const unsigned per_row = layout.mcus_per_row / layout.interval, run = layout.interval * layout.mcu_width;
     const auto from = [margin](unsigned at, unsigned unit) { return at > margin ? (at - margin) / unit : 0; };
     const auto to = [margin](unsigned end, unsigned unit, unsigned all) {
@@ -171,11 +172,13 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
         return found < all ? found : all;
     };
     const unsigned rows = (layout.height + layout.mcu_height - 1) / layout.mcu_height;
+    // The runs that are kept: rows first … last − 1, columns left … right − 1.
     const unsigned first = from(y, layout.mcu_height), last = to(y + h, layout.mcu_height, rows);
     unsigned left = from(x, run), right = to(x + w, run, per_row);
     if (right == left + 1 && per_row > 1) left ? left-- : right++;  // two columns of chroma are upsampled otherwise
     if (first >= last || left >= right) return;  // the region is outside: two headers disagree
     if (last - first == rows && right - left == per_row) return;
+    // Find the markers. 0xFF is followed by 0x00 where it is data, by 0xD0 … 0xD7 in a restart marker, by 0xD9 at the end.
     std::vector<size_t> starts{layout.scan_at};  // of the bytes between markers
     starts.reserve(last * per_row + 1);
     for (size_t at = layout.scan_at; starts.size() <= last * per_row;) {
@@ -186,6 +189,7 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
         if (mark[1] >= 0xD0 && mark[1] <= 0xD9) starts.push_back(at);
         if (mark[1] == 0xD9 && starts.size() <= last * per_row) return;
     }
+    // Write the headers with the new sides, then the kept runs, with their markers numbered anew.
     const unsigned end = last == rows ? layout.height : last * layout.mcu_height;
     const unsigned kept_h = end - first * layout.mcu_height;
     const unsigned kept_w = right == per_row ? layout.width - left * run : (right - left) * run;

@@ -19,10 +19,12 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.files import whole_file
-from data.shards.cache import state_folder
+from data.files import state_folder, whole_file
 
 SOURCE = Path(__file__).with_name("jpeg.cpp")
+COMPILE_TIMEOUT_S = 120  # it takes 0.3 to 1.5 s
+
+# How OpenCV is asked for the same scale; it gives RGB at full scale alone, BGR else.
 REDUCED = {
     1: cv2.IMREAD_COLOR_RGB,
     2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -30,6 +32,9 @@ REDUCED = {
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
 Region = tuple[int, int, int, int]  # y, x, h, w in pixels of the reduced image
+
+
+# ----------------------------------------------------------------------------- the library
 
 
 @cache
@@ -40,11 +45,14 @@ def library() -> ctypes.CDLL | None:
     try:
         path = compile_binding()
         binding = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError, PackageNotFoundError, StopIteration) as error:
+    except (OSError, subprocess.SubprocessError, PackageNotFoundError) as error:
         reason = f"{type(error).__name__} {error}".strip()
         logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
         return None
-    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
+    # The types of the C functions' arguments, as jpeg.cpp declares them; the first two return 0 for success.
+    size = ctypes.c_size_t
+    pointer = ctypes.c_void_p
+    number = ctypes.c_uint
     binding.decode_region.argtypes = [ctypes.c_char_p, size, *[number] * 5, pointer]
     binding.add_restarts.argtypes = [ctypes.c_char_p, size, pointer, pointer]
     binding.release.argtypes = [pointer]
@@ -52,43 +60,32 @@ def library() -> ctypes.CDLL | None:
 
 
 def compile_binding() -> Path:
-    """Compile unless the cache folder has it; the name holds everything that the result depends on."""
-    jpeg = next(Path(str(f.locate())) for f in files("pillow") or () if f.name.startswith("libjpeg-"))
-    name = sha256(SOURCE.read_bytes() + str(jpeg.resolve()).encode() + os.uname().machine.encode()).hexdigest()
-    path = state_folder() / f"jpeg-{name[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{jpeg.resolve().parent}"]
-        with whole_file(path) as temporary:
-            command = [os.environ.get("CXX", "c++"), *flags, str(SOURCE), "-o", str(temporary), str(jpeg)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+    """Compile unless the cache folder has it; the name holds everything that the result depends on.
+
+    Raises OSError and subprocess.SubprocessError where it cannot be compiled, PackageNotFoundError without Pillow.
+    """
+    libjpeg = bundled_libjpeg()
+    digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
+    path = state_folder() / f"jpeg-{digest[:16]}.so"
+    if path.exists():
+        return path
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compiler = os.environ.get("CXX", "c++")
+    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{libjpeg.parent}"]
+    # Other processes compile it at the same moment: each writes a file of its own, and the last one stays.
+    with whole_file(path) as temporary:
+        command = [compiler, *flags, str(SOURCE), "-o", str(temporary), str(libjpeg)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
     return path
 
 
-def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
-    """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
-    y, x, h, w = region
-    binding = library()
-    if binding is None:
-        flags = REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION
-        try:
-            image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-        except cv2.error:
-            return None
-        image = image if image is None or denominator == 1 else cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
-        return None if image is None else image[y : y + h, x : x + w]
-    out = np.empty((h, w, 3), np.uint8)
-    failed = binding.decode_region(data, len(data), denominator, x, y, w, h, out.ctypes.data)
-    return None if failed else out
-
-
-def add_restarts(data: bytes) -> bytes:
-    """The same image, to the pixel, with restart markers inside its rows of blocks; unchanged if it cannot.
-
-    Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
-    """
-    require_binding()
-    return rewritten(data) or data
+def bundled_libjpeg() -> Path:
+    """The libjpeg-turbo that Pillow's wheel brings along; raises FileNotFoundError where Pillow was built otherwise."""
+    for file in files("pillow") or ():
+        if file.name.startswith("libjpeg-"):
+            return Path(str(file.locate())).resolve()
+    raise FileNotFoundError("this Pillow brings no libjpeg along; install its wheel")
 
 
 def require_binding() -> None:
@@ -97,15 +94,56 @@ def require_binding() -> None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
 
 
+# ----------------------------------------------------------------------------- what it does
+
+
+def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
+    """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
+    binding = library()
+    if binding is None:
+        return cut_from_whole(data, denominator, region)
+    y, x, h, w = region
+    out = np.empty((h, w, 3), np.uint8)
+    failed = binding.decode_region(data, len(data), denominator, x, y, w, h, out.ctypes.data)
+    return None if failed else out
+
+
+def cut_from_whole(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
+    """As `decode_region`, by OpenCV, which decodes all of the image."""
+    try:
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
+    except cv2.error:
+        return None
+    if image is None:
+        return None
+    if denominator > 1:
+        image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
+    y, x, h, w = region
+    return image[y : y + h, x : x + w]
+
+
+def add_restarts(data: bytes) -> bytes:
+    """The same image, to the pixel, with restart markers inside its rows of blocks; unchanged if it cannot.
+
+    Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
+    Raises OSError without the binding.
+    """
+    require_binding()
+    return rewritten(data) or data
+
+
 def is_damaged(data: bytes) -> bool:
     """Whether libjpeg warns of this JPEG, which it decodes all the same; False without the binding."""
     return library() is not None and rewritten(data) is None
 
 
 def rewritten(data: bytes) -> bytes | None:
-    binding, out, size = library(), ctypes.c_void_p(), ctypes.c_ulong()
-    assert binding is not None
+    """The JPEG with restart markers, or None where libjpeg fails or warns."""
+    binding = library()
+    assert binding is not None, "the callers have asked for it"
+    out = ctypes.c_void_p()
+    size = ctypes.c_ulong()
     failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
-    made = None if failed else ctypes.string_at(out, size.value)
+    jpeg = None if failed else ctypes.string_at(out, size.value)
     binding.release(out)
-    return made
+    return jpeg

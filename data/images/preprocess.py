@@ -1,14 +1,19 @@
 """Exact reference preprocessing for evaluation and few-shot: `decode|resize_small(256)|central_crop(224)`.
 
-The op strings are big_vision's; each op restates its TensorFlow original in NumPy, held to golden arrays.
+1. `parse_ops` turns the op string, which is big_vision's, into functions and their arguments.
+2. `preprocess` applies them to the image one after the other.
+3. Each op restates its TensorFlow original in NumPy, held to golden arrays.
+
 Ops that return to uint8 truncate, as the original's cast does; `resize_float` is vit_jax's, which does not.
+
+    an image (500, 375, 3) becomes (341, 256, 3) by resize_small(256), and (224, 224, 3) by central_crop(224)
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,37 +21,59 @@ from data.images.decode import BadImage
 
 MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
 
+Op = Callable[..., np.ndarray]  # an image (H, W, 3) and numbers to an image (h, w, 3)
+Taps = tuple[np.ndarray, np.ndarray]  # rows (K, new) of the source and their weights (K, new): see `weighted_sum`
+
 # H, W image sides · every image is (H, W, 3) · h, w new sides
 
 
 def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
     """Apply an op string to an RGB image (H, W, 3) uint8; raises ValueError on an op it does not know."""
-    for op, args in parse_ops(ops):
-        image = op(image, *args)
+    for op, arguments in parse_ops(ops):
+        image = op(image, *arguments)
     return image
 
 
 @lru_cache(maxsize=32)
-def parse_ops(ops: str) -> tuple[tuple[Callable, tuple], ...]:
-    """The functions and arguments an op string names."""
+def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
+    """The functions and arguments that an op string names; raises ValueError where it names no such op."""
     parsed = []
-    for text in filter(None, map(str.strip, ops.split("|"))):
+    for part in ops.split("|"):
+        text = part.strip()
+        if not text:
+            continue
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
             raise ValueError(f"preprocessing op {name!r} in {ops!r} is unknown; there are {', '.join(OPS)}")
-        arguments = arguments.replace("antialias=True", "True").replace("antialias=False", "False")
-        try:
-            args = ast.literal_eval(f"({arguments},)") if arguments else ()
-        except (ValueError, SyntaxError):
-            raise ValueError(f"preprocessing op {text!r}: arguments must be plain numbers") from None
-        parsed.append((OPS[name], tuple(args)))
+        parsed.append((OPS[name], parse_arguments(text, arguments)))
     return tuple(parsed)
+
+
+def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
+    """The plain values between the brackets of an op: "224" → (224,); raises ValueError where they are no such."""
+    if not arguments:
+        return ()
+    # The one argument that the original's strings name.
+    positional = arguments.replace("antialias=True", "True").replace("antialias=False", "False")
+    try:
+        return tuple(ast.literal_eval(f"({positional},)"))
+    except (ValueError, SyntaxError):
+        raise ValueError(f"preprocessing op {op!r}: arguments must be plain numbers") from None
+
+
+# ----------------------------------------------------------------------------- the ops
+
+
+def unchanged(image: np.ndarray) -> np.ndarray:
+    """The image itself: it is decoded before the ops are applied."""
+    return image
 
 
 def resize(image: np.ndarray, size: int | tuple[int, int], antialias: bool = False) -> np.ndarray:
     """Squash to a square of `size` (or to (h, w)): bilinear, half-pixel centres, truncated to uint8."""
-    h, w = size if isinstance(size, tuple) else (size, size)
-    return (triangle if antialias else bilinear)(image, h, w).astype(image.dtype)
+    h, w = both_sides(size)
+    resized = triangle(image, h, w) if antialias else bilinear(image, h, w)
+    return resized.astype(image.dtype)
 
 
 def resize_float(image: np.ndarray, size: int) -> np.ndarray:
@@ -66,20 +93,29 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
     """
     H, W = image.shape[:2]
     factor = size / min(H, W)
-    h, w = round(H * factor), round(W * factor)
+    h = round(H * factor)
+    w = round(W * factor)
     if h * w > MOST_PIXELS:
         raise BadImage("image too narrow")
-    return area(area(image, h, 0), w, 1).astype(np.uint8)
+    resized = area(image, h, axis=0)
+    resized = area(resized, w, axis=1)
+    return resized.astype(np.uint8)
 
 
 def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
-    """The middle h×w pixels; the odd pixel goes to the bottom and right."""
-    h, w = size if isinstance(size, tuple) else (size, size)
+    """The middle h×w pixels; the odd pixel goes to the bottom and right. Raises ValueError where there are fewer."""
+    h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
         raise ValueError(f"central_crop({h}, {w}) of a {H}×{W} image: put a resize before it")
-    y, x = (H - h) // 2, (W - w) // 2
+    y = (H - h) // 2
+    x = (W - w) // 2
     return image[y : y + h, x : x + w]
+
+
+def both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """224 → (224, 224)."""
+    return size if isinstance(size, tuple) else (size, size)
 
 
 def value_range(image: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -94,8 +130,13 @@ def vgg_value_range(image: np.ndarray) -> np.ndarray:
     return (image.astype(np.float32) - mean) / deviation
 
 
-OPS: dict[str, Callable] = {
-    "decode": lambda image: image,
+def vit_jax_eval(image: np.ndarray, size: int) -> np.ndarray:
+    """All that vit_jax does to an evaluation image: squash to a square, then −1 … 1."""
+    return value_range(resize_float(image, size), -1, 1)
+
+
+OPS: dict[str, Op] = {
+    "decode": unchanged,
     "resize": resize,
     "resize_float": resize_float,
     "resize_tf1": resize_tf1,
@@ -103,7 +144,7 @@ OPS: dict[str, Callable] = {
     "central_crop": central_crop,
     "value_range": value_range,
     "vgg_value_range": vgg_value_range,
-    "VIT_JAX_EVAL": lambda image, size: value_range(resize_float(image, size), -1, 1),
+    "VIT_JAX_EVAL": vit_jax_eval,
 }
 
 # ----------------------------------------------------------------------------- TensorFlow's three resizes
@@ -114,20 +155,24 @@ def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarr
 
     `centre` is where in a pixel its value lies: TensorFlow 1 took its corner, 0.
     """
-    y0, y1, y = taps(image.shape[0], h, centre)
-    x0, x1, x = taps(image.shape[1], w, centre)
-    x, y = x[None, :, None], y[:, None, None]
-    top, bottom = image[y0].astype(np.float32), image[y1].astype(np.float32)
-    top = top[:, x0] + (top[:, x1] - top[:, x0]) * x
-    bottom = bottom[:, x0] + (bottom[:, x1] - bottom[:, x0]) * x
-    return top + (bottom - top) * y
+    upper, lower, y_weight = two_taps(image.shape[0], h, centre)
+    left, right, x_weight = two_taps(image.shape[1], w, centre)
+    x_weight = x_weight[None, :, None]
+    y_weight = y_weight[:, None, None]
+    # First along the rows, then between them: the other way round, float32 would round otherwise.
+    top = image[upper].astype(np.float32)
+    bottom = image[lower].astype(np.float32)
+    top = top[:, left] + (top[:, right] - top[:, left]) * x_weight
+    bottom = bottom[:, left] + (bottom[:, right] - bottom[:, left]) * x_weight
+    return top + (bottom - top) * y_weight
 
 
-def taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The two source rows of each new row, and the weight of the second."""
+def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(new,) each: the two source rows of each new row, and the weight of the second."""
     at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
-    low = np.floor(at)
-    return np.maximum(low, 0).astype(int), np.minimum(np.ceil(at), size - 1).astype(int), at - low
+    first = np.floor(at)
+    second = np.ceil(at)
+    return np.maximum(first, 0).astype(int), np.minimum(second, size - 1).astype(int), at - first
 
 
 def area(image: np.ndarray, new: int, axis: int) -> np.ndarray:
@@ -135,39 +180,51 @@ def area(image: np.ndarray, new: int, axis: int) -> np.ndarray:
     size = image.shape[axis]
     if size == new:
         return image
-    return apply(area_weights(size, new), image, axis)
+    return weighted_sum(area_taps(size, new), image, axis)
 
 
 def triangle(image: np.ndarray, h: int, w: int) -> np.ndarray:
     """tf.image.resize bilinear with antialiasing: a triangle as wide as the shrinking."""
-    return apply(triangle_weights(image.shape[1], w), apply(triangle_weights(image.shape[0], h), image, 0), 1)
+    rows_resized = weighted_sum(triangle_taps(image.shape[0], h), image, axis=0)
+    return weighted_sum(triangle_taps(image.shape[1], w), rows_resized, axis=1)
 
 
-def apply(weights: tuple[np.ndarray, np.ndarray], image: np.ndarray, axis: int) -> np.ndarray:
-    """Sum over taps: rows[k] holds each new row's k-th source row, factors[k] its weight."""
-    shape = (-1, 1, 1) if axis == 0 else (1, -1, 1)
-    taps = (
-        np.take(image, rows, axis).astype(np.float32) * factors.reshape(shape)
-        for rows, factors in zip(*weights, strict=True)
-    )
-    return reduce(np.add, taps)
+def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
+    """Each new row (column for axis 1) as a weighted sum of old ones, in float32.
+
+    rows[k] holds the k-th source row of every new row, factors[k] its weight.
+    """
+    rows, factors = taps
+    along_axis = (-1, 1, 1) if axis == 0 else (1, -1, 1)
+    factors = factors.reshape(len(factors), *along_axis)  # (K, new, 1, 1) or (K, 1, new, 1)
+    # Added up tap by tap: in another order, float32 would round otherwise.
+    total = np.take(image, rows[0], axis).astype(np.float32) * factors[0]
+    for k in range(1, len(rows)):
+        total += np.take(image, rows[k], axis).astype(np.float32) * factors[k]
+    return total
 
 
 @lru_cache(maxsize=256)
-def area_weights(size: int, new: int) -> tuple[np.ndarray, np.ndarray]:
+def area_taps(size: int, new: int) -> Taps:
+    """Of each new row: the old rows that it overlaps, and how much of it each of them fills."""
     scale = np.float64(size / new)
-    start, end = np.arange(new) * scale, (np.arange(new) + 1) * scale
-    count = int((np.ceil(end) - np.floor(start)).max())
+    start = np.arange(new) * scale
+    end = (np.arange(new) + 1) * scale
+    count = int((np.ceil(end) - np.floor(start)).max())  # K, the most that a new row overlaps
     rows = np.floor(start).astype(int) + np.arange(count)[:, None]
     overlap = np.minimum(rows + 1, end) - np.maximum(rows, start)
-    return np.minimum(rows, size - 1), (np.maximum(overlap, 0) / scale).astype(np.float32)
+    factors = (np.maximum(overlap, 0) / scale).astype(np.float32)
+    return np.minimum(rows, size - 1), factors
 
 
 @lru_cache(maxsize=256)
-def triangle_weights(size: int, new: int) -> tuple[np.ndarray, np.ndarray]:
+def triangle_taps(size: int, new: int) -> Taps:
+    """Of each new row: the old rows under its triangle, and their weights, which sum to 1 at the borders too."""
     scale = max(size / new, 1.0)
     centre = (np.arange(new) + 0.5) * size / new
     first = np.floor(centre - scale).astype(int)
     rows = first + np.arange(int(2 * scale) + 3)[:, None]
-    factors = np.maximum(1 - np.abs(rows + 0.5 - centre) / scale, 0) * ((rows >= 0) & (rows < size))
-    return np.clip(rows, 0, size - 1), (factors / factors.sum(0)).astype(np.float32)
+    inside = (rows >= 0) & (rows < size)
+    factors = np.maximum(1 - np.abs(rows + 0.5 - centre) / scale, 0) * inside
+    factors = (factors / factors.sum(0)).astype(np.float32)
+    return np.clip(rows, 0, size - 1), factors

@@ -19,7 +19,7 @@ from typing import IO, TypeVar
 import numpy as np
 
 from data.errors import DataError, StorageError
-from data.files import locked, take_lock
+from data.files import locked, state_folder, take_lock
 from data.order import Mixture, Order
 from data.shards.index import Index, Shard
 from data.shards.remote import forget_credentials, read_range, redacted
@@ -29,21 +29,15 @@ PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
 ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
 
 
-def state_folder() -> Path:
-    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
-    base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "patchline"
-
-
 @dataclass(frozen=True)
 class CacheConfig:
     """Where remote shards are kept on a node, and how patient fetching is."""
 
-    directory: str = ""  # default: the user's cache folder, or PATCHLINE_CACHE
-    limit_bytes: int = 200 << 30  # besides what is being fetched
-    attempts: int = 8  # of one piece, without any progress between them
-    backoff_s: float = 0.5  # doubled each time, with full jitter (Brooker 2015), 30 s at most
-    timeout_s: float = 30.0  # of one request that is silent
+    directory: str = ""  # absolute path; empty: in PATCHLINE_CACHE, or else in the user's cache folder
+    limit_bytes: int = 200 << 30  # what a node keeps, besides what is being fetched
+    attempts: int = 8  # to fetch one piece, without any progress between them
+    backoff_s: float = 0.5  # before the next attempt; doubled each time, with full jitter (Brooker 2015), 30 s at most
+    timeout_s: float = 30.0  # of silence, after which a request is given up
     ahead: int = 64  # steps whose shards are fetched before they are needed
     fetchers: int = 4  # downloads at once
 

@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.decoder import read_labels
 from data.errors import DataError
 from data.images.decode import BadImage, decode_whole, read_header
 from data.images.jpeg import is_damaged
 from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, mapped
 from data.shards.indexing import run_jobs
+from data.shards.labels import read_labels
 from data.shards.packing import pack
 from data.shards.sources import Sample, kind_of
 from data.shards.tar import walk

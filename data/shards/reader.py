@@ -14,9 +14,10 @@ from typing import BinaryIO
 import numpy as np
 
 from data.errors import DataError
-from data.shards.cache import Cache, CacheConfig, state_folder
+from data.files import state_folder
+from data.images.decode import MAX_BYTES
+from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, Shard, shortest
-from data.shards.tar import MAX_BYTES
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 

@@ -20,7 +20,6 @@ LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512
 MAX_EXTENSION = 1 << 16  # bytes of one PAX or long-name header: real ones are under 1 kB, bombs are not
-MAX_BYTES = 100_000_000  # of one encoded image
 MAX_KEY = 512  # bytes; the tables hold keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 

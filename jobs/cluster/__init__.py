@@ -1,1 +1,1 @@
-"""N workers run one function, on Ray or as plain processes: started, watched, restarted, submitted."""
+"""Runs one function on N workers, on Ray or as plain processes, and submits a campaign as a Ray job."""

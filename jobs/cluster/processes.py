@@ -1,4 +1,11 @@
-"""A worker group of plain processes on this machine: seconds to start, the same contract as Ray's."""
+"""A worker group of plain processes on this machine: seconds to start, the same contract as Ray's.
+
+1. Refuse a worker group that wants more GPUs than this machine has.
+2. Start one process a rank. Each leads its own process group, writes to `rank-00003.log`, and dies with the driver.
+3. Twice a second: see whether a worker has ended, and call `on_tick`, which may raise.
+4. Kill each worker's process group, whatever has happened.
+5. All exit codes are 0: return rank 0's value. Otherwise raise the error of the worker that failed first.
+"""
 
 import multiprocessing
 import os
@@ -7,100 +14,159 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from data.errors import ClusterError
+from jobs.cluster.failures import describe_exit_code, group_failure
 from jobs.cluster.worker_group import (
     LOOPBACK,
     PEER_GRACE_S,
     ClusterConfig,
-    Function,
-    Seat,
-    Tick,
-    died,
+    RankInfo,
+    Task,
+    WorkerFunction,
     oom_kills,
-    verdict,
-    work,
+    rank_zero_value,
+    worker_file,
+    worker_records,
 )
 
 TICK_S = 0.5
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "deepspeed",
-]  # imported once, then forked: 3 s a worker group instead of 10 to 25
+OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a large process takes a while to die
+# Imported once by the fork server, then shared by all its children: 3 s a worker group instead of 10 to 25.
+PRELOAD = ["torch", "torch._dynamo", "deepspeed"]
 
 
-def run(function: Function, config: dict[str, Any], *, cluster: ClusterConfig, folder: Path, on_tick: Tick) -> None:
-    """Run the worker group to its end and leave no worker alive; raises WorkerGroupError when one fails."""
+def run_worker_group(
+    function: WorkerFunction, task: Task, *, cluster: ClusterConfig, folder: Path, on_tick: Callable[[], None]
+) -> object:
+    """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup."""
     _require_gpus(cluster)
-    workers = _workers(function, config, cluster, folder)
-    kills = deque([oom_kills()], maxlen=20)  # ten seconds of looks: a large process takes a while to die
+    workers = _make_workers(function, task, cluster, folder)
+    recent_oom_kills = RecentOomKills()
     try:
         for worker in workers:
             worker.start()
-        while _running(workers):
-            kills.append(oom_kills())
-            wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=TICK_S)
+        while _is_whole(workers):
+            recent_oom_kills.look()
+            # The end of any worker ends the wait; otherwise it is the pause between two looks.
+            alive = [worker.sentinel for worker in workers if worker.is_alive()]
+            wait(alive, timeout=TICK_S)
             on_tick()
-        ended = {rank: worker.exitcode for rank, worker in enumerate(workers)}
+        exit_codes = [worker.exitcode for worker in workers]  # None: still working when a peer failed
     finally:
+        # A worker that is still alive waits for a dead peer for ever, and its loaders wait for it.
         _kill(workers)
-    dead = {rank: died(code, oom_kills() > kills[0]) for rank, code in ended.items() if code}
-    if dead:
-        raise verdict(folder, cluster.workers, dead)
+
+    oom_killer_struck = recent_oom_kills.any()
+    deaths = {}
+    for rank, exit_code in enumerate(exit_codes):
+        if exit_code:
+            deaths[rank] = describe_exit_code(exit_code, oom_killer_struck)
+    if deaths:
+        raise group_failure(folder, cluster.workers, deaths)
+    return rank_zero_value(folder)
 
 
-def _workers(function: Function, config: dict[str, Any], cluster: ClusterConfig, folder: Path) -> list[BaseProcess]:
+class RecentOomKills:
+    """Tells whether the kernel has killed a process of this machine for want of memory in the last ten seconds.
+
+    It goes by the clock and not by the number of looks: a dying worker wakes us before it has an exit code, and up to
+    1,000 looks were counted in the 20 ms between.
+    """
+
+    def __init__(self) -> None:
+        self.counts: deque[tuple[float, int]] = deque()  # (when, kills since the machine started), oldest first
+        self.look()
+
+    def look(self) -> None:
+        """Remember the count of now, and forget those that are older than the window."""
+        now = time.monotonic()
+        self.counts.append((now, oom_kills()))
+        while self.counts[0][0] < now - OOM_WINDOW_S:
+            self.counts.popleft()
+
+    def any(self) -> bool:
+        """Compare the count of now with the oldest that is remembered."""
+        _, count_before = self.counts[0]
+        return oom_kills() > count_before
+
+
+def _make_workers(function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path) -> list[BaseProcess]:
+    context = _process_context(cluster)
+    # The fork server keeps the environment of its own start; credentials may have come since.
+    environment = dict(os.environ)
+    environment["MASTER_ADDR"] = LOOPBACK
+    environment["MASTER_PORT"] = str(_free_port())
+    workers = []
+    for rank in range(cluster.workers):
+        info = RankInfo(
+            rank=rank,
+            world=cluster.workers,
+            local_rank=rank,
+            local_world=cluster.workers,
+            node_rank=0,
+            address=LOOPBACK,
+            threads=cluster.cpus_per_worker,
+            gpus=cluster.gpus_per_worker,
+        )
+        process = context.Process(target=_worker, args=(function, task, folder, environment, info))  # type: ignore[attr-defined]
+        workers.append(process)
+    return workers
+
+
+def _process_context(cluster: ClusterConfig) -> BaseContext:
     # A process that has touched CUDA must not fork, and importing deepspeed may touch it.
-    context: Any = multiprocessing.get_context("spawn" if cluster.gpus_per_worker else "forkserver")
-    if not cluster.gpus_per_worker:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # chosen at import, which the forkserver does
-        context.set_forkserver_preload(PRELOAD)
-    port, world = _free_port(), cluster.workers
-    seats = [
-        Seat(rank, world, rank, world, 0, LOOPBACK, cluster.cpus_per_worker, cluster.gpus_per_worker)
-        for rank in range(world)
-    ]
-    master = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    # The forkserver keeps the environment of its own start; credentials may have come since.
-    task = (function, config, folder, dict(os.environ) | master)
-    return [context.Process(target=_worker, args=(*task, seat)) for seat in seats]
+    if cluster.gpus_per_worker:
+        return multiprocessing.get_context("spawn")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # chosen at import, which the fork server does
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
-def _worker(function: Function, config: dict[str, Any], folder: Path, environment: dict[str, str], seat: Seat) -> None:
-    """The life of one worker: leads its own process group, dies with the driver, writes to its own log."""
-    os.setsid()
+def _worker(function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], info: RankInfo) -> None:
+    """Be one worker: lead a process group, die with the driver, write to the worker's own log, run the function."""
+    os.setsid()  # loaders that this worker starts belong to its process group, and are killed with it
     os.environ.clear()
     os.environ.update(environment)
     # Who stops a job signals its whole tree; the driver tells the worker group when to stop, and kills it if it must.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, _do_nothing)
     threading.Thread(target=_die_with_driver, daemon=True).start()
-    log = os.open(folder / f"rank-{seat.rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.
+    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
-    work(function, config, folder, seat)
+    with worker_records(folder, info) as result:
+        result.value = function(task)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal without ending. SIG_IGN would do so as well, but programs that a worker starts inherit it."""
 
 
 def _die_with_driver() -> None:
-    """Kill this worker and its loaders when the driver is gone; no signal tells the child of a forkserver."""
+    """Kill this worker and its loaders when the driver is gone; no signal tells the child of a fork server."""
     driver = multiprocessing.parent_process()
     assert driver is not None
     wait([driver.sentinel])
     os.killpg(0, signal.SIGKILL)
 
 
-def _running(workers: list[BaseProcess]) -> bool:
-    """Whether the worker group is still whole; a first failure gets the time in which its peers may tell why."""
-    codes = [worker.exitcode for worker in workers]
-    if any(codes):
+def _is_whole(workers: list[BaseProcess]) -> bool:
+    """Tell whether no worker has failed and some still work."""
+    exit_codes = [worker.exitcode for worker in workers]
+    if any(exit_codes):
+        # The first to fail gives its peers time to fail as well: one of them may know why.
         time.sleep(PEER_GRACE_S / 3)
         return False
-    return None in codes
+    return None in exit_codes
 
 
 def _kill(workers: list[BaseProcess]) -> None:
@@ -110,6 +176,7 @@ def _kill(workers: list[BaseProcess]) -> None:
         assert worker.pid
         with suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
+        # A worker that has not come as far as its own process group is killed by itself.
         if worker.is_alive():
             worker.kill()
     for worker in started:
@@ -123,15 +190,17 @@ def _free_port() -> int:
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
+    """Raise ClusterError where this machine has fewer GPUs than the worker group wants."""
     if not cluster.gpus_per_worker:
         return
     import torch
 
-    wanted, found = cluster.workers * cluster.gpus_per_worker, torch.cuda.device_count()
-    if found < wanted:
+    wanted = cluster.workers * cluster.gpus_per_worker
+    present = torch.cuda.device_count()
+    if present < wanted:
         raise ClusterError(
-            f"{cluster.workers} workers want {wanted} GPUs and this machine has {found}\n"
+            f"{cluster.workers} workers want {wanted} GPUs and this machine has {present}\n"
             f"the processes backend stays on one machine\n"
-            f"type cluster.workers={found // cluster.gpus_per_worker or 1}, cluster.gpus_per_worker=0 "
+            f"type cluster.workers={max(1, present // cluster.gpus_per_worker)}, cluster.gpus_per_worker=0 "
             f"or cluster.backend=ray for more machines"
         )

@@ -1,22 +1,274 @@
-"""How a Ray cluster is reached: its token, its address, and what is said when it does not let us in."""
+"""How this process gets into a Ray cluster: the one at RAY_ADDRESS, or an embedded one that dies with this process.
+
+`connect`, in order:
+1. an embedded cluster that counts too few CPUs for this worker group is ended;
+2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, start an embedded one,
+   with a token that only this user can read;
+3. wait until the workers' resources are free.
+
+>>> connect(ClusterConfig(workers=2))
+ClusterInfo(address="127.0.0.2:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
+
+Facts about Ray that a number or a variable here rests on were measured with 2.60.
+"""
 
 import os
 import secrets
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import ray
 import ray._raylet
 
 from data.errors import ClusterError
+from jobs.cluster import reaper
+from jobs.cluster.worker_group import ClusterConfig
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
+NAMESPACE = "patchline"
 CONNECT_TIMEOUT_S = 5.0
+POLL_S = 0.5
+FIRST_WORD_S = 3.0  # the places of the last worker group take a moment to come free: no word about that
+NEXT_WORD_S = 10.0
+
+NODE_ADDRESS = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by an outside address
+OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
+SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
+RAY_SOCKET_BYTES = 75  # Ray appends up to so many to its temporary directory
+DIRECTORY_PREFIX = "pl-ray-"
+DIRECTORY_NAME_BYTES = 16  # "/", the prefix and what mkdtemp appends
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # else relative paths change their meaning in a worker
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker without GPUs hides them itself
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints everything twice
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # its notices reach the stop file by the driver
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # /api/train/v2/runs/v1
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a death is seen at this poll; 2 s by default
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+}
+EMBEDDED_ENVIRONMENT = {
+    "RAY_agent_register_timeout_ms": "240000",  # on a busy small machine the raylet aborts after 30 s
+    "RAY_worker_register_timeout_seconds": "240",
+}
+
+_reapers: list[subprocess.Popen[bytes]] = []  # the embedded cluster's, while there is one
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    address: str
+    dashboard: str  # "" without one
+    nodes: int
+    cpus: float
+    gpus: float
+    embedded: bool
+
+
+# ------------------------------------------------------------------------ in and out
+
+
+def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> ClusterInfo:
+    """Join the cluster at RAY_ADDRESS, or start one inside this process that dies with it.
+
+    Call it from the main thread: an embedded cluster dies with the thread that started it. Returns once the
+    workers' resources are free; raises ClusterError when there is no such cluster, it refuses us, or it stays
+    too small for `start_timeout_s`.
+    """
+    wanted = {
+        "CPU": cluster.workers * cluster.cpus_per_worker,
+        "GPU": cluster.workers * cluster.gpus_per_worker,
+    }
+    # An embedded cluster was told how many CPUs to count, perhaps for a smaller worker group than this one.
+    if _reapers and ray.cluster_resources().get("CPU", 0) < wanted["CPU"]:
+        disconnect()
+    if not ray.is_initialized():
+        handler = signal.getsignal(signal.SIGTERM)
+        _set_defaults(ENVIRONMENT)
+        address = os.environ.get("RAY_ADDRESS", "")
+        if address in ("", "local"):
+            _start_embedded(cluster)
+        else:
+            _join(address)
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own in
+    info = _cluster_info()
+    _wait_for_resources(wanted, cluster, info.embedded, say)
+    return info
+
+
+def disconnect() -> None:
+    """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
+    ray.shutdown()
+    while _reapers:
+        _reapers.pop().communicate()
+
+
+def _start_embedded(cluster: ClusterConfig) -> None:
+    _set_defaults(EMBEDDED_ENVIRONMENT)
+    # The raylet hands its environment on: workers and jobs import the packages from here, with this Python.
+    _put_first("PYTHONPATH", ROOT)
+    _put_first("PATH", Path(sys.executable).parent)
+    ensure_token()
+    directory = _short_directory()
+    # Before the cluster, so that nothing of it is left behind wherever this process is killed.
+    _reapers.append(reaper.start(directory))
+    # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
+    ray._private.worker.print_to_stdstream = _print_nothing
+    try:
+        ray.init(
+            address="local",
+            # Workers that compute with few threads share the cores; Ray only counts.
+            num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            log_to_driver=False,
+            logging_level="warning",
+            namespace=NAMESPACE,
+            _node_ip_address=NODE_ADDRESS,
+            _temp_dir=directory,
+        )
+    except Exception as error:
+        disconnect()
+        reason = str(error).strip().splitlines()[0]
+        raise ClusterError(
+            f"an embedded Ray cluster did not start: {reason}\n"
+            f"it needs 1 GB of memory, free ports on the loopback and room in {Path(directory).parent}\n"
+            f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
+        ) from error
+
+
+def _set_defaults(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _put_first(name: str, path: Path) -> None:
+    """Put a folder before the others of a variable like PATH."""
+    others = os.environ.get(name)
+    if not others:
+        os.environ[name] = str(path)
+    elif others != str(path):
+        os.environ[name] = f"{path}{os.pathsep}{others}"
+
+
+def _print_nothing(data: object, ignore_prefix: bool) -> None:
+    """Take the place of what prints the workers' output and Ray's guesses."""
+
+
+def _short_directory() -> str:
+    """Make a temporary directory whose path leaves room for the names of Ray's sockets."""
+    longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
+    chosen = "/tmp"
+    for parent in (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir()):
+        if len(parent) <= longest and os.access(parent, os.W_OK):
+            chosen = parent
+            break
+    return tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen)
+
+
+def _join(address: str) -> None:
+    if address.startswith("http"):
+        raise ClusterError(
+            f"RAY_ADDRESS={address} is a dashboard\n"
+            f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
+            f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
+        )
+    # "auto" is the cluster of this machine, whose address Ray finds itself.
+    if address != "auto":
+        require_reachable(address)
+    use_token_if_any()
+    runtime_env = None
+    # The workers on other nodes need this checkout; a submitted job has shipped it already.
+    is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if not is_submitted_job:
+        runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
+    try:
+        ray.init(
+            address=address,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level="warning",
+            namespace=NAMESPACE,
+        )
+    except Exception as error:
+        raise explain(error, address) from None
+
+
+def _cluster_info() -> ClusterInfo:
+    resources = ray.cluster_resources()
+    host_and_port = ray._private.worker.get_dashboard_url()
+    dashboard = ""
+    if host_and_port:
+        dashboard = f"http://{host_and_port}"
+    return ClusterInfo(
+        address=ray.get_runtime_context().gcs_address,
+        dashboard=dashboard,
+        nodes=sum(node["Alive"] for node in ray.nodes()),
+        cpus=resources.get("CPU", 0),
+        gpus=resources.get("GPU", 0),
+        embedded=bool(_reapers),
+    )
+
+
+def _wait_for_resources(
+    wanted: Mapping[str, int], cluster: ClusterConfig, embedded: bool, say: Callable[[str], None]
+) -> None:
+    """Return when the resources are free.
+
+    Raises ClusterError after `start_timeout_s`, or at once where an embedded cluster will never have them.
+    """
+    deadline = time.monotonic() + cluster.start_timeout_s
+    next_word = time.monotonic() + FIRST_WORD_S
+    while True:
+        missing = _missing(wanted, ray.available_resources())
+        if not missing:
+            return
+        # An embedded cluster has what this machine has; another one may grow, or its users may go.
+        will_never_do = embedded and _missing(wanted, ray.cluster_resources()) != ""
+        if will_never_do or time.monotonic() > deadline:
+            reason = f"waited {cluster.start_timeout_s:.0f} s"
+            if will_never_do:
+                reason = "this machine has no more"
+            raise ClusterError(
+                f"{missing} free for {cluster.workers} workers of {cluster.cpus_per_worker} CPUs and "
+                f"{cluster.gpus_per_worker} GPUs\n"
+                f"{reason}\n"
+                f"type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
+            )
+        # Who waits must be told for what, or a queue looks like a hang.
+        if time.monotonic() > next_word:
+            say(f"waiting for the cluster: {missing} free")
+            next_word = time.monotonic() + NEXT_WORD_S
+        time.sleep(POLL_S)
+
+
+def _missing(wanted: Mapping[str, int], present: Mapping[str, float]) -> str:
+    """Return "2 of 4 GPUs, 0 of 8 CPUs", or "" where nothing is missing."""
+    lines = []
+    for name, count in wanted.items():
+        if present.get(name, 0) < count:
+            lines.append(f"{present.get(name, 0):g} of {count} {name}s")
+    return ", ".join(lines)
+
+
+# ------------------------------------------------------------------------ the token
 
 
 def token_path() -> Path:
-    """Where Ray looks for the token, unless RAY_AUTH_TOKEN holds it."""
+    """Return where Ray looks for the token, unless RAY_AUTH_TOKEN holds it."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
@@ -27,14 +279,8 @@ def ensure_token() -> None:
     """
     path = token_path()
     try:
-        if os.environ.get("RAY_AUTH_TOKEN"):
-            pass
-        elif path.exists():
-            path.chmod(0o600)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            path.write_text(secrets.token_hex(32))
+        if not os.environ.get("RAY_AUTH_TOKEN"):
+            _make_token_file(path)
     except OSError as error:
         raise ClusterError(
             f"cannot keep the cluster's token in {path}: {error.strerror}\n"
@@ -44,9 +290,20 @@ def ensure_token() -> None:
     _use_token()
 
 
+def _make_token_file(path: Path) -> None:
+    if path.exists():
+        path.chmod(0o600)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Created unreadable for others, not made so afterwards: there is no moment in which it is open to all.
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    path.write_text(secrets.token_hex(32))
+
+
 def use_token_if_any() -> None:
     """Send our token, if we have one, to a cluster of which we do not know whether it asks."""
-    if "RAY_AUTH_MODE" not in os.environ and (os.environ.get("RAY_AUTH_TOKEN") or token_path().exists()):
+    we_have_one = bool(os.environ.get("RAY_AUTH_TOKEN")) or token_path().exists()
+    if we_have_one and "RAY_AUTH_MODE" not in os.environ:
         _use_token()
 
 
@@ -58,13 +315,19 @@ def _use_token() -> None:
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
+# ------------------------------------------------------------------------ refusals in words
+
+
 def require_reachable(address: str) -> None:
     """Raise ClusterError unless something listens at host:port or a URL; Ray takes a minute to say less."""
-    host, _, port = (
-        address.partition("://")[2].rstrip("/").rpartition(":") if "://" in address else address.rpartition(":")
-    )
     try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        with_scheme = address
+        if "://" not in address:
+            with_scheme = f"ray://{address}"
+        url = urlsplit(with_scheme)
+        if url.port is None:
+            raise ValueError("no port")
+        socket.create_connection((url.hostname, url.port), CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"nothing answers at RAY_ADDRESS={address} ({error})\n"
@@ -74,10 +337,14 @@ def require_reachable(address: str) -> None:
 
 
 def explain(error: Exception, address: str) -> ClusterError:
-    """Ray's reason for refusing us, as what, why and what to type."""
-    chain = [error, error.__cause__, error.__context__]
-    text = "\n".join(str(link).strip() or type(link).__name__ for link in chain if link is not None)
-    first, *_ = text.splitlines()
+    """Turn Ray's reason for refusing us into what, why and what to type."""
+    # Ray wraps: what tells versions from tokens may stand in the error, its cause or its context.
+    reasons = []
+    for link in (error, error.__cause__, error.__context__):
+        if link is not None:
+            reasons.append(str(link).strip() or type(link).__name__)
+    text = "\n".join(reasons)
+    first_line = text.splitlines()[0]
     if "ersion mismatch" in text or "not compatible with the Ray cluster" in text:
         return ClusterError(
             f"the cluster at {address} has other versions: {' '.join(text.split())[:400]}\n"
@@ -86,12 +353,12 @@ def explain(error: Exception, address: str) -> ClusterError:
         )
     if "uthenticat" in text or "Unauthorized" in text or "Forbidden" in text:
         return ClusterError(
-            f"the cluster at {address} refuses us: {first}\n"
+            f"the cluster at {address} refuses us: {first_line}\n"
             f"it asks for a token, which must be its head's own\n"
             f"set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a copy of the head's ~/.ray/auth_token"
         )
     return ClusterError(
-        f"cannot join the cluster at {address}: {type(error).__name__}: {first}\n"
+        f"cannot join the cluster at {address}: {type(error).__name__}: {first_line}\n"
         f"expected a cluster that `ray start --head` began\n"
         f"type `ray status --address host:port` to check"
     )

@@ -1,8 +1,11 @@
-"""Ends an embedded Ray cluster with its driver, however that ends: python reaper.py PID DIRECTORY
+"""Ends an embedded Ray cluster with its driver, however the driver ends: python reaper.py PID DIRECTORY
 
-The raylet and the GCS die with their driver, but after a SIGKILL Ray's agents linger (40 s and more) and its
-directory for ever. This process waits for the end of its standard input, which the driver holds open, then
-kills whoever else has a file open in the directory (every process of the cluster has its log) and removes it.
+The raylet and the GCS die with their driver. After a SIGKILL, though, Ray's agents linger (40 s and more), and its
+directory stays for ever. This process, whose arguments are the driver's pid and that directory:
+1. ignores the signals of whoever stops the driver and all its children;
+2. waits for the end of its standard input, which the driver holds open as long as it lives;
+3. kills whoever else has a file open in the directory (every process of the cluster has its log there);
+4. removes the directory.
 """
 
 import os
@@ -15,23 +18,29 @@ from contextlib import suppress
 
 import psutil
 
+REAP_S = 30.0  # for the processes to die; then the directory goes without
+
 
 def start(directory: str) -> subprocess.Popen[bytes]:
-    """A reaper that closing its stdin, or the end of this process, sets off."""
+    """Start a reaper that closing its stdin, or the end of this process, sets off."""
     command = [sys.executable, __file__, str(os.getpid()), directory]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def reap(directory: str, spared: set[int]) -> None:
-    """Kill who uses the directory, until a look finds nobody, and remove it."""
-    deadline = time.monotonic() + 30
+    """Kill who uses the directory, but for the pids that are spared, until nobody is left, and remove it."""
+    deadline = time.monotonic() + REAP_S
     while time.monotonic() < deadline:
-        users = [p for p in psutil.process_iter() if p.pid not in spared and _uses(p, directory)]
+        # Look again after each round, until nobody is left: a process may just have been starting.
+        users = []
+        for process in psutil.process_iter():
+            if process.pid not in spared and _uses(process, directory):
+                users.append(process)
+        if not users:
+            break
         for user in users:
             with suppress(psutil.NoSuchProcess):
                 user.kill()
-        if not users:
-            break
         psutil.wait_procs(users, timeout=1)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -44,8 +53,9 @@ def _uses(process: psutil.Process, directory: str) -> bool:
 
 
 if __name__ == "__main__":
+    # Who stops a driver may signal its children as well, and this one must outlive it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # who stops a driver may signal its children as well
-    pid, path = sys.argv[1:]
+        signal.signal(number, signal.SIG_IGN)
+    driver_pid, cluster_directory = sys.argv[1:]
     sys.stdin.read()
-    reap(path, {int(pid), os.getpid()})
+    reap(cluster_directory, spared={int(driver_pid), os.getpid()})

@@ -1,7 +1,15 @@
 """A campaign as a Ray job: submit, list, logs, stop, by the name of the run.
 
-Ray's job table is lost with the head; the truth about a run is its directory. A job is found by the `run` in
-its metadata, and its id is the run's name and the number of the try.
+How a run is submitted:
+1. refuse secrets in the environment, a checkout too large to ship, and a run that has a job which is alive;
+2. ship the checkout, without what EXCLUDES and .gitignore name, and start `command` in it on the head node;
+3. name the job by the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
+
+>>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
+Job(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None)
+
+A job is found again by the `run` in its metadata. Ray's table of jobs is lost with the head; the truth about a run is
+its directory.
 """
 
 import asyncio
@@ -16,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict
 
 from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
@@ -26,8 +34,10 @@ from jobs.cluster.ray_access import EXCLUDES, ROOT, explain, require_reachable, 
 
 Say = Callable[[str], None]
 
-UPLOAD_LIMIT_BYTES = 100 * 2**20  # of the Jobs API, which answers 413 above it
+MIB = 2**20
+UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
+POLL_S = 0.5
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
 
 # Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
@@ -43,10 +53,7 @@ class Job:
     id: str
     run: str
     status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
-    message: str
     started_s: float  # since 1970
-    ended_s: float | None
-    entrypoint: str
     exit_code: int | None
 
     @property
@@ -54,12 +61,30 @@ class Job:
         return self.status in ("PENDING", "RUNNING")
 
 
+class RuntimeEnv(TypedDict):
+    """What a job takes along: a folder, less what is excluded, and environment variables."""
+
+    working_dir: str
+    excludes: list[str]
+    env_vars: dict[str, str]
+
+
+class JobRequest(TypedDict):
+    """What the Jobs API is asked, besides the command."""
+
+    submission_id: str
+    metadata: dict[str, str]
+    runtime_env: RuntimeEnv
+
+
+# ------------------------------------------------------------------------ the four commands
+
+
 def submit(
     run: str,
     command: Sequence[str],
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
-    entrypoint_cpus: float = 0,
     root: Path = ROOT,
     say: Say = print,
 ) -> Job:
@@ -70,8 +95,9 @@ def submit(
     """
     _refuse_secrets(environment)
     size = sum(measure(root).values())
-    client = _client()
-    tries = _of_run(client, run)
+    client = _connect()
+    tries = _jobs_of_run(client, run)
+    # Two drivers would fight for the run; its lock holds too, but only the second job's log would say so.
     for job in tries:
         if job.alive:
             raise RunOwned(
@@ -79,48 +105,47 @@ def submit(
                 f"a run has one owner\n"
                 f"type `python -m jobs stop {run}` first, or follow it with `python -m jobs logs {run}`"
             )
-    request: dict[str, Any] = {
-        "submission_id": f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}",
+    # The random end keeps ids apart where Ray's table was lost, and counting starts anew.
+    job_id = f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
+    request: JobRequest = {
+        "submission_id": job_id,
         "metadata": {"job_name": Path(run).name, "run": run},
-        "runtime_env": {
-            "working_dir": str(root),
-            "excludes": EXCLUDES,
-            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1"} | dict(environment),
-        },
+        "runtime_env": {"working_dir": str(root), "excludes": EXCLUDES, "env_vars": variables},
     }
-    say(f"shipping {root}: {size / 2**20:.1f} MiB before compression")
+    say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
     say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
-    client.submit_job(entrypoint=shlex.join(command), entrypoint_num_cpus=entrypoint_cpus, **request)
-    say(f"job {request['submission_id']} on {client.get_address()}/#/jobs/{request['submission_id']}")
+    client.submit_job(entrypoint=shlex.join(command), **request)
+    say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
 
 
 def list_jobs() -> list[Job]:
-    """Every job submitted here, the latest first."""
-    jobs = [_job(details) for details in _client().list_jobs() if details.submission_id]
-    return sorted((job for job in jobs if job.run), key=lambda job: job.started_s, reverse=True)
+    """Return every job that was submitted here, the latest first."""
+    jobs = [job for job in _submitted_jobs(_connect()) if job.run]
+    return sorted(jobs, key=_start_time, reverse=True)
 
 
 def status(run: str) -> Job:
-    """The latest job of the run; raises UsageError when there is none, naming those that exist."""
-    return _latest(_client(), run)
+    """Return the latest job of the run. Raises UsageError when there is none, naming the runs that have one."""
+    return _latest_job(_connect(), run)
 
 
-def logs(run: str, *, follow: bool = True, write: Say = lambda text: print(text, end="", flush=True)) -> Job:
-    """Write what the run's latest job printed; with `follow`, until it ends."""
-    client = _client()
-    job = _latest(client, run)
-    if follow:
-        asyncio.run(_tail(client, job.id, write))
-    else:
-        write(client.get_job_logs(job.id))
+def logs(run: str, *, write: Say | None = None) -> Job:
+    """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
+    client = _connect()
+    job = _latest_job(client, run)
+    asyncio.run(_follow(client, job.id, write or _print_text))
     return status(run)
 
 
 def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Job:
-    """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits."""
-    client = _client()
-    job = _latest(client, run)
+    """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
+
+    Raises ClusterError when the job is still alive after `wait_s`.
+    """
+    client = _connect()
+    job = _latest_job(client, run)
     if not job.alive:
         say(f"job {job.id} has already ended: {job.status}")
         return job
@@ -128,9 +153,13 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
     client.stop_job(job.id)
     if job.status == "PENDING":
         _kill_pending(client, job.id)
+
+    # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
     deadline = time.monotonic() + wait_s
-    while (job := _latest(client, run)).alive and time.monotonic() < deadline:
-        time.sleep(0.5)
+    job = _latest_job(client, run)
+    while job.alive and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        job = _latest_job(client, run)
     if job.alive:
         raise ClusterError(
             f"job {job.id} is still {job.status} after {wait_s:.0f} s\n"
@@ -145,7 +174,7 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
 
 
 def measure(root: Path) -> dict[str, int]:
-    """Bytes before compression of all that Ray would ship from `root`, by entry of its first two levels.
+    """Return the bytes of all that Ray would ship from `root`, before compression, by entry of its first two levels.
 
     Raises UsageError, naming the largest, when that is more than the Jobs API takes.
     """
@@ -153,22 +182,25 @@ def measure(root: Path) -> dict[str, int]:
 
     def count(path: Path) -> None:
         if path.is_file():
-            sizes["/".join(path.relative_to(root).parts[:2])] += path.stat().st_size
+            entry = "/".join(path.relative_to(root).parts[:2])
+            sizes[entry] += path.stat().st_size
 
+    # Ray's own walk, so that what is counted is what Ray would ship.
     _dir_travel(root, [_get_excludes(root, EXCLUDES)], count, include_gitignore=True)
     if sizes.total() > UPLOAD_LIMIT_BYTES:
-        largest = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.most_common(5))
+        largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
         raise UsageError(
-            f"the checkout is {sizes.total() / 2**20:.0f} MiB, Ray takes {UPLOAD_LIMIT_BYTES / 2**20:.0f}\n"
+            f"the checkout is {sizes.total() / MIB:.0f} MiB, Ray takes {UPLOAD_LIMIT_BYTES / MIB:.0f}\n"
             f"largest: {largest}\n"
             f"move them out of {root}, or name them in .rayignore"
         )
     return dict(sizes)
 
 
-def equivalent(address: str, request: Mapping[str, Any], command: Sequence[str]) -> str:
-    """The `ray job submit` that does the same (its own quoting mangles braces in the command)."""
-    runtime_env = {k: v for k, v in request["runtime_env"].items() if k != "working_dir"}
+def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str:
+    """Return the `ray job submit` that does the same (its own quoting mangles braces in the command)."""
+    runtime_env: dict[str, object] = {**request["runtime_env"]}
+    del runtime_env["working_dir"]  # an option of its own
     options = {
         "--address": address,
         "--submission-id": request["submission_id"],
@@ -176,11 +208,14 @@ def equivalent(address: str, request: Mapping[str, Any], command: Sequence[str])
         "--metadata-json": json.dumps(request["metadata"]),
         "--runtime-env-json": json.dumps(runtime_env),
     }
-    words = [word for option in options.items() for word in option]
-    return shlex.join(["ray", "job", "submit", *words, "--", *command])
+    words = ["ray", "job", "submit"]
+    for option, value in options.items():
+        words += [option, value]
+    return shlex.join([*words, "--", *command])
 
 
 def _refuse_secrets(environment: Mapping[str, str]) -> None:
+    """Raise UsageError where the name of a variable sounds like a secret."""
     secrets = [name for name in environment if SECRET.search(name)]
     if secrets:
         raise UsageError(
@@ -190,13 +225,15 @@ def _refuse_secrets(environment: Mapping[str, str]) -> None:
         )
 
 
-# ------------------------------------------------------------------------ the client
+# ------------------------------------------------------------------------ the Jobs API
 
 
-def _client() -> JobSubmissionClient:
+def _connect() -> JobSubmissionClient:
+    """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     use_token_if_any()
     logging.getLogger("ray").setLevel(logging.WARNING)  # it tells every file that it leaves out
+    # Asked first, because Ray's client takes a minute to say less.
     if address not in ("", "auto"):
         require_reachable(address)
     try:
@@ -211,51 +248,64 @@ def _client() -> JobSubmissionClient:
         ) from None
 
 
+def _submitted_jobs(client: JobSubmissionClient) -> list[Job]:
+    """Return the jobs of the cluster, less the drivers that merely joined it, which have no submission id."""
+    return [_job(details) for details in client.list_jobs() if details.submission_id]
+
+
 def _job(details: JobDetails) -> Job:
+    metadata = details.metadata or {}
+    milliseconds = details.start_time or 0
     return Job(
-        id=details.submission_id or "",
-        run=(details.metadata or {}).get("run", ""),
+        id=details.submission_id,
+        run=metadata.get("run", ""),
         status=str(details.status),
-        message=details.message or "",
-        started_s=(details.start_time or 0) / 1000,
-        ended_s=details.end_time / 1000 if details.end_time else None,
-        entrypoint=details.entrypoint,
+        started_s=milliseconds / 1000,
         exit_code=details.driver_exit_code,
     )
 
 
-def _of_run(client: JobSubmissionClient, run: str) -> list[Job]:
-    """The jobs of a run, oldest first."""
-    jobs = [_job(details) for details in client.list_jobs() if details.submission_id]
-    return sorted((job for job in jobs if run in (job.run, job.id)), key=lambda job: job.started_s)
+def _start_time(job: Job) -> float:
+    return job.started_s
 
 
-def _latest(client: JobSubmissionClient, run: str) -> Job:
-    jobs = _of_run(client, run)
-    if not jobs:
-        known = sorted({(details.metadata or {}).get("run", "") for details in client.list_jobs()} - {""})
-        raise UsageError(
-            f"no job of {run} at {client.get_address()}\n"
-            f"runs with jobs there: {', '.join(known) or 'none'}; a restart of the head forgets them\n"
-            f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
-        )
-    return jobs[-1]
+def _jobs_of_run(client: JobSubmissionClient, run: str) -> list[Job]:
+    """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
+    jobs = [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
+    return sorted(jobs, key=_start_time)
 
 
-async def _tail(client: JobSubmissionClient, job_id: str, write: Say) -> None:
+def _latest_job(client: JobSubmissionClient, run: str) -> Job:
+    jobs = _jobs_of_run(client, run)
+    if jobs:
+        return jobs[-1]
+    runs = sorted({job.run for job in _submitted_jobs(client)} - {""})
+    raise UsageError(
+        f"no job of {run} at {client.get_address()}\n"
+        f"runs with jobs there: {', '.join(runs) or 'none'}; a restart of the head forgets them\n"
+        f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
+    )
+
+
+async def _follow(client: JobSubmissionClient, job_id: str, write: Say) -> None:
     async for text in client.tail_job_logs(job_id):
         write(text)
+
+
+def _print_text(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _kill_pending(client: JobSubmissionClient, job_id: str) -> None:
     """Run a job beside it that kills its supervisor: the Jobs API cannot, and may be all that we reach."""
     helper = client.submit_job(entrypoint=shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)]))
     while client.get_job_status(helper) in (JobStatus.PENDING, JobStatus.RUNNING):
-        time.sleep(0.5)
+        time.sleep(POLL_S)
     client.delete_job(helper)
 
 
 def _slug(run: str) -> str:
+    """Return the last part of a run's path as a word that may stand in a job's id."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
 
 

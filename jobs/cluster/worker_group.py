@@ -1,37 +1,65 @@
-"""One attempt of a stage on N workers: what each is told, what each leaves behind, and who was to blame.
+"""One attempt of a stage on N workers: what each is told, and what each leaves behind.
 
-Every worker writes `rank-00003.json` into the attempt's folder when it starts (node, pid) and again when it
-ends (value, or error and traceback), and keeps `rank-00003.log` open for a crash to write its stack into. The
-verdict on a failed worker group is read from these files, so it is the same whatever ran the workers.
+1. The driver makes the attempt's folder and starts N workers (processes.py or ray_backend.py). All get the same
+   function and the same task; each gets its own RankInfo.
+2. In the worker, `worker_records` prepares the process for its rank: environment, threads, network interface.
+3. It writes `rank-00003.json` into the attempt's folder when the worker starts, and once more when it ends:
+       {"rank": 3, "node": "n1", "pid": 4711, "started": 1763800000.0, "oom_kills": 0}
+       … and "ended": 1763800100.0, "value": {"step": 40}
+       … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
+   It keeps `rank-00003.log` open all the while, for a crash to write its stack into.
+4. The driver reads these files: rank 0's value when all has gone well, otherwise who failed first (failures.py).
 """
 
 import faulthandler
 import json
 import os
-import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired, Protocol, TypedDict
 
 import psutil
 
 from data.files import write_whole
 
-Function = Callable[[dict[str, Any]], Any]
-Tick = Callable[[], None]
+Task = dict[str, Any]  # what the workers of an attempt are told; JSON
+WorkerFunction = Callable[[Task], object]  # importable by its module's name; what it returns is JSON
 
 LOOPBACK = "127.0.0.1"
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
+class RunWorkerGroup(Protocol):
+    """The contract of both backends: run `function(task)` once in every worker and return rank 0's value.
+
+    Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
+    environment, and initialise torch.distributed themselves; under Ray they run outside the main thread. `folder`
+    exists, is new with every call, and is shared by all nodes. `on_tick` runs in the caller's thread about every
+    0.5 s; what it raises ends the worker group and comes out here.
+
+    Raises WorkerGroupError, naming the worker that failed first, with the exit code it wanted if it did. However
+    this returns, no worker is alive.
+    """
+
+    def __call__(
+        self,
+        function: WorkerFunction,
+        task: Task,
+        *,
+        cluster: "ClusterConfig",
+        folder: Path,
+        on_tick: Callable[[], None],
+    ) -> object: ...
+
+
 class WorkerGroupError(Exception):
-    """A worker ended an attempt, and the whole worker group is dead.
+    """A worker has ended an attempt, and no worker is alive.
 
     `exit_code` is what the worker asked for, by SystemExit or by an exception that has an `exit_code`; None
     for a crash, a signal, a lost node. `kind` is the exception's class name, "" where none was raised.
@@ -48,24 +76,32 @@ class WorkerGroupError(Exception):
         kind: str = "",
     ) -> None:
         super().__init__(cause)
-        self.rank, self.node, self.cause, self.traceback = rank, node, cause, traceback
-        self.exit_code, self.kind = exit_code, kind
+        self.rank = rank  # None where no single worker is to blame
+        self.node = node
+        self.cause = cause
+        self.traceback = traceback
+        self.exit_code = exit_code
+        self.kind = kind
         self.place = ""  # where the worker was, as far as the driver knows: "backward of step 12"
 
     def __str__(self) -> str:
-        who = f"worker {self.rank} on {self.node}" if self.rank is not None else "the worker group"
-        return f"{who}{', in ' if self.place else ''}{self.place}: {self.cause}"
+        worker = "the worker group"
+        if self.rank is not None:
+            worker = f"worker {self.rank} on {self.node}"
+        if self.place:
+            worker += f", in {self.place}"
+        return f"{worker}: {self.cause}"
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    workers: int = 1
-    backend: Literal["ray", "processes"] = "ray"
+    workers: int = 1  # processes that train together, each a rank
+    backend: Literal["ray", "processes"] = "ray"  # Ray, embedded or joined; or plain processes of this machine
     cpus_per_worker: int = 1  # reserved in Ray, and the threads a worker computes with
-    gpus_per_worker: int = 0
-    max_restarts: int = 3  # attempts in a row without a new checkpoint
+    gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
+    max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
-    start_timeout_s: float = 300.0  # how long to wait for the workers' resources
+    start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -79,21 +115,18 @@ class ClusterConfig:
         ],
         "free",
     )
+    LEAST: ClassVar[Mapping[str, int]] = {"workers": 1, "cpus_per_worker": 1, "gpus_per_worker": 0, "max_restarts": 0}
 
     def __post_init__(self) -> None:
-        for name, least in {
-            "workers": 1,
-            "cpus_per_worker": 1,
-            "gpus_per_worker": 0,
-            "max_restarts": 0,
-        }.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected {least} or more")
+        for name, least in self.LEAST.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} is {value}, expected {least} or more")
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One worker's place in the worker group."""
+class RankInfo:
+    """Which worker of the worker group a process is, and what it may use."""
 
     rank: int
     world: int
@@ -105,157 +138,136 @@ class Seat:
     gpus: int
 
     def environment(self) -> dict[str, str]:
-        """What torch.distributed and DeepSpeed read, all but MASTER_ADDR and MASTER_PORT."""
-        numbers = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_world,
-            "NODE_RANK": self.node_rank,
-            "OMP_NUM_THREADS": self.threads,
+        """Return what torch.distributed and DeepSpeed read, all but MASTER_ADDR and MASTER_PORT."""
+        variables = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
+            "NODE_RANK": str(self.node_rank),
+            "OMP_NUM_THREADS": str(self.threads),
         }
-        without_gpu = {} if self.gpus else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        return {name: str(number) for name, number in numbers.items()} | without_gpu
+        if not self.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+            variables["DS_ACCELERATOR"] = "cpu"
+        return variables
+
+
+class WorkerRecord(TypedDict):
+    """What one worker has written into `rank-00003.json`; times are seconds since 1970 on the worker's clock."""
+
+    rank: int
+    node: str
+    pid: int
+    started: float
+    oom_kills: int  # of the worker's machine, when the worker started
+    ended: NotRequired[float]
+    value: NotRequired[object]  # of a worker that returned
+    exit_code: NotRequired[int | None]  # of a worker that raised, as the next three
+    kind: NotRequired[str]
+    error: NotRequired[str]
+    traceback: NotRequired[str]
+
+
+@dataclass
+class WorkerResult:
+    """Takes the value that a worker's function returns."""
+
+    value: object = None
 
 
 # ------------------------------------------------------------------------ in the worker
 
 
-def work(function: Function, config: dict[str, Any], folder: Path, seat: Seat) -> Any:
-    """Run `function(config)` in this process as `seat`, leaving its start and its end in `folder`.
+@contextmanager
+def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
+    """Prepare this process for its rank, and write down the start and the end of the block that runs the function.
 
-    torch.distributed is not initialised here: the function does it, from the environment. Its value is JSON.
+    The block sets the result's `value`, which must be JSON. It initialises torch.distributed itself, from the
+    environment. What it raises is written down and raised again.
     """
-    _take(seat)
-    record = {"rank": seat.rank, "node": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-    record["oom_kills"] = oom_kills()
-    _write(folder, record)
-    with _path(folder, seat.rank, ".log").open("a", buffering=1) as log:
+    _prepare_process(info)
+    start: WorkerRecord = {
+        "rank": info.rank,
+        "node": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.time(),
+        "oom_kills": oom_kills(),
+    }
+    # From here on the driver knows which process is which rank, and may kill it or ask how it is.
+    _write_record(folder, start)
+    result = WorkerResult()
+    with worker_file(folder, info.rank, ".log").open("a", buffering=1) as log:
+        # A crash in C leaves no exception, only what Python's fault handler writes.
         faulthandler.enable(log)
         try:
-            value = function(config)
-            _write(folder, record | {"ended": time.time(), "value": value})
-            return value
+            yield result
+            # A value that is not JSON raises here, and so is the worker's own error.
+            _write_record(folder, {**start, "ended": time.time(), "value": result.value})
         except BaseException as error:
-            failure = _failure(error)
-            _write(folder, record | {"ended": time.time()} | failure)
-            if failure["exit_code"] is None and seat.world > 1:
+            wanted = _wanted_exit_code(error)
+            end: WorkerRecord = {
+                **start,
+                "ended": time.time(),
+                "exit_code": wanted,
+                "kind": type(error).__name__,
+                "error": str(error),
+                "traceback": traceback.format_exc(),
+            }
+            _write_record(folder, end)
+            # This may only be the echo of a peer's death: the driver must see that death before it sees our end.
+            if wanted is None and info.world > 1:
                 time.sleep(PEER_GRACE_S)
             raise
         finally:
+            # The log is about to be closed, and the handler would write into whatever gets its number next.
             faulthandler.enable()
 
 
-def _take(seat: Seat) -> None:
-    os.environ.update(seat.environment())
+def _prepare_process(info: RankInfo) -> None:
+    os.environ.update(info.environment())
     # Where the host's name does not resolve, gloo looks for its peers on the loopback: name the interface.
-    address = LOOPBACK if seat.address.startswith("127.") else seat.address
-    for interface, found in psutil.net_if_addrs().items():
-        if any(a.address == address for a in found):
+    address = info.address
+    if address.startswith("127."):  # an embedded Ray says 127.0.0.2, which no interface lists
+        address = LOOPBACK
+    for interface, interface_addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in interface_addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     import torch
 
-    torch.set_num_threads(seat.threads)  # a forked worker has torch already, which no longer reads the variable
+    torch.set_num_threads(info.threads)  # a forked worker has torch already, which no longer reads the variable
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
-    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
-    return {
-        "exit_code": code if isinstance(code, int) else None,
-        "kind": type(error).__name__,
-        "error": str(error),
-        "traceback": traceback.format_exc(),
-    }
+def _wanted_exit_code(error: BaseException) -> int | None:
+    """Return the exit code that an exception asks for; None where it is a failure like any other."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(error, SystemExit):
+        code = error.code
+    if isinstance(code, int):
+        return code
+    return None  # sys.exit("a text") counts as a failure
 
 
 # ------------------------------------------------------------------------ in the driver
 
 
-def records(folder: Path, world: int) -> dict[int, dict[str, Any]]:
-    """What the workers have written so far, by rank."""
-    paths = {rank: _path(folder, rank, ".json") for rank in range(world)}
-    found = {}
-    for rank, path in paths.items():
-        with suppress(OSError, ValueError):  # not there yet; or a shared folder stutters, and the next look has it
-            found[rank] = json.loads(path.read_text())
-    return found
+def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
+    """Return what the workers have written so far, by rank."""
+    by_rank = {}
+    for rank in range(world):
+        # Not there yet; or a shared folder stutters, and the next look has it.
+        with suppress(OSError, ValueError):
+            by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
+    return by_rank
 
 
-def verdict(folder: Path, world: int, dead: Mapping[int, str]) -> WorkerGroupError:
-    """Who ended the attempt; `dead` says how workers died that could not say so themselves.
-
-    A death comes before an error, because it makes the peers raise; a wanted exit before a crash; then the
-    earliest.
-    """
-    left = records(folder, world)
-    failed = [record for record in left.values() if "error" in record]
-    silent = [rank for rank in sorted(dead) if "ended" not in left.get(rank, {})]
-    if silent or not failed:
-        rank = (silent or sorted(dead) or [0])[0]
-        return blame(folder, rank, left, dead.get(rank, "ended without a word"))
-    first = min(failed, key=lambda record: (record["exit_code"] is None, record["ended"]))
-    cause = f"{first['kind']}: {first['error']}".rstrip(": ")
-    return WorkerGroupError(
-        first["rank"],
-        first["node"],
-        cause,
-        first["traceback"],
-        exit_code=first["exit_code"],
-        kind=first["kind"],
-    )
-
-
-def blame(folder: Path, rank: int, left: Mapping[int, Mapping[str, Any]], cause: str) -> WorkerGroupError:
-    """The verdict on a worker that cannot speak for itself, with the stacks that its log holds."""
-    log = _path(folder, rank, ".log")
-    stack = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
-    return WorkerGroupError(rank, node_of(left, rank), cause, stack)
-
-
-def node_of(left: Mapping[int, Mapping[str, Any]], rank: int) -> str:
-    """Where a worker runs, as far as its record says."""
-    return left.get(rank, {}).get("node", "an unknown node")
-
-
-def terminate_workers(folder: Path, world: int, timeout_s: float = 10.0) -> None:
-    """Return when no worker of the worker group lives on this host, killing after `timeout_s` what still does."""
-    host = socket.gethostname()
-    workers = [_process(record) for record in records(folder, world).values() if record["node"] == host]
-    _, alive = psutil.wait_procs([worker for worker in workers if worker is not None], timeout=timeout_s)
-    for worker in alive:
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
-    psutil.wait_procs(alive, timeout=timeout_s)
-
-
-def _process(record: Mapping[str, Any]) -> psutil.Process | None:
-    """The process that wrote the record, unless it is gone and its pid perhaps another's."""
-    try:
-        process = psutil.Process(record["pid"])
-        return process if process.create_time() <= record["started"] else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def frozen(record: Mapping[str, Any]) -> bool:
-    """Whether the worker that wrote the record is stopped by a signal; False where this host cannot know."""
-    process = _process(record) if record.get("node") == socket.gethostname() else None
-    with suppress(psutil.Error):
-        return process is not None and process.status() == psutil.STATUS_STOPPED
-    return False
-
-
-def died(exitcode: int, oom: bool = False) -> str:
-    """An exit code of a process in words; `oom`: the kernel has killed somebody for want of memory meanwhile."""
-    if exitcode >= 0:
-        return f"exited with code {exitcode} without a word"
-    if oom and exitcode == -signal.SIGKILL:
-        return "killed by the out-of-memory killer"
-    return f"killed by {signal.Signals(-exitcode).name}"
+def rank_zero_value(folder: Path) -> object:
+    """Return what the function of rank 0 returned, in a worker group that has ended well."""
+    return records(folder, world=1)[0].get("value")
 
 
 def oom_kills() -> int:
-    """How many processes of this machine the kernel has killed for want of memory; 0 where it does not say."""
+    """Count the processes of this machine that the kernel has killed for want of memory; 0 where it does not say."""
     with suppress(OSError):
         for line in VMSTAT.read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -263,9 +275,10 @@ def oom_kills() -> int:
     return 0
 
 
-def _path(folder: Path, rank: int, suffix: str) -> Path:
+def worker_file(folder: Path, rank: int, suffix: str) -> Path:
+    """Return the path of what a worker leaves in the attempt's folder: `rank-00003` and the suffix."""
     return folder / f"rank-{rank:05d}{suffix}"
 
 
-def _write(folder: Path, record: dict[str, Any]) -> None:
-    write_whole(_path(folder, record["rank"], ".json"), json.dumps(record))
+def _write_record(folder: Path, record: WorkerRecord) -> None:
+    write_whole(worker_file(folder, record["rank"], ".json"), json.dumps(record))

@@ -1,12 +1,12 @@
-"""`python -m jobs checkpoints list|verify|inspect|diff|export|prune RUN`: what a run has saved, looked at by a person.
+"""The work of `patchline checkpoints`: what a run has saved, looked at by a person.
 
-RUN is a run directory, a stage's folder in it, or one checkpoint's folder. Nothing here loads anything but safetensors.
+A path is a run directory, a stage's folder in it, or one checkpoint's folder. Nothing here opens anything but
+safetensors and JSON. Every function yields its lines as it finds them, for a checkpoint can take minutes to read.
 """
 
-import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,173 +20,198 @@ from pipeline.checkpoint import Manifest, Reader, committed, read_manifest, step
 from pipeline.config import differences
 from pipeline.train import export
 
+# ------------------------------------------------------------------------------------------------ which checkpoints
 
-def stages(path: Path) -> list[Path]:
-    """Folders that hold checkpoints: of a run's stages, or of the one that is named."""
-    found = [path] if (path / "checkpoints").is_dir() else sorted(p.parent for p in path.glob("*/checkpoints"))
-    if not found:
+
+def stage_folders(path: Path) -> list[Path]:
+    """The folders that hold checkpoints: all stages of a run, or the one stage that is named.
+
+    Raises UsageError where there are none.
+    """
+    if (path / "checkpoints").is_dir():
+        return [path]
+    folders = sorted(checkpoints.parent for checkpoints in path.glob("*/checkpoints"))
+    if not folders:
         raise UsageError(
             f"{path} holds no checkpoints\n  name a run directory, a stage's folder in it, or a step-* folder"
         )
-    return found
+    return folders
 
 
-def selected(options: argparse.Namespace) -> list[Path]:
-    """The checkpoints that a command is about: all, those of --step, or the one whose folder is named."""
-    path = Path(options.run).resolve()
+def selected(path: Path, step: int | None) -> list[Path]:
+    """The checkpoints meant: the one whose folder is named, those of a step, or all, the newest of a stage first.
+
+    Raises UsageError where there are none.
+    """
     if (path / checkpoint.MANIFEST).exists():
         return [path]
-    found = [c for stage in stages(path) for c in committed(stage / "checkpoints")]
-    if options.step is not None:
-        known = [step_of(c) for c in found]
-        found = [c for c in found if step_of(c) == options.step]
-        if not found:
-            raise UsageError(f"no checkpoint of step {options.step} in {path}; there are {', '.join(map(str, known))}")
-    if not found:
+    folders: list[Path] = []
+    for stage in stage_folders(path):
+        folders += committed(stage / "checkpoints")
+    if not folders:
         raise UsageError(f"nothing is committed in {path} yet")
-    return found
+    if step is None:
+        return folders
+    # A step can be there several times: of several stages, or of attempts of which a later one took it again.
+    of_step = [folder for folder in folders if step_of(folder) == step]
+    if not of_step:
+        known_steps = ", ".join(str(step_of(folder)) for folder in folders)
+        raise UsageError(f"no checkpoint of step {step} in {path}; there are {known_steps}")
+    return of_step
 
 
-def newest(options: argparse.Namespace) -> Path:
-    found = selected(options)
-    folders = sorted({c.parent for c in found})
-    if len(folders) > 1:
-        names = ", ".join(str(folder.parent.name) for folder in folders)
-        raise UsageError(f"{options.run} has several stages with checkpoints: {names}\n  name one: {folders[0].parent}")
-    return found[0]
+def newest(path: Path, step: int | None) -> Path:
+    """The newest checkpoint of a stage, or of a step. Raises UsageError where several stages have one."""
+    folders = selected(path, step)
+    stages = sorted({folder.parents[1] for folder in folders})
+    if len(stages) > 1:
+        names = ", ".join(stage.name for stage in stages)
+        raise UsageError(f"{path} has several stages with checkpoints: {names}\n  name one: {stages[0]}")
+    return folders[0]
 
 
-def listed(options: argparse.Namespace) -> Iterable[str]:
-    """Every folder of every stage, what is not committed too."""
-    for stage in stages(Path(options.run).resolve()):
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+def list_all(path: Path) -> Iterator[str]:
+    """Every folder of every stage, also what is not committed."""
+    for stage in stage_folders(path):
         yield f"{stage.name}:"
         for folder in committed(stage / "checkpoints"):
-            yield "  " + line(folder)
+            yield f"  {list_line(folder)}"
         for folder in sorted((stage / "checkpoints").glob("bad-*")):
             yield f"  {folder.name}  refused by a start, kept for you to look at; delete it when you have"
         for folder in sorted((stage / "checkpoints").glob(".tmp-*")):
             yield f"  {folder.name}  a save in flight, or one that died; the next start sweeps it"
 
 
-def line(folder: Path) -> str:
+def list_line(folder: Path) -> str:
+    """One checkpoint's size, world, attempt and scores, from its manifest alone."""
     try:
-        found = read_manifest(folder)
+        manifest = read_manifest(folder)
     except (CheckpointError, OSError) as error:
         return f"{folder.name}  BAD: {error}"
-    size = sum(file["bytes"] for file in found.files.values())
-    scores = "".join(f"  {name} {value:.4f}" for name, value in found.metrics.items() if "seed" not in name)
-    return (
-        f"{folder.name}  {size / 1e6:9.1f} MB in {len(found.files)} files  world {found.world}  ZeRO {found.zero}  "
-        f"attempt {found.attempt}  ledger {found.ledger[:12]}{scores}"
+    size = sum(file["bytes"] for file in manifest.files.values())
+    line = (
+        f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
+        f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
     )
+    for name, value in manifest.metrics.items():
+        if "seed" not in name:
+            line += f"  {name} {value:.4f}"
+    return line
 
 
-def verified(options: argparse.Namespace) -> Iterable[str]:
-    """Read every byte. Raises CheckpointError in the end where one is bad."""
+def verify_all(path: Path, step: int | None) -> Iterator[str]:
+    """Read every byte of every checkpoint meant. Raises CheckpointError in the end where one is bad."""
     bad = 0
-    for folder in selected(options):
+    for folder in selected(path, step):
         began = time.monotonic()
         try:
             checkpoint.verify(folder)
-            yield f"{folder.name}  whole ({time.monotonic() - began:.1f}s)"
         except CheckpointError as error:
             bad += 1
             yield f"{folder.name}  BAD: {error}"
+        else:
+            yield f"{folder.name}  whole ({time.monotonic() - began:.1f}s)"
     if bad:
         raise CheckpointError(f"{bad} checkpoints are bad\n  a start moves them aside and loads the newest whole one")
 
 
-def inspected(options: argparse.Namespace) -> Iterable[str]:
-    """The manifest, and every parameter with its shape's size and norm."""
-    folder = newest(options)
-    found = checkpoint.verify(folder)
-    for name, value in asdict(found).items():
-        yield f"{name:13} {json.dumps(value) if isinstance(value, dict) else value}"
-    reader = Reader(folder, found.files)
-    for name, kinds in sorted(kinds_of(reader).items()):
-        sizes = {kind: elements(reader, name, kind) for kind in kinds}
-        norms = "  ".join(f"|{kind}| {reader(name, kind, 0, size).norm():.4g}" for kind, size in sizes.items())
-        yield f"{name:40} {max(sizes.values()):>12,}  {norms}"
+def inspect(path: Path, step: int | None) -> Iterator[str]:
+    """The manifest, and every parameter with its number of elements and the norms of its states."""
+    folder = newest(path, step)
+    manifest = checkpoint.verify(folder)
+    for field, value in asdict(manifest).items():
+        if isinstance(value, dict):
+            value = json.dumps(value)
+        yield f"{field:13} {value}"
 
-
-def kinds_of(reader: Reader) -> dict[str, list[str]]:
-    """Parameter → "master" and the moments that the checkpoint holds of it."""
-    found: dict[str, list[str]] = {}
+    # The tensors lie in pieces, one file a rank; a reader puts them together whatever the number of ranks was.
+    reader = Reader(folder, manifest.files)
+    kinds: dict[str, list[str]] = {}  # parameter → "master" and the moments that are saved of it
     for name, kind in reader.pieces:
-        found.setdefault(name, []).append(kind)
-    return found
+        kinds.setdefault(name, []).append(kind)
+    for name in sorted(kinds):
+        norms = []
+        largest = 0
+        for kind in kinds[name]:
+            state = whole_state(reader, name, kind)
+            norms.append(f"|{kind}| {state.norm():.4g}")
+            largest = max(largest, state.numel())
+        yield f"{name:40} {largest:>12,}  {'  '.join(norms)}"
 
 
-def elements(reader: Reader, name: str, kind: str) -> int:
-    return max(start + count for start, count, _, _ in reader.pieces[name, kind])
+def whole_state(reader: Reader, name: str, kind: str) -> torch.Tensor:
+    """A parameter's master or moment as one flat fp32 tensor, put together from the pieces of all ranks."""
+    elements = 0
+    for start, count, _, _ in reader.pieces[name, kind]:
+        elements = max(elements, start + count)
+    return reader(name, kind, 0, elements)
 
 
-def compared(options: argparse.Namespace) -> Iterable[str]:
-    """What differs between the newest (or --step) and another checkpoint: manifest, then states."""
-    ours, theirs = newest(options), newest(argparse.Namespace(run=options.other, step=options.other_step))
-    manifests = [checkpoint.verify(folder) for folder in (theirs, ours)]
-    yield f"{theirs} → {ours}"
-    yield from (f"  {text}" for text in differences(*map(said, manifests)))
-    old, new = (Reader(folder, found.files) for folder, found in zip((theirs, ours), manifests, strict=True))
-    same = 0
-    for name, kind in sorted(old.pieces.keys() | new.pieces.keys()):
-        if (name, kind) not in new.pieces or (name, kind) not in old.pieces:
-            yield f"  {name} {kind}: only in {'the second' if (name, kind) in new.pieces else 'the first'}"
+def compare(path: Path, step: int | None, other_path: Path, other_step: int | None) -> Iterator[str]:
+    """What differs from the other checkpoint (the first) to ours (the second): manifests, then states."""
+    second = newest(path, step)
+    first = newest(other_path, other_step)
+    first_manifest = checkpoint.verify(first)
+    second_manifest = checkpoint.verify(second)
+    yield f"{first} → {second}"
+    for difference in differences(without_files(first_manifest), without_files(second_manifest)):
+        yield f"  {difference}"
+
+    # Compare what is saved of each parameter, whatever number of workers wrote the one and the other.
+    first_reader = Reader(first, first_manifest.files)
+    second_reader = Reader(second, second_manifest.files)
+    states = sorted(first_reader.pieces.keys() | second_reader.pieces.keys())
+    equal = 0
+    for name, kind in states:
+        if (name, kind) not in first_reader.pieces:
+            yield f"  {name} {kind}: only in the second"
             continue
-        a, b = (r(name, kind, 0, elements(r, name, kind)) for r in (old, new))
-        if a.shape == b.shape and torch.equal(a, b):
-            same += 1
+        if (name, kind) not in second_reader.pieces:
+            yield f"  {name} {kind}: only in the first"
+            continue
+        before = whole_state(first_reader, name, kind)
+        after = whole_state(second_reader, name, kind)
+        if before.shape != after.shape:
+            yield f"  {name} {kind}: another size"
+        elif torch.equal(before, after):
+            equal += 1
         else:
-            far = f"largest difference {(a - b).abs().max():.3g}" if a.shape == b.shape else "another size"
-            yield f"  {name} {kind}: {far}"
-    yield f"  {same} of {len(old.pieces.keys() | new.pieces.keys())} states are bit-equal"
+            yield f"  {name} {kind}: largest difference {(before - after).abs().max():.3g}"
+    yield f"  {equal} of {len(states)} states are bit-equal"
 
 
-def said(found: Manifest) -> dict[str, object]:
-    """The manifest without its files, which differ with the topology."""
-    return {name: value for name, value in asdict(found).items() if name != "files"}
+def without_files(manifest: Manifest) -> dict[str, object]:
+    """The manifest less its files, which differ with the number of workers."""
+    fields = asdict(manifest)
+    del fields["files"]
+    return fields
 
 
-def exported(options: argparse.Namespace) -> Iterable[str]:
-    """weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
-    folder = newest(options)
+def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
+    """Write weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
+    folder = newest(path, step)
     checkpoint.verify(folder)
     record = json.loads((folder.parents[1] / "stage.json").read_text())
     model = models.from_dict(record["model"])
-    target = Path(options.to).resolve()
+    target = target.resolve()
     target.mkdir(parents=True, exist_ok=True)
     models.save_weights(export(folder, model), target, model, writing=whole_file)
     yield f"step {step_of(folder)}: weights.safetensors and model.json in {target}"
 
 
-def pruned(options: argparse.Namespace) -> Iterable[str]:
-    """Keep the newest --keep of every stage, and the multiples of --keep-every."""
-    for stage in stages(Path(options.run).resolve()):
-        for folder in committed(stage / "checkpoints")[: options.keep]:
-            checkpoint.verify(folder)  # never delete in favour of a bad one
-        for folder in checkpoint.prune(stage / "checkpoints", options.keep, options.keep_every):
+def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:
+    """Delete all but the newest `keep` of every stage and the multiples of `keep_every`.
+
+    Raises UsageError for fewer than 2, CheckpointError where one that is to stay is bad; nothing is deleted then.
+    """
+    if keep < 2:
+        raise UsageError(f"--keep is {keep}, expected 2 or more: one checkpoint alone can be bad")
+    for stage in stage_folders(path):
+        # Never delete in favour of a bad one.
+        for folder in committed(stage / "checkpoints")[:keep]:
+            checkpoint.verify(folder)
+        for folder in checkpoint.prune(stage / "checkpoints", keep, keep_every):
             yield f"{stage.name}: {folder.name} deleted"
-
-
-ACTIONS: dict[str, Callable[[argparse.Namespace], Iterable[str]]] = {
-    "list": listed,
-    "verify": verified,
-    "inspect": inspected,
-    "diff": compared,
-    "export": exported,
-    "prune": pruned,
-}
-
-
-def command(options: argparse.Namespace) -> None:
-    """Run one action and print what it finds as it finds it."""
-    if options.action == "export" and not options.to:
-        raise UsageError("export needs a folder to write to: --to FOLDER")
-    if options.action == "diff":
-        options.other = options.other or options.run
-        if options.other == options.run and options.step == options.other_step:
-            raise UsageError("diff needs something to compare with: --with RUN, or --with-step N of the same run")
-    if options.action == "prune" and options.keep < 2:
-        raise UsageError(f"--keep is {options.keep}, expected 2 or more: one checkpoint alone can be bad")
-    for text in ACTIONS[options.action](options):
-        print(text, flush=True)

@@ -1,8 +1,10 @@
-"""`make demo`: the whole campaign on handwritten digits, one worker killed on purpose, and the proof that all is equal.
+"""The work of `make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
 
-Pretraining runs under Ray with two workers; once a checkpoint is committed and a few more steps are done, one worker
-gets SIGKILL. The run restarts from the commit. Afterwards the same stage runs once more without any interruption, in
-plain processes, and every loss and every byte of the last checkpoint is compared.
+1. Pretraining runs under Ray with two workers.
+2. A few steps after a checkpoint is committed, one worker gets SIGKILL; the run goes on from that checkpoint.
+3. The stages after it run, to the few-shot probe.
+4. The same pretraining runs once more, uninterrupted and in plain processes.
+5. Every loss and every byte of the last checkpoint of both are compared.
 """
 
 import os
@@ -10,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+from data.errors import ExitCode
 from jobs import campaign
 from jobs.campaign import Campaign
 from jobs.cluster.worker_group import records
@@ -33,61 +36,86 @@ class Killer:
         self.killed_at: int | None = None
 
     def tick(self, folder: Path, number: int) -> None:
+        """Look how far an attempt is, and kill its worker a quarter of the way from one commit to the next."""
         if self.killed_at is not None or folder.parents[1] != self.directory:
             return
-        steps = [record["step"] for record in read_metrics(self.directory)]
+        # A quarter of the way to the next commit: far enough that steps are lost and must be computed again.
+        reports = read_metrics(self.directory)
         saved = last_step(self.directory)
-        if saved > 0 and steps and steps[-1] >= saved + self.save_every // 4:
-            victim = records(folder, self.world)[VICTIM]["pid"]
-            print(
-                f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {steps[-1]}, last commit step {saved}",
-                flush=True,
-            )
-            os.kill(victim, signal.SIGKILL)
-            self.killed_at = steps[-1]
+        if saved <= 0 or not reports:
+            return
+        reported = reports[-1]["step"]
+        if reported < saved + self.save_every // 4:
+            return
+        victim = records(folder, self.world)[VICTIM]["pid"]
+        print(
+            f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {reported}, last commit step {saved}",
+            flush=True,
+        )
+        os.kill(victim, signal.SIGKILL)
+        self.killed_at = reported
 
 
 def demo(parent: Path) -> int:
-    """Run the campaign, then the uninterrupted twin; 0 when both agree bit for bit."""
+    """Run the campaign, then the uninterrupted twin; the exit code says whether both agree bit for bit."""
     run = parent / time.strftime("demo-%Y%m%d-%H%M%S")
     began = time.monotonic()
     loaded = campaign.load(RECIPE, [f"run={run}"])
     killer = Killer(loaded)
     print(f"demo: {RECIPE.name} with {loaded.cluster.workers} Ray workers in {run}", flush=True)
     run_campaign(loaded, also=killer.tick)
+
     twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
     for only in ("shards", "pretrain"):
         run_campaign(twin, only=only, quiet=True)
-    same = report(loaded, twin, killer)
+
+    equal = report(loaded, twin, killer)
     print(f"demo: {time.monotonic() - began:.0f}s in all; the run is in {loaded.run}")
-    return 0 if same else 70
+    if equal:
+        return ExitCode.DONE
+    return ExitCode.INTERNAL
 
 
 def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
     """Print what was compared; True when everything is equal."""
-    ours, theirs = (c.directory(c.stage("pretrain")) for c in (loaded, twin))
-    losses, reference = step_losses(ours), step_losses(theirs)
-    replayed = [step for step, values in losses.items() if len(values) > 1]
-    flat = {loss for step, values in losses.items() for loss in values if loss != reference[step][0]}
-    same_losses = killer.killed_at is not None and losses.keys() == reference.keys() and not flat
-    files, expected = (checkpoint.read_manifest(checkpoint.committed(d / "checkpoints")[0]) for d in (ours, theirs))
-    same_files = files.files == expected.files and files.ledger == expected.ledger
-    print(f"demo: killed after step {killer.killed_at}; {len(replayed)} steps were computed twice")
-    verdict = "equal the uninterrupted run's bit for bit" if same_losses else "DIFFER from the uninterrupted run's"
+    directory = loaded.directory(loaded.stage("pretrain"))
+    twin_directory = twin.directory(twin.stage("pretrain"))
+
+    # Losses: a step that was computed twice must have the twin's loss both times.
+    losses = step_losses(directory)
+    twin_losses = step_losses(twin_directory)
+    equal_losses = killer.killed_at is not None and losses.keys() == twin_losses.keys()
+    computed_twice = 0
+    for step, values in losses.items():
+        if len(values) > 1:
+            computed_twice += 1
+        for loss in values:
+            if step in twin_losses and loss != twin_losses[step][0]:
+                equal_losses = False
+
+    # Checkpoints: a manifest holds the sha256 of every file, so equal manifests mean equal bytes.
+    manifest = newest_manifest(directory)
+    twin_manifest = newest_manifest(twin_directory)
+    equal_files = manifest.files == twin_manifest.files and manifest.ledger == twin_manifest.ledger
+
+    print(f"demo: killed after step {killer.killed_at}; {computed_twice} steps were computed twice")
+    verdict = "equal the uninterrupted run's bit for bit" if equal_losses else "DIFFER from the uninterrupted run's"
     print(f"demo: {len(losses)} step losses {verdict}")
-    print(
-        "demo: last checkpoint (weights, moments, ledger): sha256",
-        "equal in both runs" if same_files else "DIFFERENT",
-    )
-    return same_losses and same_files
+    verdict = "equal in both runs" if equal_files else "DIFFERENT"
+    print(f"demo: last checkpoint (weights, moments, ledger): sha256 {verdict}")
+    return equal_losses and equal_files
+
+
+def newest_manifest(directory: Path) -> checkpoint.Manifest:
+    return checkpoint.read_manifest(checkpoint.committed(directory / "checkpoints")[0])
 
 
 def step_losses(directory: Path) -> dict[int, list[float]]:
     """Every loss logged for every step; a step that was computed twice has two."""
-    found: dict[int, list[float]] = {}
+    losses_of: dict[int, list[float]] = {}
     for record in read_metrics(directory):
-        first = record["step"] - len(record["losses"]) + 1
-        for step, loss in enumerate(record["losses"], start=first):
-            found.setdefault(step, []).append(loss)
-    return found
+        first_step = record["step"] - len(record["losses"]) + 1
+        for step, loss in enumerate(record["losses"], start=first_step):
+            losses_of.setdefault(step, []).append(loss)
+    return losses_of

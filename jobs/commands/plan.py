@@ -1,20 +1,37 @@
-"""`python -m jobs plan recipe.yaml`: what would run, how the batch falls on the workers, and what it costs."""
+"""The work of `patchline plan RECIPE`: what would run, how the batch falls on the workers, and what it costs.
 
+    pretrain (pretrain, key d91ff90d): would run
+      batch   4096 = 8 workers × micro_batch 512 × accumulation 1
+      steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
+
+Nothing is started or written. What is not there yet (data, weights) is named, and the lines that need it are left out.
+"""
+
+from dataclasses import dataclass
 from math import ceil
 
 import models
 from data.decoder import images_per_cpu_s
-from data.errors import DataError, PatchlineError
+from data.errors import PatchlineError
 from data.order import shares as shares_of
 from data.shards.index import Index, load_index
 from jobs.campaign import Campaign, Stage
 from jobs.context import reference
-from pipeline.arithmetic import batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
+from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.telemetry import PEAK, amount
 from pipeline.training_config import TrainConfig, cache_line, training_order
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """One of the sets that a stage trains on."""
+
+    name: str
+    index: Index | None  # None: not made yet
+    weight: float  # its share of every batch, before all are scaled to sum to one
 
 
 def plan(campaign: Campaign) -> list[str]:
@@ -24,113 +41,178 @@ def plan(campaign: Campaign) -> list[str]:
         f"run directory  {campaign.run}",
         f"cluster        {cluster.workers} workers ({cluster.backend})",
     ]
-    changed: set[str] = set()
+    would_run: set[str] = set()
     for stage in campaign.stages:
-        done = campaign.done(stage)
-        reason = why(campaign, stage, changed)
-        if done is None:
-            changed.add(stage.name)
-        lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {reason}"]
-        lines += [f"  reads   {field} = {value}" for field, value in stage.parents.items()]
+        if campaign.done(stage) is None:
+            would_run.add(stage.name)
+        lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
+        for field, value in stage.parents.items():
+            lines.append(f"  reads   {field} = {value}")
         if stage.model is not None:
             lines.append(f"  model   {model_line(stage)}")
-        lines += [f"  MISSING {message}" for message in stage.missing]
+        for message in stage.missing:
+            lines.append(f"  MISSING {message}")
         if isinstance(stage.config, TrainConfig):
-            lines += training_lines(campaign, stage)
+            lines += training_lines(campaign, stage, stage.config)
     return lines
 
 
-def why(campaign: Campaign, stage: Stage, changed: set[str]) -> str:
-    """Skipped, resumed or run, and the reason."""
+def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
+    """Whether a stage would be skipped, resumed or run, and the reason."""
     if campaign.done(stage) is not None:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    upstream = [link[0] for link in map(reference, stage.parents.values()) if link and link[0] in changed]
-    if upstream and any(campaign.run.glob(f"{stage.name}-*/done.json")):
-        return f"would run again, because {upstream[0]} would"
+    # It ran once with other inputs: what changed is a stage before it.
+    ran_before = any(campaign.run.glob(f"{stage.name}-*/done.json"))
+    for value in stage.parents.values():
+        link = reference(value)
+        if ran_before and link is not None and link[0] in would_run:
+            return f"would run again, because {link[0]} would"
     return "would run"
 
 
 def model_line(stage: Stage) -> str:
     config = stage.model
-    size = "×".join(map(str, config.image_size))
+    size = "×".join(str(side) for side in config.image_size)
     return (
         f"{config.family} {size} px, {config.classes} classes, {models.parameters_of(config):,} parameters, "
         f"{models.macs_of(config) / 1e9:.3f} GMACs an image"
     )
 
 
-def training_lines(campaign: Campaign, stage: Stage) -> list[str]:
-    cfg = stage.config
-    a = batch_arithmetic(cfg, campaign.cluster.workers)
-    lines = [
-        f"  batch   {a.batch_size} = {a.world} workers × micro_batch {a.micro_batch} × accumulation {a.accumulation}"
-        if a.batch_size == a.world * a.micro_batch * a.accumulation
-        else f"  batch   {a.batch_size} over {a.world} workers unevenly, {a.accumulation} micro-batches each"
-    ]
-    sets = {name: (index_of(campaign, path), weight) for name, (path, weight) in cfg.data.sets().items()}
-    found = [index for index, _ in sets.values() if index]
-    whole = len(found) == len(sets)
-    samples = sum(index.samples for index in found) if whole else cfg.data.samples
-    sure = "" if whole else " (as the recipe says; the data is not there yet)"
+# ------------------------------------------------------------------------------------------------ a trained stage
+
+
+def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[str]:
+    """Batch, steps, data, compute, optimizer and memory of a trained stage, as far as its data is there to count."""
+    arithmetic = batch_arithmetic(cfg, campaign.cluster.workers)
+    lines = [f"  batch   {batch_line(arithmetic)}"]
+
+    # The length: counted where all sets are there, as the recipe says where not.
+    sets = training_sets(campaign, cfg)
+    indexes = [part.index for part in sets if part.index is not None]
+    all_there = len(indexes) == len(sets)
+    samples = cfg.data.samples
+    if all_there:
+        samples = sum(index.samples for index in indexes)
     if samples is None and cfg.steps is None:
-        return [*lines, f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"]
+        lines.append(f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
+        return lines
     steps = steps_of(cfg, samples or 0)
     images = steps * cfg.batch_size
-    passes = f"{images / samples:.2f} passes over {samples:,} samples{sure}" if samples else "data is not there yet"
-    lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes})")
+    lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes_text(images, samples, all_there)})")
+
+    # Where the samples come from: each set's share of a batch, and what a node's cache must hold.
     if cfg.data.mixture:
-        shares = shares_of(cfg.batch_size, [weight for _, weight in sets.values()])
-        for (name, (index, _)), share in zip(sets.items(), shares, strict=True):
-            more = f", {steps * share / index.samples:.2f} passes over {index.samples:,} samples" if index else ""
-            lines.append(f"  mixture {name}: {share} of every batch{more}")
-    if whole and any(index.remote for index in found):
-        index, order = training_order(cfg, found)
-        lines.append(f"  cache   a worker needs {cache_line(index, order, a.slots(0), 0, cfg.data)}")
+        lines += mixture_lines(cfg.batch_size, sets, steps)
+    if all_there and any(index.remote for index in indexes):
+        index, order = training_order(cfg, indexes)
+        lines.append(f"  cache   a worker needs {cache_line(index, order, arithmetic.slots(0), 0, cfg.data)}")
+
+    # What it costs, and whether the workers can be fed.
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
     if campaign.cluster.gpus_per_worker:
-        lines.append(f"  feed    {feed_line(campaign, stage, found)}")
-    optim, schedule = cfg.optim, cfg.optim.schedule
-    lines.append(
-        f"  optim   {optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
-        f"decay {optim.weight_decay:g}, clip {optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
-        + (f", exact in {cfg.exact_parts} parts" if cfg.exact_parts else "")
-    )
-    states, activations = memory_estimate(cfg, stage.model, a.world)
-    lines.append(
-        f"  memory  about {states / 2**30:.1f} GiB of states + {activations / 2**30:.1f} GiB of activations a worker "
-        f"(checkpoint_blocks={recomputed_blocks(cfg, stage.model)})"
-    )
+        lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
+    lines.append(f"  optim   {optimizer_line(cfg)}")
+    lines.append(f"  memory  {memory_line(stage, cfg, arithmetic.world)}")
     return lines
 
 
-def feed_line(campaign: Campaign, stage: Stage, sets: list[Index]) -> str:
-    """Whether the decoding processes of a worker keep up with its GPU, and what to type where they do not."""
-    cfg, cluster = stage.config, campaign.cluster
-    local = next((index for index in sets if not index.remote), None)
-    rate = images_per_cpu_s(local, max(stage.model.image_size), cfg.data.augment) if local else None
-    needed = GPU_FLOPS / models.training_flops(stage.model, 1)
-    cores = ceil(needed / (rate or CPU_RATE))
-    source = "measured here on this set" if rate else "assumed; the set is not here to measure"
-    line = (
-        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at 40 %) takes {needed:,.0f} images/s, a core decodes "
-        f"{rate or CPU_RATE:,.0f} ({source}): "
-    )
-    if cfg.data.decode == "gpu":
-        return line + "data.decode=gpu, not judged"
-    if min(cfg.data.processes, cluster.cpus_per_worker) >= cores:
-        return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
-    more = "" if cores < cluster.cpus_per_worker else f" cluster.cpus_per_worker={cores + 1}"
-    return line + (
-        f"data.processes={cfg.data.processes} on {cluster.cpus_per_worker} cores CANNOT FEED IT; "
-        f"type {stage.name}.data.processes={cores}{more}, pack with --restarts, or {stage.name}.data.decode=gpu"
-    )
+def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
+    sets = []
+    for name, (path, weight) in cfg.data.sets().items():
+        sets.append(TrainingSet(name, index_of(campaign, path), weight))
+    return sets
 
 
 def index_of(campaign: Campaign, path: str) -> Index | None:
     """A set's index, None where it has not been made yet."""
     try:
         return load_index(campaign.resolve(path) or "")
-    except (DataError, PatchlineError):
+    except PatchlineError:
         return None
+
+
+def batch_line(arithmetic: Arithmetic) -> str:
+    size = arithmetic.batch_size
+    world = arithmetic.world
+    micro_batch = arithmetic.micro_batch
+    accumulation = arithmetic.accumulation
+    if size == world * micro_batch * accumulation:
+        return f"{size} = {world} workers × micro_batch {micro_batch} × accumulation {accumulation}"
+    return f"{size} over {world} workers unevenly, {accumulation} micro-batches each"
+
+
+def passes_text(images: int, samples: int | None, all_there: bool) -> str:
+    if not samples:
+        return "data is not there yet"
+    text = f"{images / samples:.2f} passes over {samples:,} samples"
+    if all_there:
+        return text
+    return f"{text} (as the recipe says; the data is not there yet)"
+
+
+def mixture_lines(batch_size: int, sets: list[TrainingSet], steps: int) -> list[str]:
+    """How many samples of every batch each set gives, and how often that goes through it."""
+    shares = shares_of(batch_size, [part.weight for part in sets])
+    lines = []
+    for part, share in zip(sets, shares, strict=True):
+        line = f"  mixture {part.name}: {share} of every batch"
+        if part.index is not None:
+            passes = steps * share / part.index.samples
+            line += f", {passes:.2f} passes over {part.index.samples:,} samples"
+        lines.append(line)
+    return lines
+
+
+def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
+    """Whether the decoding processes of a worker keep up with its GPU, and what to type where they do not."""
+    cfg: TrainConfig = stage.config
+    cores_per_worker = campaign.cluster.cpus_per_worker
+    # How fast a core decodes depends on the photographs: measured where a set lies on this machine.
+    measured = None
+    for index in indexes:
+        if not index.remote:
+            measured = images_per_cpu_s(index, max(stage.model.image_size), cfg.data.augment)
+            break
+    rate = measured or CPU_RATE
+    source = "measured here on this set" if measured else "assumed; the set is not here to measure"
+    needed = GPU_FLOPS / models.training_flops(stage.model, 1)  # images a second that a GPU takes
+    cores = ceil(needed / rate)
+
+    line = (
+        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at 40 %) takes {needed:,.0f} images/s, a core decodes "
+        f"{rate:,.0f} ({source}): "
+    )
+    if cfg.data.decode == "gpu":
+        return line + "data.decode=gpu, not judged"
+    if min(cfg.data.processes, cores_per_worker) >= cores:
+        return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
+    overrides = f"{stage.name}.data.processes={cores}"
+    if cores >= cores_per_worker:
+        overrides += f" cluster.cpus_per_worker={cores + 1}"  # the worker itself needs a core beside those that decode
+    return line + (
+        f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
+        f"type {overrides}, pack with --restarts, or {stage.name}.data.decode=gpu"
+    )
+
+
+def optimizer_line(cfg: TrainConfig) -> str:
+    optim = cfg.optim
+    schedule = optim.schedule
+    line = (
+        f"{optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
+        f"decay {optim.weight_decay:g}, clip {optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
+    )
+    if cfg.exact_parts:
+        line += f", exact in {cfg.exact_parts} parts"
+    return line
+
+
+def memory_line(stage: Stage, cfg: TrainConfig, world: int) -> str:
+    states, activations = memory_estimate(cfg, stage.model, world)  # bytes a worker
+    return (
+        f"about {states / 2**30:.1f} GiB of states + {activations / 2**30:.1f} GiB of activations a worker "
+        f"(checkpoint_blocks={recomputed_blocks(cfg, stage.model)})"
+    )

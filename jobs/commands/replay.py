@@ -1,17 +1,23 @@
-"""`python -m jobs replay RUN step=N`: rebuild a step's global batch, whatever the world was, to look for what broke it.
+"""The work of `patchline replay RUN step=N`: rebuild a step's global batch to look for what broke the step.
 
-RUN is a run directory with one trained stage, or a stage's folder.
+1. The stage's task.json says with which config and which sets it was trained.
+2. metrics.jsonl says which shards the attempt that took the step had left out.
+3. The order of samples is a function of these and the seed, whatever the number of workers was: one loader makes the
+   whole batch.
+
+A path is a run directory with one trained stage, or a stage's folder.
 """
 
 import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
 import models
+from data.decoder import BadSample
 from data.errors import UsageError
 from data.loader import TrainLoader
 from data.order import Mixture, Order
@@ -20,51 +26,79 @@ from pipeline import config
 from pipeline.telemetry import read_metrics
 from pipeline.training_config import TrainConfig, training_order
 
+# B images of the global batch, S image side, L labels of a sample at most
+
+
+class Rebuilt(NamedTuple):
+    """The global batch of a step."""
+
+    images: np.ndarray  # (B, S, S, 3) uint8
+    labels: np.ndarray  # (B, L), -1 where a sample has fewer
+    ids: np.ndarray  # (B, 3): epoch, shard, sample in the shard
+    bad: list[BadSample]  # those that were replaced
+
+
+class Job(TypedDict):
+    """What is read here of the job in a task.json."""
+
+    train: list[str]  # indexes of the sets
+    model: dict[str, object]
+
 
 def replay(run: Path, step: str, target: str | None) -> list[str]:
-    """What was in the batch, sample by sample where a number stands out; optionally written as .npz."""
+    """What was in the batch, sample by sample where a number stands out; with a target, written there as .npz."""
     folder = stage_of(run)
     task = json.loads((folder / "task.json").read_text())
-    cfg, job = config.build(TrainConfig, task["config"], "config"), task["job"]
-    number = parse(step)
-    cfg = dropped(cfg, folder, number)
+    job: Job = task["job"]
+    number = parse_step(step)
+    recorded = config.build(TrainConfig, task["config"], "config")
+    cfg = with_recorded_drop(recorded, folder, number)
     index, order = order_of(cfg, job)
     image_size = models.from_dict(job["model"]).image_size[0]
-    images, labels, ids, bad = rebuild(cfg, index, order, image_size, number - 1)
-    shards = [index.shards[shard].name for shard in ids[:, 1]]
+
+    # The log counts steps from 1, the order from 0.
+    batch = rebuild(cfg, index, order, image_size, number - 1)
     if target:
-        np.savez(target, images=images, labels=labels, ids=ids)
-    return [
-        f"{folder.name}: step {number}, {len(ids)} samples of {images.shape[1]}×{images.shape[2]}",
+        np.savez(target, images=batch.images, labels=batch.labels, ids=batch.ids)
+
+    shards = [index.shards[shard].name for shard in batch.ids[:, 1]]
+    epochs = sorted(set(batch.ids[:, 0].tolist()))
+    labels = Counter(batch.labels[batch.labels >= 0].tolist())
+    lines = [
+        f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}",
         *logged(folder, number),
-        f"epochs {sorted(set(ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}",
-        f"labels {dict(sorted(Counter(labels[labels >= 0].tolist()).items()))}",
-        *(f"replaced: {b.shard} {b.key}: {b.reason}" for b in bad),
-        *outliers(images, ids, shards),
-        *([f"written: {target}"] if target else []),
+        f"epochs {epochs}, shards {', '.join(sorted(set(shards)))}",
+        f"labels {dict(sorted(labels.items()))}",
     ]
+    for sample in batch.bad:
+        lines.append(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
+    lines += outliers(batch, shards)
+    if target:
+        lines.append(f"written: {target}")
+    return lines
 
 
 def stage_of(run: Path) -> Path:
     """The folder of the one trained stage. Raises UsageError with the choices."""
-    found = [run] if (run / "task.json").exists() else sorted(p.parent for p in run.glob("*/task.json"))
-    if len(found) != 1:
-        names = ", ".join(str(path) for path in found) or "none"
-        raise UsageError(f"{run} has {len(found)} trained stages: {names}\n  name the folder of one")
-    return found[0]
+    if (run / "task.json").exists():
+        return run
+    folders = sorted(task.parent for task in run.glob("*/task.json"))
+    if len(folders) != 1:
+        names = ", ".join(str(folder) for folder in folders) or "none"
+        raise UsageError(f"{run} has {len(folders)} trained stages: {names}\n  name the folder of one")
+    return folders[0]
 
 
-def parse(step: str) -> int:
+def parse_step(step: str) -> int:
+    """ "step=120" → 120. Raises UsageError."""
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
     return int(text)
 
 
-def rebuild(
-    cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Any]]:
-    """(images (B, S, S, 3) uint8, labels (B, L), ids (B, 3), bad samples) of the step, counted from 0."""
+def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
+    """The batch of a step, counted from 0, by one loader that takes the slots of all workers."""
     loader = TrainLoader(
         index,
         order,
@@ -79,46 +113,60 @@ def rebuild(
         decode=cfg.data.decode,
     )
     batch = next(iter(loader))
-    return batch.images.permute(0, 2, 3, 1).cpu().numpy(), batch.labels.numpy(), batch.ids.numpy(), list(batch.bad)
+    images = batch.images.permute(0, 2, 3, 1).cpu().numpy()  # (B, 3, S, S) → (B, S, S, 3)
+    return Rebuilt(images, batch.labels.numpy(), batch.ids.numpy(), list(batch.bad))
 
 
-def dropped(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
+def with_recorded_drop(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
     """The config with the `data.drop` of the last attempt that reported the step, or might have: it changes."""
-    reported = [r["attempt"] for r in read_metrics(folder) if r["step"] - len(r["losses"]) < step <= r["step"]]
-    starts = [
-        r
-        for r in read_metrics(folder, "start")
-        if r["step"] < step and r["attempt"] in (reported[-1:] or [r["attempt"]])
-    ]
-    drop = starts[-1].get("drop", ()) if starts else cfg.data.drop
+    # Attempts that reported the step; of several, the last is the one whose weights went on.
+    attempts = []
+    for record in read_metrics(folder):
+        first_step = record["step"] - len(record["losses"]) + 1
+        if first_step <= step <= record["step"]:
+            attempts.append(record["attempt"])
+    drop = cfg.data.drop
+    for start in read_metrics(folder, "start"):
+        # A step that no attempt has reported may have ended any of those that started before it.
+        took_the_step = not attempts or start["attempt"] == attempts[-1]
+        if took_the_step and start["step"] < step:
+            drop = start.get("drop", ())
     return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
 
 
-def order_of(cfg: TrainConfig, job: dict[str, Any]) -> tuple[Index, Order | Mixture]:
+def order_of(cfg: TrainConfig, job: Job) -> tuple[Index, Order | Mixture]:
+    """One index over the sets that a job trained on, and the order of their samples."""
     return training_order(cfg, [load_index(path) for path in job["train"]])
 
 
 def logged(folder: Path, step: int) -> list[str]:
     """The loss that each attempt reported for the step, and what the records of spikes know of it."""
+    # A spike's record holds the steps before it too, which tell how it came.
     lines = []
     for spike in read_metrics(folder, "spike"):
-        for found in (found for found in spike["recent"] if found["step"] == step):
-            lines.append(
-                f"attempt {spike['attempt']}: gradient norm {found['grad_norm']:.3g}, loss {found['loss']:.6f} "
-                f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
-            )
+        for record in spike["recent"]:
+            if record["step"] == step:
+                lines.append(
+                    f"attempt {spike['attempt']}: gradient norm {record['grad_norm']:.3g}, loss {record['loss']:.6f} "
+                    f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
+                )
+    # A report holds the losses of all steps since the one before it.
     for record in read_metrics(folder):
-        first = record["step"] - len(record["losses"]) + 1
-        if first <= step <= record["step"]:
-            lines.append(f"attempt {record['attempt']}: loss {record['losses'][step - first]:.6f}")
+        first_step = record["step"] - len(record["losses"]) + 1
+        if first_step <= step <= record["step"]:
+            lines.append(f"attempt {record['attempt']}: loss {record['losses'][step - first_step]:.6f}")
     return lines
 
 
-def outliers(images: np.ndarray, ids: np.ndarray, shards: list[str]) -> list[str]:
+def outliers(batch: Rebuilt, shards: list[str]) -> list[str]:
     """The darkest, brightest and flattest image: blank and broken pictures are found at the ends."""
-    means, spreads = images.mean((1, 2, 3)), images.std((1, 2, 3))
-    chosen = {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}
-    return [
-        f"{name}: slot {slot}, sample {ids[slot, 2]} of {shards[slot]}, mean {means[slot]:.1f}, std {spreads[slot]:.1f}"
-        for name, slot in chosen.items()
-    ]
+    means = batch.images.mean((1, 2, 3))
+    spreads = batch.images.std((1, 2, 3))
+    slots = {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}
+    lines = []
+    for name, slot in slots.items():
+        lines.append(
+            f"{name}: slot {slot}, sample {batch.ids[slot, 2]} of {shards[slot]}, "
+            f"mean {means[slot]:.1f}, std {spreads[slot]:.1f}"
+        )
+    return lines

@@ -1,9 +1,10 @@
-"""`python -m jobs status RUN`: stage, step, loss, images/s, ETA, last checkpoint, from the run directory alone."""
+"""The work of `patchline status RUN`: where a run stands, from its directory alone."""
 
 import json
 import socket
 import time
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import psutil
 
@@ -13,16 +14,28 @@ from pipeline.accounting import account
 from pipeline.telemetry import amount, duration, last_metrics, read_metrics
 
 
+class Outcome(TypedDict):
+    """What is read here of a finished stage's done.json."""
+
+    seconds: float
+    metrics: NotRequired[dict[str, float]]
+
+
 def status(run: Path) -> list[str]:
-    """One block a stage folder, in the order they were first started. Raises UsageError where there is no run."""
-    folders = sorted((p.parent for p in run.glob("*/stage.json")), key=lambda p: p.stat().st_ctime)
+    """One line a stage folder, in the order they were first started. Raises UsageError where there is no run."""
+    # A stage's folder has a stage.json from its very start.
+    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
     if not folders:
-        known = sorted({p.parents[1].name for p in run.parent.glob("*/*/stage.json")})
-        raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(known) or 'none'}")
+        neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
+        raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
     lines = [f"run  {run}", f"end  {ending(run)}"]
     for folder in folders:
         lines.append(f"{folder.name:24} {stage_line(folder)}")
     return lines
+
+
+def started_s(folder: Path) -> float:
+    return folder.stat().st_ctime
 
 
 def ending(run: Path) -> str:
@@ -31,11 +44,12 @@ def ending(run: Path) -> str:
         last = json.loads((run / "status.json").read_text())
     except (OSError, ValueError):
         return "unknown: no command has ended yet"
-    if last["exit_code"] is None:
-        gone = owner_is_gone(run)
-        state = "killed, or lost with its machine: run the same command again; it was" if gone else "running,"
-        return f"{state} started {last['time']}: {last['command']}"
-    return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+    if last["exit_code"] is not None:
+        return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+    started = f"started {last['time']}: {last['command']}"
+    if owner_is_gone(run):
+        return f"killed, or lost with its machine: run the same command again; it was {started}"
+    return f"running, {started}"
 
 
 def owner_is_gone(run: Path) -> bool:
@@ -48,31 +62,36 @@ def owner_is_gone(run: Path) -> bool:
 
 
 def stage_line(folder: Path) -> str:
+    """What a stage came to, or how far it is."""
     done = folder / "done.json"
     if done.exists():
-        outcome = json.loads(done.read_text())
-        scores = {k: v for k, v in outcome.get("metrics", {}).items() if "seed" not in k}
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        return f"done in {duration(outcome['seconds'])}  {shown}".rstrip()
+        return done_line(json.loads(done.read_text()))
+    # Not finished: the newest report says how far it is.
     last = last_metrics(folder)
     if last is None:
         return "started, no step yet"
+    age_s = max(time.time() - last["time"], 0)
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
-        f"eta {duration(last['eta_s'])}  {age(last['time'])} ago  {checkpoint_line(folder)}  "
+        f"eta {duration(last['eta_s'])}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
         f"{account(read_metrics(folder, None)).line()}"
     )
 
 
+def done_line(outcome: Outcome) -> str:
+    line = f"done in {duration(outcome['seconds'])}"
+    for name, value in outcome.get("metrics", {}).items():
+        if "seed" not in name:  # the mean stands for what each seed gave
+            line += f"  {name} {value:.4f}"
+    return line
+
+
 def checkpoint_line(folder: Path) -> str:
-    found = checkpoint.committed(folder / "checkpoints")
-    if not found:
+    """The step that a resume would start from, by the newest manifest alone."""
+    checkpoints = checkpoint.committed(folder / "checkpoints")
+    if not checkpoints:
         return "no checkpoint yet"
     try:
-        return f"last checkpoint step {checkpoint.read_manifest(found[0]).step}"
+        return f"last checkpoint step {checkpoint.read_manifest(checkpoints[0]).step}"
     except CheckpointError as error:
         return f"last checkpoint unreadable: {error}"
-
-
-def age(then: float) -> str:
-    return duration(max(time.time() - then, 0))

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,9 +17,9 @@ from data.evaluation import EvaluationSet
 from data.files import write_whole
 from data.shards.cache import CacheConfig
 from data.shards.index import load_index
+from jobs.cluster.worker_group import Task
 from jobs.context import Context
-from jobs.ownership import claim_attempt
-from jobs.supervisor import run_watched, until_done
+from jobs.supervisor import attempt_folder, supervise
 from pipeline import config, evaluate
 from pipeline.config import Tags, require, tags
 from pipeline.evaluate import ProbeConfig
@@ -28,11 +29,11 @@ from pipeline.watchdog import Phases
 @dataclass(frozen=True)
 class Config:
     init: str = "???"  # weights: a folder, or "@stage"
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)  # both sets are needed here
     preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
     micro_batch: int = 64  # images a worker at a time
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
-    precision: Literal["bf16", "fp32"] = "fp32"
+    precision: Literal["bf16", "fp32"] = "fp32"  # in which features are computed
     stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(forbid="init probe preprocess precision", free="micro_batch cache stall_s")
@@ -49,28 +50,29 @@ INPUTS = ("init", "probe.train", "probe.test")
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Features on the worker group, the closed form on its lead; results in metrics.json."""
     require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
-    results = until_done(context, lambda: attempt(cfg, context))
+    make_task = partial(make_fewshot_task, cfg, context)
+    ask_to_stop = partial(stop_at_once, context.name)
+    results = supervise(worker, make_task, context, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
     write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
     means = {k: v for k, v in results["metrics"].items() if "seed" not in k}
     context.say("  ".join(f"{shots} {accuracy:.4f}" for shots, accuracy in means.items()))
     return results
 
 
-def attempt(cfg: Config, context: Context) -> dict[str, Any]:
-    """One worker group; nothing of it is worth a commit, so who wants it to stop ends it at once."""
-    number = claim_attempt(context.run)
-    task = {
+def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
+    """Return what the workers of an attempt are told."""
+    return {
         "config": config.plain(cfg),
-        "folder": str(context.directory / "attempts" / f"attempt-{number:06d}"),
+        "folder": str(attempt_folder(context.directory, attempt)),
         "init": context.resolve(cfg.init),
         "train": context.resolve(cfg.probe.train),
         "test": context.resolve(cfg.probe.test),
     }
 
-    def stop() -> None:
-        raise Preempted(f"stopped in {context.name}; run the same command again to do it from its start")
 
-    return run_watched(worker, task, context, number, cfg.stall_s, stop)
+def stop_at_once(stage: str, attempt_folder: Path) -> None:
+    """End the attempt, because nothing of it is worth a commit. Always raises Preempted."""
+    raise Preempted(f"stopped in {stage}; run the same command again to do it from its start")
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:

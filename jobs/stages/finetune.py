@@ -1,6 +1,6 @@
-"""Fine-tuning with a fresh zero head (paper, B.1.1 and table 4): python -m jobs.finetune recipe.yaml [key=value …]"""
+"""Fine-tuning with a fresh zero head (paper, B.1.1 and table 4)."""
 
-from jobs.stages import training as trained
+from jobs.stages import training
 from pipeline.optimizer import OptimConfig
 from pipeline.schedule import ScheduleConfig
 from pipeline.training_config import TrainConfig
@@ -19,5 +19,5 @@ DEFAULTS = TrainConfig(
     steps=20_000,  # ImageNet (paper, table 4)
     batch_size=512,
 )
-INPUTS = trained.INPUTS
-run = trained.run
+INPUTS = training.INPUTS
+run = training.run

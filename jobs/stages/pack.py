@@ -1,4 +1,4 @@
-"""Pack images into WebDataset shards with their index: python -m jobs.pack recipe.yaml, or `python -m jobs pack`."""
+"""Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class SetConfig:
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
     ] = "folder"
-    path: str | None = None
+    path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
@@ -52,17 +52,18 @@ class SetConfig:
 
     def __post_init__(self) -> None:
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
-        labels = [self.wnids, self.real].count(None)
-        require(
-            self.source != "imagenet-validation" or labels == 1, "imagenet-validation needs wnids or real, one of them"
-        )
+        if self.source == "imagenet-validation":
+            has_one_source_of_labels = (self.wnids is None) != (self.real is None)
+            require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
 
 
 @dataclass(frozen=True)
 class Config:
-    sets: dict[str, SetConfig] = field(default_factory=dict)
-    shard_samples: int = 10_000
-    shard_bytes: int = 1 << 30
+    """A pack stage: its sets by name, and how large their shards are."""
+
+    sets: dict[str, SetConfig] = field(default_factory=dict)  # one or more, by name
+    shard_samples: int = 10_000  # samples that a shard holds at most
+    shard_bytes: int = 1 << 30  # of encoded images that a shard holds at most, unless one alone has more
     restarts: bool = False  # restart markers in JPEGs: the same pixels, cropped faster
     workers: int = 1  # threads that write shards
 
@@ -78,73 +79,92 @@ DEFAULTS: Config | None = None
 INPUTS: tuple[str, ...] = ()
 
 
-SOURCES: dict[str, Callable[[Any], Iterator[Sample]]] = {
+# Sources that need no more than their path.
+SOURCES: dict[str, Callable[[str], Iterator[Sample]]] = {
     "folder": class_folders,
     "tars": tars,
     "parquet": image_parquet,
     "imagenet-train": imagenet_train,
-    "cifar": cifar,
 }
+# CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
+CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
+CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
+# Images of ILSVRC 2012 (Russakovsky et al. 2015, table 2).
+IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
 def samples_of(cfg: SetConfig) -> Iterator[Sample]:
     """The source's samples, lazily. Raises DataError where there is nothing at its path."""
     if cfg.source == "digits":
         return digits(train=cfg.split == "train", classes=cfg.keep, image_size=cfg.image_size)
-    path = cfg.path or ""
-    for needed in filter(None, (path, cfg.root, cfg.wnids, cfg.real)):
-        if not Path(needed).exists():
-            raise DataError(f"source {cfg.source}: there is nothing at {needed}")
+
+    assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
+    for path in (cfg.path, cfg.root, cfg.wnids, cfg.real):
+        if path is not None and not Path(path).exists():
+            raise DataError(f"source {cfg.source}: there is nothing at {path}")
     if cfg.source == "table":
-        return path_table(path, cfg.root)
+        return path_table(cfg.path, cfg.root)
+    if cfg.source == "imagenet-validation" and cfg.real is not None:
+        return imagenet_real(cfg.path, cfg.real)
     if cfg.source == "imagenet-validation":
-        return imagenet_real(path, cfg.real) if cfg.real else imagenet_validation(path, cfg.wnids or "")
-    return SOURCES[cfg.source](cifar_files(cfg) if cfg.source == "cifar" else path)
+        assert cfg.wnids is not None, "either wnids or real: SetConfig sees to it"
+        return imagenet_validation(cfg.path, cfg.wnids)
+    if cfg.source == "cifar":
+        return cifar(cifar_files(cfg))
+    return SOURCES[cfg.source](cfg.path)
 
 
 def cifar_files(cfg: SetConfig) -> list[Path]:
     """The binary version's files of a split: CIFAR-10's data_batch_1 … 5 or test_batch, CIFAR-100's train or test."""
-    names = {"train": "data_batch_*.bin train.bin", "test": "test_batch.bin test.bin"}[cfg.split]
-    found = sorted(file for name in names.split() for file in Path(cfg.path or "").glob(name))
-    if not found:
-        raise DataError(f"{cfg.path}: no {names.replace(' ', ' or ')}; take CIFAR's binary version")
-    return found
+    folder = Path(cfg.path or "")
+    patterns = CIFAR_FILES[cfg.split]
+    files: list[Path] = []
+    for pattern in patterns:
+        files.extend(folder.glob(pattern))
+    if not files:
+        raise DataError(f"{cfg.path}: no {' or '.join(patterns)}; take CIFAR's binary version")
+    return sorted(files)
 
 
-def expected(cfg: SetConfig) -> int | None:
-    """About how many samples a source will give, where that is soon known."""
+def expected_samples(cfg: SetConfig) -> int | None:
+    """About how many samples a source will give, for the progress line; None where that would take long to know."""
+    path = Path(cfg.path or "")
     if cfg.source == "folder":
-        return sum(path.is_file() for path in Path(cfg.path or "").rglob("*.*"))
-    if cfg.source == "table" and cfg.path and Path(cfg.path).suffix == ".csv" and Path(cfg.path).exists():
-        with open(cfg.path, "rb") as file:
-            return sum(1 for _ in file) - 1
-    if cfg.source == "tars" and (index := Path(cfg.path or "", f"{Path(cfg.path or '').name}.index.json")).exists():
-        return load_index(index).samples
+        return sum(file.is_file() for file in path.rglob("*.*"))
+    if cfg.source == "table" and path.suffix == ".csv" and path.exists():
+        with open(path, "rb") as file:
+            lines = sum(1 for _ in file)
+        return lines - 1  # the header
+    if cfg.source == "tars":
+        index_path = path / f"{path.name}.index.json"
+        return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
-        return sum(file.stat().st_size for file in cifar_files(cfg)) // 3073  # bytes of a record of CIFAR-10
-    return {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}.get(cfg.source)
+        return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
+    return IMAGENET_IMAGES.get(cfg.source)
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
-    """Every set in a folder of its own; safe to kill and run again."""
-    found = {}
-    for name, one in cfg.sets.items():
-        progress = Progress(f"samples of {name}", expected(one), say=context.say, every_s=10.0)
+    """Pack every set into a folder of its own; safe to kill and to run again."""
+    packed = {}
+    samples_seen = 0
+    for name, set_config in cfg.sets.items():
+        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
 
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
             progress(samples, f"{shards} shards")
 
         index = pack(
-            samples_of(one),
+            samples_of(set_config),
             context.directory / name,
             name=name,
             shard_samples=cfg.shard_samples,
             shard_bytes=cfg.shard_bytes,
-            classes=one.classes,
+            classes=set_config.classes,
             restarts=cfg.restarts,
             workers=cfg.workers,
             report=report,
         )
-        found[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+        packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+        samples_seen += index.samples
         context.say(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
-    return {"sets": found, "samples_seen": sum(s["samples"] for s in found.values())}
+    return {"sets": packed, "samples_seen": samples_seen}

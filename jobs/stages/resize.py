@@ -1,7 +1,4 @@
-"""Carry weights to another image size by resizing their position embeddings (paper, 3.2; vit_jax checkpoint.py).
-
-python -m jobs.resize recipe.yaml [key=value …]
-"""
+"""Carry weights to another image size by resizing their position embeddings (paper, 3.2; vit_jax checkpoint.py)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +11,8 @@ from pipeline.config import Tags, tags
 
 @dataclass(frozen=True)
 class Config:
+    """Which weights, and the image size they are made ready for."""
+
     init: str = "???"  # weights: a folder, or "@stage"
     image_size: Any = 384  # pixels, one number or [height, width] (paper, table 4)
 
@@ -25,10 +24,12 @@ INPUTS = ("init",)
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
-    """Weights at the new size, and the report of what was kept, resized, new and dropped."""
-    state, source = models.load_weights(context.resolve(cfg.init) or "")
-    state, report = models.transfer(state, source, context.model)
-    models.save_weights(state, context.directory, context.model, writing=whole_file)
+    """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
+    folder = context.resolve(cfg.init)
+    assert folder is not None, "init has no default that is None"
+    weights, source = models.load_weights(folder)
+    weights, report = models.transfer(weights, source, context.model)
+    models.save_weights(weights, context.directory, context.model, writing=whole_file)
     write_whole(context.directory / "report.txt", f"{report}\n")
     for line in str(report).splitlines():
         context.say(line)

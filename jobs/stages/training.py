@@ -1,59 +1,89 @@
-"""What pretrain and finetune share: what a worker group is told, and how it is asked to stop."""
+"""What pretrain and finetune share: the sets are checked, the workers are told what to do, and how to be stopped.
+
+1. Every set is loaded and looked at: a stage that could not be judged at its end must not begin.
+2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
+3. To stop, the driver touches a file; rank 0 sees it at the end of a step, and all workers commit and end.
+"""
 
 import dataclasses
 import json
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import models
 from data.errors import DataError
 from data.files import write_whole
-from data.shards.index import load_index, without
+from data.shards.index import Index, load_index, without
 from data.shards.reader import check_sizes
+from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
-from jobs.ownership import claim_attempt
-from jobs.supervisor import run_watched, until_done
+from jobs.supervisor import supervise
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.start import Job
-from pipeline.train import worker
+from pipeline.train import train
 from pipeline.training_config import TrainConfig
 
 INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.train", "probe.test")
 
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
-    """Attempts until the stage is done. Raises Preempted, or StageFailed with the code the worker wanted."""
+    """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
     batch_arithmetic(cfg, context.cluster.workers)
-    indexed = [load_index(path) for path in training_sets(cfg, context)]
-    sets = without(indexed, cfg.data.drop)
-    others = map(context.resolve, (cfg.data.evaluate, cfg.probe.train, cfg.probe.test))
-    judged = [load_index(path) for path in filter(None, others)]
-    for index in (*sets, *judged):
-        if not (index.samples and index.classes):
-            raise DataError(
-                f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
-                "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
-            )
+    check_sets(cfg, context)
+    make_task = partial(make_training_task, cfg, context)
+    return supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+
+
+def check_sets(cfg: TrainConfig, context: Context) -> None:
+    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says."""
+    whole_sets = [load_index(path) for path in training_sets(cfg, context)]
+    sets = without(whole_sets, cfg.data.drop)
+    evaluation_sets = []
+    for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
+        path = context.resolve(value)
+        if path is not None:
+            evaluation_sets.append(load_index(path))
+
+    for index in (*sets, *evaluation_sets):
+        check_not_empty(index)
     check_sizes(sets, cfg.data.drop, f"{context.name}.data.drop")
-    check_sizes(judged)
+    check_sizes(evaluation_sets)
+
     if cfg.data.drop:
-        samples, left = (sum(index.samples for index in some) for some in (indexed, sets))
-        context.say(f"data.drop: {len(cfg.data.drop)} shards, {samples - left:,} of {samples:,} samples, are not read")
-    return until_done(context, lambda: attempt(cfg, context))
+        samples = sum(index.samples for index in whole_sets)
+        samples_left = sum(index.samples for index in sets)
+        dropped = f"{samples - samples_left:,} of {samples:,} samples"
+        context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
+
+
+def check_not_empty(index: Index) -> None:
+    """Raise DataError where a set has nothing to learn from or to judge."""
+    if not (index.samples and index.classes):
+        raise DataError(
+            f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
+            "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
+        )
 
 
 def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
     """Where the sets that are trained on are, in the order of their names."""
-    return [context.resolve(path) or "" for path, _ in cfg.data.sets().values()]
+    paths = []
+    for value, _weight in cfg.data.sets().values():
+        path = context.resolve(value)
+        assert path is not None, "sets() names no set without a path"
+        paths.append(path)
+    return paths
 
 
-def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
-    """One worker group, from claim to result."""
+def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
+    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts."""
     job = Job(
         run=str(context.run),
         directory=str(context.directory),
-        attempt=claim_attempt(context.run),
+        attempt=attempt,
         key=context.key,
         code=code_version(),
         model=models.to_dict(context.model),
@@ -65,5 +95,10 @@ def attempt(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         claimed=time.time(),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    write_whole(context.directory / "task.json", json.dumps(task, indent=1))  # `jobs replay` starts from it
-    return run_watched(worker, task, context, job.attempt, cfg.stall_s, job.stop_file.touch)
+    write_whole(context.directory / "task.json", json.dumps(task, indent=1))
+    return task
+
+
+def touch_stop_file(attempt_folder: Path) -> None:
+    """Ask the workers of an attempt to commit and end; rank 0 looks for this file (pipeline.start.Job.stop_file)."""
+    (attempt_folder / "stop").touch()

@@ -4,6 +4,14 @@
     *.npz                               vit_jax, big_vision, BiT
     model.safetensors + config.json     timm, Hugging Face
 
+How `load` finds what a path is, first match wins:
+1. a name with .npz in it is an official file;
+2. a directory with model.json, or a file in one, is ours;
+3. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's: the keys tell which.
+
+    load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
+    save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
+
 Nothing here unpickles: only safetensors and plain arrays are opened.
 """
 
@@ -13,19 +21,22 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models import catalog
+from models.catalog import ConfigFields
+from models.families import Model, ModelConfig
 from models.transfer import check_weights
 from models.weights import hf as weights_hf
 from models.weights import npz as weights_npz
 from models.weights import timm as weights_timm
 
-WEIGHTS, CONFIG = "weights.safetensors", "model.json"
-THEIR_WEIGHTS, THEIR_CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "weights.safetensors"
+CONFIG = "model.json"
+THEIR_WEIGHTS = "model.safetensors"
+THEIR_CONFIG = "config.json"
 # How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
 # in place, as a notebook wants it; a run passes `data.files.whole_file`, so that a file appears whole or not at all.
 Writing = Callable[[Path], AbstractContextManager[Path]]
@@ -33,18 +44,22 @@ DIRECTORIES = {"timm": weights_timm, "hf": weights_hf}
 
 
 def save_weights(
-    model_or_state: nn.Module | dict[str, Tensor],
+    model_or_state: Model | dict[str, Tensor],
     directory: str | Path,
-    config: Any = None,
+    config: ModelConfig | None = None,
     writing: Writing = nullcontext,
 ) -> None:
-    """Write a model, or a state dict with its config: the tensors first, model.json last."""
+    """Write a model, or a state dict with its config: the tensors first, model.json last.
+
+    Raises ValueError where the state dict comes without its config or does not fit it.
+    """
     if isinstance(model_or_state, nn.Module):
-        state, config = model_or_state.state_dict(), model_or_state.config
-    elif config is None:
-        raise ValueError("a state dict does not name its model: call save_weights(state, directory, config)")
+        state = model_or_state.state_dict()
+        config = model_or_state.config
     else:
         state = model_or_state
+    if config is None:
+        raise ValueError("a state dict does not name its model: call save_weights(state, directory, config)")
     check_weights(state, config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -62,8 +77,8 @@ def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> Non
         save_file(tensors, target, metadata={"format": "pt"})
 
 
-def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], Any]:
-    """State dict and config of a directory `save_weights` wrote; ValueError where they do not fit."""
+def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Return state dict and config of a directory `save_weights` wrote; ValueError where they do not fit."""
     from safetensors.torch import load_file
 
     directory = Path(directory)
@@ -76,27 +91,31 @@ def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], Any]:
     return state, config
 
 
-def module(state: dict[str, Tensor], config: Any) -> nn.Module:
-    """The float32 module in eval mode that holds these tensors."""
+def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
+    """Return the float32 module in eval mode that holds these tensors."""
     check_weights(state, config)
     model = catalog.empty(config)
-    model.load_state_dict({name: tensor.to(torch.float32) for name, tensor in state.items()}, assign=True)
+    # Copied, because a safetensors file is mapped and its tensors start at any byte: MKL's last bit depends on that.
+    in_float32 = {name: tensor.to(torch.float32, copy=True) for name, tensor in state.items()}
+    model.load_state_dict(in_float32, assign=True)
     return model.eval()
 
 
-def load(path: str | Path, **config: Any) -> nn.Module:
-    """The module of any supported file or directory, in eval mode and float32.
+def load(path: str | Path, **config: object) -> Model:
+    """Return the module of any supported file or directory, in eval mode and float32.
 
     The architecture is read from keys, shapes and the config beside them; `config` overrides what they do not
     tell. Raises ValueError naming every key that is missing, unknown or mis-shaped.
     """
-    file, beside = Path(path), Path(path) if Path(path).is_dir() else Path(path).parent
+    file = Path(path)
+    directory = file if file.is_dir() else file.parent
     if ".npz" in file.name:
         return module(*weights_npz.load(path, config))
-    if (beside / CONFIG).is_file():
-        state, saved = load_weights(beside)
+    if (directory / CONFIG).is_file():
+        state, saved = load_weights(directory)
         return module(state, catalog.from_dict({**catalog.to_dict(saved), **config}))
-    file = file / THEIR_WEIGHTS if file.is_dir() else file
+    if file.is_dir():
+        file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
             f"{path} is no directory with {CONFIG} or {THEIR_WEIGHTS}, no .safetensors and no .npz file; "
@@ -105,35 +124,37 @@ def load(path: str | Path, **config: Any) -> nn.Module:
     return module(*load_foreign(file, config))
 
 
-def load_foreign(file: Path, overrides: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """State dict and config of a timm or Hugging Face safetensors file, with the config.json beside it."""
+def load_foreign(file: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Return state dict and config of a timm or Hugging Face safetensors file, with the config.json beside it."""
     from safetensors.torch import load_file
 
     stored = {key: tensor.float() for key, tensor in load_file(file).items()}
-    described = file.parent / THEIR_CONFIG
-    fields = json.loads(described.read_text()) if described.is_file() else {}
-    hugging_face = any("embeddings.patch_embeddings.projection." in key for key in stored)
-    return (weights_hf if hugging_face else weights_timm).load(stored, fields, overrides)
+    config_file = file.parent / THEIR_CONFIG
+    described = {}
+    if config_file.is_file():
+        described = json.loads(config_file.read_text())
+    if any("embeddings.patch_embeddings.projection." in key for key in stored):
+        return weights_hf.load(stored, described, overrides)
+    return weights_timm.load(stored, described, overrides)
 
 
-def save(model: nn.Module, path: str | Path, format: str = "safetensors", writing: Writing = nullcontext) -> None:
+def save(model: Model, path: str | Path, format: str = "safetensors", writing: Writing = nullcontext) -> None:
     """Write the model so that its readers compute the same logits; ValueError where that cannot be.
 
     format: safetensors (our directory), npz (an official file), timm or hf (a directory they open).
     """
-    state, config, path = model.state_dict(), model.config, Path(path)
+    path = Path(path)
     if format == "safetensors":
-        return save_weights(model, path, writing=writing)
-    if format == "npz":
+        save_weights(model, path, writing=writing)
+    elif format == "npz":
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path) as target:
-            weights_npz.save(state, config, target)
-        return None
-    if format not in DIRECTORIES:
+            weights_npz.save(model.state_dict(), model.config, target)
+    elif format in DIRECTORIES:
+        tensors, described = DIRECTORIES[format].save(model.state_dict(), model.config)
+        path.mkdir(parents=True, exist_ok=True)
+        write_tensors(path / THEIR_WEIGHTS, tensors, writing)
+        with writing(path / THEIR_CONFIG) as target:
+            target.write_text(described)
+    else:
         raise ValueError(f"format {format!r} is none of safetensors, npz, {', '.join(DIRECTORIES)}")
-    tensors, described = DIRECTORIES[format].save(state, config)
-    path.mkdir(parents=True, exist_ok=True)
-    write_tensors(path / THEIR_WEIGHTS, tensors, writing)
-    with writing(path / THEIR_CONFIG) as target:
-        target.write_text(described)
-    return None

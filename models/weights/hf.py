@@ -1,15 +1,28 @@
-"""Hugging Face `ViTForImageClassification` and `ViTModel`: directories of `from_pretrained` (SPEC 6.2)."""
+"""Hugging Face `ViTForImageClassification` and `ViTModel`: directories of `from_pretrained` (SPEC 6.2).
+
+How a file is read:
+1. config.json, where there is one, tells what shapes do not: activation, epsilon of the norms, heads, image size;
+2. keys that start with "vit." are a classifier's, others those of a bare ViTModel;
+3. shapes tell the rest (models/weights/infer.py), and the layout reads every key.
+
+    {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "image_size": 224, ...}
+    tells activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
+    vit.encoder.layer.0.attention.attention.query.weight is the first third of blocks.0.attention.qkv.weight
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from torch import Tensor
 
+from models.catalog import ConfigFields
+from models.families import ModelConfig
+from models.resnet import BiTConfig
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
 from models.weights import layout as weights_map
+from models.weights.layout import ForeignConfig
 
 MODEL = (  # names on disk, which transformers 5 keeps although it renames them in memory
     (r"^embedding\.", "embeddings.patch_embeddings.projection."),
@@ -25,50 +38,78 @@ MODEL = (  # names on disk, which transformers 5 keeps although it renames them 
     (r"^norm\.", "layernorm."),
 )
 BARE = (*MODEL, (r"^pre_logits\.", "pooler.dense."))
-CLASSIFIER = (
+CLASSIFIER = (  # knows no pooler
     *MODEL,
     (r"^(?=embeddings|encoder|layernorm)", "vit."),
     (r"^head\.", "classifier."),
-)  # knows no pooler
+)
 QKV = ((".qkv.", (".query.", ".key.", ".value.")),)
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
+THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
+TOLD = (("heads", "num_attention_heads"), ("image_size", "image_size"))  # ours, their field
+DEFAULT_NORM_EPS = 1e-12  # of transformers.ViTConfig
 
 
 def layout(classifier: bool) -> weights_map.Layout:
-    return weights_map.Layout(CLASSIFIER if classifier else BARE, QKV)
+    """Return the names of a classifier, or those of a bare model with its pooler."""
+    if classifier:
+        return weights_map.Layout(CLASSIFIER, QKV)
+    return weights_map.Layout(BARE, QKV)
 
 
-def load(stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict, ViTConfig]:
-    """State dict and config; without a config.json beside the file, the defaults of transformers hold."""
+def load(
+    stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
+) -> tuple[dict[str, Tensor], ViTConfig]:
+    """Return state dict and config; without a config.json beside the file, the defaults of transformers hold.
+
+    Raises ValueError where the model computes what none here does.
+    """
     activation = described.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if described.get("pooler_act", "tanh") != "tanh" and "pooler.dense.weight" in stored:
         raise ValueError(f"pooler_act {described['pooler_act']!r} is not tanh, as the representation layer is")
-    known = {"activation": ACTIVATIONS[activation], "norm_eps": described.get("layer_norm_eps", 1e-12)}
-    for ours, theirs in (("heads", "num_attention_heads"), ("image_size", "image_size")):
+    known: ConfigFields = {
+        "activation": ACTIVATIONS[activation],
+        "norm_eps": described.get("layer_norm_eps", DEFAULT_NORM_EPS),
+    }
+    for ours, theirs in TOLD:
         if theirs in described:
             known[ours] = described[theirs]
-    found = layout(any(key.startswith("vit.") for key in stored))
-    config = weights_infer.vit_config(stored, found, known | overrides)
-    return weights_map.read(stored, config, found), config
+    is_classifier = any(key.startswith("vit.") for key in stored)
+    their_layout = layout(is_classifier)
+    config = weights_infer.vit_config(stored, their_layout, known | overrides)
+    return weights_map.read(stored, config, their_layout), config
 
 
-def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor], str]:
-    """Tensors and config.json for transformers: a classifier, or without classes a ViTModel."""
+def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], str]:
+    """Return tensors and config.json for transformers: a classifier, or without classes a ViTModel."""
     reasons = obstacles(config)
     if reasons:
         raise ValueError(f"transformers' ViT has no {', no '.join(reasons)}; save as npz or safetensors")
-    labels = [f"LABEL_{i}" for i in range(config.classes)]
-    activation = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[config.activation]
-    described = {
+    assert isinstance(config, ViTConfig)
+    described = fields_of(config)
+    state, config = weights_map.with_learned_positions(state, config, slots=1)
+    tensors = weights_map.write(state, config, layout(classifier=config.classes > 0))
+    return tensors, json.dumps(described, indent=2) + "\n"
+
+
+def fields_of(config: ViTConfig) -> ForeignConfig:
+    """Return the fields of transformers.ViTConfig that make it this model."""
+    # Classes have no names here: these are the names transformers itself gives.
+    names: dict[int, str] = {}
+    numbers: dict[str, int] = {}
+    for number in range(config.classes):
+        names[number] = f"LABEL_{number}"
+        numbers[f"LABEL_{number}"] = number
+    return {
         "architectures": ["ViTForImageClassification" if config.classes else "ViTModel"],
         "model_type": "vit",
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
         "intermediate_size": config.mlp,
-        "hidden_act": activation,
+        "hidden_act": THEIR_ACTIVATIONS[config.activation],
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": config.norm_eps,
@@ -78,24 +119,27 @@ def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor]
         "qkv_bias": True,
         "pooler_output_size": config.representation or config.width,
         "pooler_act": "tanh",
-        "id2label": dict(enumerate(labels)),
-        "label2id": {label: i for i, label in enumerate(labels)},
+        "id2label": names,
+        "label2id": numbers,
         "dtype": "float32",
     }
-    state, config = weights_map.with_learned_positions(state, config, slots=1)
-    return weights_map.write(state, config, layout(bool(config.classes))), json.dumps(described, indent=2) + "\n"
 
 
 def square(size: tuple[int, int]) -> int | list[int]:
-    """One number where the two are equal, as most readers expect."""
-    return size[0] if size[0] == size[1] else list(size)
+    """Return one number where the two are equal, as most readers expect."""
+    height, width = size
+    if height == width:
+        return height
+    return [height, width]
 
 
-def obstacles(config: Any) -> list[str]:
-    """What of this model transformers' ViT cannot compute."""
-    if config.family != "vit":
+def obstacles(config: ModelConfig) -> list[str]:
+    """Return what of this model transformers' ViT cannot compute."""
+    if isinstance(config, BiTConfig) or config.family != "vit":
         return [f"family {config.family}"]
-    reasons = [] if config.stem is None else ["ResNet stem"]
+    reasons = []
+    if config.stem is not None:
+        reasons.append("ResNet stem")
     if config.pool != "token":
         reasons.append(f"pooling by {config.pool}")
     if config.registers:

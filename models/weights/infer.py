@@ -1,84 +1,157 @@
-"""Which ViT a set of foreign keys and shapes belongs to."""
+"""Which ViT a set of foreign keys and shapes belongs to.
+
+1. Shapes tell the width, depth, MLP, patch, classes, pooling and registers.
+2. What a file beside them says, or the caller, wins over the shapes: the `known` fields.
+3. The heads, which no shape of a packed projection tells, come from the table of variants.
+4. The length of the position table tells whether prefix tokens have entries, and the size of a square image.
+
+    timm's keys of B/16    patch_embed.proj.weight (768, 3, 16, 16), cls_token (1, 1, 768), pos_embed (1, 197, 768), ...
+    become                 ViTConfig(image_size=(224, 224), patch=(16, 16), width=768, heads=12, pool="token", ...)
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from typing import Any
 
 from torch import Tensor
 
 from models import catalog, checks, resnet
+from models.catalog import ConfigFields
+from models.transfer import Shape, tensor_shapes
 from models.vit import SIZES, ViTConfig
 from models.weights.layout import Layout
 
+CHANNELS_PER_HEAD = 64  # of every variant in the paper's table 1 but H
 
-def vit_config(stored: dict[str, Tensor], layout: Layout, known: dict[str, Any]) -> ViTConfig:
-    """The config behind `stored`; `known` fields (from a file beside it, from the caller) win over shapes."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
 
-    def shape(name: str) -> tuple[int, ...] | None:
-        return shapes.get(layout.keys(name)[0])
+class StoredShapes:
+    """Shapes of stored tensors, found under our names of the parameters."""
 
-    def size(name: str) -> int | None:
-        return math.prod(found) if (found := shape(name)) else None
+    def __init__(self, stored: dict[str, Tensor], layout: Layout) -> None:
+        self.shapes = tensor_shapes(stored.items())
+        self.layout = layout
 
-    embedding = shape("embedding.weight")
-    if embedding is None or shape("blocks.0.mlp.up.bias") is None:
-        wanted = layout.keys("embedding.weight")[0]
-        raise ValueError(f"no {wanted} and blocks among {len(stored)} keys: this is no ViT known here")
-    registers = shape("prefix.registers")
-    found = {
-        "width": embedding[-1 if layout.kernels_last else 0],
-        "depth": next(i for i in itertools.count() if size(f"blocks.{i}.norm1.bias") is None),
-        "mlp": size("blocks.0.mlp.up.bias"),
-        "patch": embedding[:2] if layout.kernels_last else embedding[2:],
-        "classes": size("head.bias") or 0,
-        "representation": size("pre_logits.bias"),
-        "pool": "token" if shape("prefix.cls") else "map" if shape("map_head.probe") else "gap",
-        "registers": registers[1] if registers else 0,
+    def shape(self, name: str) -> Shape | None:
+        """Shape of the parameter's first part; None where it is not stored."""
+        first_key = self.layout.keys(name)[0]
+        return self.shapes.get(first_key)
+
+    def size(self, name: str) -> int | None:
+        """Numbers in the parameter's first part, whatever leading ones its shape has."""
+        shape = self.shape(name)
+        if shape is None:
+            return None
+        return math.prod(shape)
+
+    def depth(self) -> int:
+        """Blocks from the first to the last that follows without a gap."""
+        depth = 0
+        while self.shape(f"blocks.{depth}.norm1.bias") is not None:
+            depth += 1
+        return depth
+
+    def registers(self) -> int:
+        """How many registers there are: theirs is a parameter (1, registers, D)."""
+        shape = self.shape("prefix.registers")
+        if shape is None:
+            return 0
+        return shape[1]
+
+    def pool(self) -> str:
+        """How tokens are pooled: each way but the mean has a parameter of its own."""
+        if self.shape("prefix.cls"):
+            return "token"
+        if self.shape("map_head.probe"):
+            return "map"
+        return "gap"
+
+
+def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -> ViTConfig:
+    """Return the config behind `stored`; `known` fields (from a file beside it, from the caller) win over shapes.
+
+    Raises ValueError where these keys are no ViT, and where neither shapes nor `known` tell a field.
+    """
+    shapes = StoredShapes(stored, layout)
+    embedding = shapes.shape("embedding.weight")
+    if embedding is None or shapes.shape("blocks.0.mlp.up.bias") is None:
+        key = layout.keys("embedding.weight")[0]
+        raise ValueError(f"no {key} and blocks among {len(stored)} keys: this is no ViT known here")
+    if layout.kernels_last:
+        rows, columns, _, width = embedding
+    else:
+        width, _, rows, columns = embedding
+    config: ConfigFields = {
+        "width": width,
+        "depth": shapes.depth(),
+        "mlp": shapes.size("blocks.0.mlp.up.bias"),
+        "patch": (rows, columns),
+        "classes": shapes.size("head.bias") or 0,
+        "representation": shapes.size("pre_logits.bias"),
+        "pool": shapes.pool(),
+        "registers": shapes.registers(),
         **known,
     }
-    found |= {name: checks.pair(name, found[name]) for name in ("patch", "image_size") if name in found}
-    found["heads"] = found.get("heads") or usual_heads(found["width"])
-    return catalog.checked(ViTConfig, with_positions(found, shape("positions.0.table")))
+    # From here on these two are calculated with; a config.json may give one number for both sides.
+    for name in ("patch", "image_size"):
+        if name in config:
+            config[name] = checks.pair(name, config[name])
+    config["heads"] = config.get("heads") or usual_heads(config["width"])
+    return catalog.checked(ViTConfig, with_positions(config, shapes.shape("positions.0.table")))
 
 
 def usual_heads(width: int) -> int:
-    """Shapes of a packed projection do not tell: the variants table does, and else 64 channels a head."""
+    """Return the heads of the variant of this width, else one for 64 channels; ValueError where that leaves a rest."""
     for size, _, _, heads in SIZES.values():
         if size == width:
             return heads
-    if width % 64:
+    if width % CHANNELS_PER_HEAD:
         raise ValueError(f"the number of heads of width {width} is not in the file: pass heads=")
-    return width // 64
+    return width // CHANNELS_PER_HEAD
 
 
-def with_positions(found: dict[str, Any], table: tuple[int, ...] | None) -> dict[str, Any]:
-    """Adds the kind of positions, whether prefixes have slots and, if the table is square, the image size."""
+def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
+    """Add what the table's shape (1, slots + patches, D) tells: kind, slots and, if it is square, the image size.
+
+    Fields that are there already stay. Raises ValueError where the table does not fit them.
+    """
     if table is None:
-        if "image_size" not in found:
+        if "image_size" not in config:
             raise ValueError("no position table tells the image size: pass image_size=(height, width)")
-        return {"positions": "sincos2d", "class_slot": False, **found}
-    length, prefix = table[1], (found["pool"] == "token") + found["registers"]
-    stride = [side * resnet.stem_stride(found.get("stem")) for side in found["patch"]]
-    if "image_size" not in found:
-        sides = [math.isqrt(patches) for patches in (length - prefix, length)]
-        fitting = [side for side, slots in zip(sides, (prefix, 0), strict=True) if side**2 + slots == length]
-        if not fitting:
-            raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
-        found["image_size"] = fitting[0] * stride[0], fitting[0] * stride[1]
-    patches = math.prod(pixels // step for pixels, step in zip(found["image_size"], stride, strict=True))
+        return {"positions": "sincos2d", "class_slot": False, **config}
+    length = table[1]
+    class_tokens = 1 if config["pool"] == "token" else 0
+    prefix = class_tokens + config["registers"]
+    stem = resnet.stem_stride(config.get("stem"))
+    patch_height, patch_width = config["patch"]
+    rows_stride = patch_height * stem
+    columns_stride = patch_width * stem
+    if "image_size" not in config:
+        side = square_side(length, prefix)
+        config["image_size"] = (side * rows_stride, side * columns_stride)
+    height, width = config["image_size"]
+    patches = (height // rows_stride) * (width // columns_stride)
     if length not in (patches, patches + prefix):
         raise ValueError(
-            f"image_size {found['image_size']} has {patches} patches and {prefix} prefix tokens, the file has {length} "
-            "position entries; load it at its own size and resize it with models.transfer"
+            f"image_size {config['image_size']} has {patches} patches and {prefix} prefix tokens, the file has "
+            f"{length} position entries; load it at its own size and resize it with models.transfer"
         )
-    return {"class_slot": length == patches + prefix, **found}
+    return {"class_slot": length == patches + prefix, **config}
+
+
+def square_side(length: int, prefix: int) -> int:
+    """Return the side of the square grid in a table with entries for all `prefix` tokens, else with none for them."""
+    for slots in (prefix, 0):
+        side = math.isqrt(length - slots)
+        if side**2 + slots == length:
+            return side
+    raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
 
 
 def units_of(stored: dict[str, Tensor]) -> tuple[int, ...]:
-    """Units of each ResNet stage, counted in names such as block1/unit2 or block1.unit02."""
-    units = {(int(b), int(u)) for key in stored for b, u in re.findall(r"block(\d+).unit(\d+)", key)}
-    return tuple(max(u for b, u in units if b == stage) for stage in sorted({b for b, _ in units}))
+    """Return the units of each ResNet stage, counted in names such as block1/unit2 or block1.unit02."""
+    units: dict[int, int] = {}
+    for key in stored:
+        for stage, unit in re.findall(r"block(\d+).unit(\d+)", key):
+            units[int(stage)] = max(units.get(int(stage), 0), int(unit))
+    return tuple(units[stage] for stage in sorted(units))

@@ -2,6 +2,14 @@
 
 A layout says under which keys the parts of each of our parameters lie (a packed qkv has three), and which
 shape a part has there.
+
+1. `Layout.keys` turns our name into theirs, by the renames in their order, and splits what is packed here;
+2. `parts_of` lists for a config every part with its key, its shape here and its shape there;
+3. `read` holds the stored tensors against that list and puts our state dict together; `write` does the inverse.
+
+    npz.vit_layout(...).keys("blocks.0.attention.qkv.weight")
+    ("Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel", ".../key/kernel", ".../value/kernel")
+    here each part is (768, 768), outputs first; there it is (768, 12, 64), inputs first and the heads apart
 """
 
 from __future__ import annotations
@@ -9,19 +17,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models import catalog, positions
-from models.transfer import check_shapes
+from models.families import ModelConfig
+from models.transfer import Shape, check_shapes
+from models.vit import ViTConfig
 
-Shape = tuple[int, ...]
+ForeignConfig = dict[str, Any]  # a config.json of another project, as JSON gives it; its fields are theirs to choose
 
 
-def same_shape(key: str, shape: Shape, config: Any) -> Shape:
+def same_shape(key: str, shape: Shape, config: ModelConfig) -> Shape:
     return shape
 
 
@@ -32,7 +42,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...]  # regular expression and replacement, applied to our name in turn
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a piece of the new name: the parts it stands for
     kernels_last: bool = False  # JAX's (in, out) and (rows, columns, in, out) instead of torch's order
-    shape_of: Callable[[str, Shape, Any], Shape] = same_shape  # of a part there, from that in this order
+    shape_of: Callable[[str, Shape, ModelConfig], Shape] = same_shape  # of a part there, from that in this order
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Where the parts of our parameter `name` are stored."""
@@ -44,61 +54,92 @@ class Layout:
         return (name,)
 
     def kernel(self, tensor: Tensor) -> Tensor:
-        """Ours in the order of axes there."""
-        if not self.kernels_last or tensor.ndim not in (2, 4):
-            return tensor
-        return tensor.T if tensor.ndim == 2 else tensor.permute(2, 3, 1, 0)
+        """A tensor of ours in the order of axes there."""
+        if self.kernels_last and tensor.ndim == 2:
+            return tensor.T
+        if self.kernels_last and tensor.ndim == 4:
+            return tensor.permute(2, 3, 1, 0)
+        return tensor
 
 
-def parts_of(config: Any, layout: Layout) -> dict[str, list[tuple[str, Shape, Shape]]]:
-    """For each of our parameters its parts: key there, shape here, shape there."""
-    result: dict[str, list[tuple[str, Shape, Shape]]] = {}
+class Part(NamedTuple):
+    """One stored tensor: a parameter of ours, or a third of one where qkv is packed."""
+
+    key: str
+    here: Shape
+    there: Shape
+
+
+def parts_of(config: ModelConfig, layout: Layout) -> dict[str, list[Part]]:
+    """Return the parts of each of our parameters, in the module's order."""
+    parts_by_name: dict[str, list[Part]] = {}
     for name, parameter in catalog.empty(config).named_parameters():
         keys = layout.keys(name)
-        result[name] = []
-        for key, part in zip(keys, parameter.detach().chunk(len(keys)), strict=True):
-            there = layout.shape_of(key, tuple(layout.kernel(part).shape), config)
-            result[name].append((key, tuple(part.shape), there))
-    return result
+        parts = []
+        for key, tensor in zip(keys, parameter.detach().chunk(len(keys)), strict=True):
+            there = layout.shape_of(key, tuple(layout.kernel(tensor).shape), config)
+            parts.append(Part(key, tuple(tensor.shape), there))
+        parts_by_name[name] = parts
+    return parts_by_name
 
 
-def read(stored: dict[str, Tensor], config: Any, layout: Layout) -> dict[str, Tensor]:
-    """Our state dict from stored tensors; ValueError naming every key that does not fit."""
-    parts = parts_of(config, layout)
-    wanted = {key: squeezed(there) for rows in parts.values() for key, _, there in rows}
-    check_shapes({key: squeezed(tensor.shape) for key, tensor in stored.items()}, wanted, config.family)
-    return {
-        name: torch.cat([unfold(stored[key], shape, layout) for key, shape, _ in rows]) for name, rows in parts.items()
-    }
+def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+    """Return our state dict from stored tensors; ValueError naming every key that does not fit."""
+    parts_by_name = parts_of(config, layout)
+    expected: dict[str, Shape] = {}
+    for parts in parts_by_name.values():
+        for part in parts:
+            expected[part.key] = squeezed(part.there)
+    shapes = {key: squeezed(tuple(tensor.shape)) for key, tensor in stored.items()}
+    check_shapes(shapes, expected, config.family)
+
+    state: dict[str, Tensor] = {}
+    for name, parts in parts_by_name.items():
+        tensors = []
+        for part in parts:
+            tensors.append(in_our_order(stored[part.key], part.here, layout))
+        state[name] = torch.cat(tensors)
+    return state
 
 
 def squeezed(shape: Shape) -> Shape:
-    """Without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
-    return tuple(shape) if len(shape) < 2 or shape[0] != 1 else squeezed(tuple(shape[1:]))
+    """A shape without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
-def unfold(tensor: Tensor, shape: Shape, layout: Layout) -> Tensor:
-    """A stored part in our shape."""
-    if not layout.kernels_last or len(shape) not in (2, 4):
-        return tensor.reshape(shape)
-    if len(shape) == 2:
-        return tensor.reshape(shape[1], shape[0]).T
-    return tensor.reshape(*shape[2:], shape[1], shape[0]).permute(3, 2, 0, 1)
+def in_our_order(tensor: Tensor, shape: Shape, layout: Layout) -> Tensor:
+    """Return a stored part in our shape: the inverse of `Layout.kernel`, whatever the shape it is stored in."""
+    if layout.kernels_last and len(shape) == 2:
+        outputs, inputs = shape
+        return tensor.reshape(inputs, outputs).T
+    if layout.kernels_last and len(shape) == 4:
+        outputs, inputs, rows, columns = shape
+        return tensor.reshape(rows, columns, inputs, outputs).permute(3, 2, 0, 1)
+    return tensor.reshape(shape)
 
 
-def write(state: dict[str, Tensor], config: Any, layout: Layout) -> dict[str, Tensor]:
-    """Stored tensors from our state dict: the inverse of `read`, bit for bit."""
-    result = {}
-    for name, rows in parts_of(config, layout).items():
-        for (key, _, there), part in zip(rows, state[name].chunk(len(rows)), strict=True):
-            result[key] = layout.kernel(part.detach().cpu()).reshape(there).contiguous()
-    return result
+def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+    """Return stored tensors from our state dict: the inverse of `read`, bit for bit."""
+    stored: dict[str, Tensor] = {}
+    for name, parts in parts_of(config, layout).items():
+        for part, tensor in zip(parts, state[name].chunk(len(parts)), strict=True):
+            stored[part.key] = layout.kernel(tensor.detach().cpu()).reshape(part.there).contiguous()
+    return stored
 
 
-def with_learned_positions(state: dict[str, Tensor], config: Any, slots: int) -> tuple[dict[str, Tensor], Any]:
-    """The same function with one free table where positions were fixed, factored or had no prefix slots."""
+def with_learned_positions(
+    state: dict[str, Tensor], config: ViTConfig, slots: int
+) -> tuple[dict[str, Tensor], ViTConfig]:
+    """Return the same function with one free table where positions were fixed, factored or had no prefix slots."""
     if config.positions == "none":
         return state, config
-    table = F.pad(positions.whole_table(state, config), (0, 0, slots - config.position_slots, 0))
-    others = {name: tensor for name, tensor in state.items() if "positions." not in name}
-    return {**others, "positions.0.table": table}, replace(config, positions="learned", class_slot=slots > 0)
+    missing_slots = slots - config.position_slots
+    table = F.pad(positions.whole_table(state, config), (0, 0, missing_slots, 0))
+    learned: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if "positions." not in name:
+            learned[name] = tensor
+    learned["positions.0.table"] = table
+    return learned, replace(config, positions="learned", class_slot=slots > 0)

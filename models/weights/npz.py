@@ -1,4 +1,15 @@
-"""The official flat `.npz` files (SPEC 6.1): vit_jax, big_vision and BiT, in all generations of names."""
+"""The official flat `.npz` files (SPEC 6.1): vit_jax, big_vision and BiT, in all generations of names.
+
+How a file is read:
+1. the prefix of its generation goes, `opt/target/` or `params/`, and with it what lies beside the model;
+2. names of all generations become those of today's code: layers apart, numbers of each class from 0;
+3. keys and shapes tell the config, and the config which of the layouts below it is;
+4. that layout reads every key, or names those that do not fit.
+
+    opt/target/Transformer/encoderblock_0/LayerNorm_2/scale   (768,)
+    Transformer/encoderblock_0/LayerNorm_1/scale              (768,)    the same key after steps 1 and 2
+    blocks.0.norm2.weight                                     (768,)    our name
+"""
 
 from __future__ import annotations
 
@@ -12,12 +23,16 @@ import torch
 from torch import Tensor
 
 from models import catalog
+from models.catalog import ConfigFields
+from models.families import ModelConfig
 from models.resnet import BiTConfig
+from models.transfer import Shape
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
 from models.weights import layout as weights_map
 
 FIRST_BLOCK = "Transformer/encoderblock_0"
+# Each table turns our names into theirs, by its lines from the top; the points become slashes at the end.
 VIT = (
     (r"^stem\.(stages\.)?", ""),
     (r"^blocks\.(\d+)\.", r"Transformer.encoderblock_\1."),
@@ -35,8 +50,13 @@ VIT = (
     (r"\.weight$", ".kernel"),
     (r"\.", "/"),
 )
-PACKED = (("/qkv/", ("/query/", "/key/", "/value/")), ("/kv/", ("/key/", "/value/")), ("/q/", ("/query/",)))
-VIT_JAX_POSITIONS, BIG_VISION_POSITIONS = "Transformer/posembed_input/pos_embedding", "pos_embedding"
+PACKED = (
+    ("/qkv/", ("/query/", "/key/", "/value/")),
+    ("/kv/", ("/key/", "/value/")),
+    ("/q/", ("/query/",)),
+)
+VIT_JAX_POSITIONS = "Transformer/posembed_input/pos_embedding"
+BIG_VISION_POSITIONS = "pos_embedding"
 
 BIG_VISION_BIT = (
     (r"^conv_root\.", "root_block.conv_root."),
@@ -50,7 +70,9 @@ BIT = (
     (r"^conv_root\.", "root_block.standardized_conv2d."),
     (r"^stages\.", ""),
     (r"conv_proj\.", "a.proj.standardized_conv2d."),
-    *((rf"(conv|gn){i}\.", rf"{letter}.\1.") for i, letter in enumerate("abc", start=1)),
+    (r"(conv|gn)1\.", r"a.\1."),
+    (r"(conv|gn)2\.", r"b.\1."),
+    (r"(conv|gn)3\.", r"c.\1."),
     (r"\.conv\.", ".standardized_conv2d."),
     (r"\.gn\.|^norm\.", ".group_norm."),
     (r"group_norm\.weight$", "group_norm.gamma"),
@@ -62,8 +84,9 @@ BIT = (
 )
 
 
-def split_heads(key: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
-    """Shape of an attention parameter there, where the heads are an axis of their own."""
+def split_heads(key: str, shape: Shape, config: ModelConfig) -> Shape:
+    """Return the shape of an attention parameter there, where the heads are an axis of their own."""
+    assert isinstance(config, ViTConfig)
     heads = config.heads
     if re.search(r"/(query|key|value)/(kernel|bias)$", key):
         return (*shape[:-1], heads, shape[-1] // heads)
@@ -72,17 +95,22 @@ def split_heads(key: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[in
     return shape
 
 
-def convolutional_head(key: str, shape: tuple[int, ...], config: BiTConfig) -> tuple[int, ...]:
-    """BiT's published head is a 1x1 convolution."""
-    return (1, 1, *shape) if key == "resnet/head/conv2d/kernel" else shape
+def convolutional_head(key: str, shape: Shape, config: ModelConfig) -> Shape:
+    """Return the shape of a BiT parameter there: the published head is a 1x1 convolution."""
+    if key == "resnet/head/conv2d/kernel":
+        return (1, 1, *shape)
+    return shape
 
 
-def layout_of(config: Any) -> weights_map.Layout:
+def layout_of(config: ModelConfig) -> weights_map.Layout:
+    """Return how the code base that knows this config stores it."""
+    if isinstance(config, BiTConfig) and config.pool_padding == "zero":
+        return weights_map.Layout(BIT, kernels_last=True, shape_of=convolutional_head)
     if isinstance(config, BiTConfig):
-        renames = BIT if config.pool_padding == "zero" else BIG_VISION_BIT
-        return weights_map.Layout(renames, kernels_last=True, shape_of=convolutional_head)
-    vit_jax = config.class_slot and config.pool != "map"
-    return vit_layout(VIT_JAX_POSITIONS if vit_jax else BIG_VISION_POSITIONS)
+        return weights_map.Layout(BIG_VISION_BIT, kernels_last=True, shape_of=convolutional_head)
+    if config.class_slot and config.pool != "map":
+        return vit_layout(VIT_JAX_POSITIONS)
+    return vit_layout(BIG_VISION_POSITIONS)
 
 
 def vit_layout(positions: str) -> weights_map.Layout:
@@ -91,27 +119,37 @@ def vit_layout(positions: str) -> weights_map.Layout:
     return weights_map.Layout(renames, PACKED, kernels_last=True, shape_of=split_heads)
 
 
-def load(path: str | Path, overrides: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """State dict and config of a file; `file.npz:img` takes the part of it under `img/`."""
+def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Return state dict and config of a file; `file.npz:img` takes the part of it under `img/`."""
     file, _, part = str(path).partition(".npz:")
-    with np.load(file + ".npz" if part else file, allow_pickle=False) as arrays:
-        names = model_keys(arrays.files, part)
-        stored = canonical({name: tensor_of(arrays[key], key) for name, key in names.items()})
+    if part:
+        file += ".npz"
+    with np.load(file, allow_pickle=False) as arrays:
+        stored = {name: tensor_of(arrays[key], key) for name, key in model_keys(arrays.files, part).items()}
+    stored = canonical(stored)
     config = infer(stored, overrides)
     return weights_map.read(stored, config, layout_of(config)), config
 
 
 def model_keys(keys: list[str], part: str) -> dict[str, str]:
-    """Each parameter's name without the prefix of its file, and its key; what lies beside the model is left out."""
+    """Return each parameter's name without the prefix of its file, and its key, without what lies beside the model."""
+    prefixes = ["opt/target/", "params/"]
+    if part:
+        prefixes.append(f"{part}/")
     names = {key: key for key in keys}
-    for prefix in ("opt/target/", "params/", f"{part}/" if part else ""):
-        if prefix and any(name.startswith(prefix) for name in names):
-            names = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
+    # One after the other: `params/img/` is two of them.
+    for prefix in prefixes:
+        inside: dict[str, str] = {}
+        for name, key in names.items():
+            if name.startswith(prefix):
+                inside[name.removeprefix(prefix)] = key
+        if inside:
+            names = inside
     return names
 
 
 def tensor_of(array: np.ndarray, key: str) -> Tensor:
-    """Float32; bfloat16, which NumPy does not know, is stored as two void bytes."""
+    """Return an array in float32; bfloat16, which NumPy does not know, is stored as two void bytes."""
     if array.dtype == np.dtype("V2"):
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).float()
     if array.dtype.kind != "f":
@@ -120,67 +158,99 @@ def tensor_of(array: np.ndarray, key: str) -> Tensor:
 
 
 def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keys as today's code writes them: layers apart, numbers of each class from 0."""
+    """Return the tensors under keys as today's code writes them: layers apart, numbers of each class from 0."""
+    # A scanned encoder keeps all layers in one array, the layers along its first axis.
     scanned = "Transformer/encoderblock/"
-    for key in [key for key in stored if key.startswith(scanned)]:
-        for i, layer in enumerate(stored.pop(key)):
-            stored[f"Transformer/encoderblock_{i}/{key.removeprefix(scanned)}"] = layer
-    stored = {re.sub(r"standardized_conv2d_\d+", "standardized_conv2d", key): v for key, v in stored.items()}
-    return renumber(stored)
+    apart: dict[str, Tensor] = {}
+    layers: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        if not key.startswith(scanned):
+            apart[key] = tensor
+            continue
+        for number, layer in enumerate(tensor):
+            layers[f"Transformer/encoderblock_{number}/{key.removeprefix(scanned)}"] = layer
+    apart |= layers
+    # Some of BiT's files number their convolutions; there is one to a unit's part, so the number says nothing.
+    unnumbered: dict[str, Tensor] = {}
+    for key, tensor in apart.items():
+        unnumbered[re.sub(r"standardized_conv2d_\d+", "standardized_conv2d", key)] = tensor
+    return renumber(unnumbered)
 
 
 def renumber(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pre-Linen names counted all submodules of a parent together; Linen counts each class from 0."""
+    """Pre-Linen names counted all submodules of a parent together; Linen counts each class from 0.
+
+    A block's LayerNorm_0, MultiHead..._1, LayerNorm_2, MlpBlock_3 become LayerNorm_0, MultiHead..._0, LayerNorm_1,
+    MlpBlock_0; names that are Linen's already stay.
+    """
     numbered = re.compile(r"(.*encoderblock_\d+)/(LayerNorm|MlpBlock|MultiHead\w+)_(\d+)/(.*)")
-    seen: dict[tuple[str, str], set[int]] = {}
+    numbers: dict[tuple[str, str], set[int]] = {}  # (block, class): the numbers its submodules have
     for key in stored:
-        if found := numbered.fullmatch(key):
-            seen.setdefault((found[1], found[2]), set()).add(int(found[3]))
+        match = numbered.fullmatch(key)
+        if match:
+            block, kind, number, _ = match.groups()
+            numbers.setdefault((block, kind), set()).add(int(number))
 
-    def linen(key: str) -> str:
-        found = numbered.fullmatch(key)
-        if not found:
-            return key
-        rank = sorted(seen[found[1], found[2]]).index(int(found[3]))
-        return f"{found[1]}/{found[2]}_{rank}/{found[4]}"
+    renumbered: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        match = numbered.fullmatch(key)
+        if match:
+            block, kind, number, parameter = match.groups()
+            rank = sorted(numbers[block, kind]).index(int(number))
+            key = f"{block}/{kind}_{rank}/{parameter}"
+        renumbered[key] = tensor
+    return renumbered
 
-    return {linen(key): tensor for key, tensor in stored.items()}
 
-
-def infer(stored: dict[str, Tensor], overrides: dict[str, Any]) -> Any:
-    """The config these keys and shapes belong to; `overrides` wins."""
+def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
+    """Return the config these keys and shapes belong to; `overrides` wins."""
     if any(key.startswith(("resnet/", "root_block/")) for key in stored):
         return infer_bit(stored, overrides)
-    known: dict[str, Any] = {}
-    if (query := f"{FIRST_BLOCK}/MultiHeadDotProductAttention_0/query/kernel") in stored:
-        known["heads"] = stored[query].shape[1]
-    if (root := "conv_root/kernel") in stored:
-        known["stem"], known["stem_width"] = weights_infer.units_of(stored), stored[root].shape[-1]
+    known: ConfigFields = {}
+    query = f"{FIRST_BLOCK}/MultiHeadDotProductAttention_0/query/kernel"
+    if query in stored:
+        known["heads"] = stored[query].shape[1]  # (D, heads, D/heads)
+    root = "conv_root/kernel"
+    if root in stored:
+        known["stem"] = weights_infer.units_of(stored)
+        known["stem_width"] = stored[root].shape[-1]
+    layout = vit_layout(VIT_JAX_POSITIONS)
     if BIG_VISION_POSITIONS in stored:
         known["class_slot"] = False
-    positions = BIG_VISION_POSITIONS if BIG_VISION_POSITIONS in stored else VIT_JAX_POSITIONS
-    return weights_infer.vit_config(stored, vit_layout(positions), known | overrides)
+        layout = vit_layout(BIG_VISION_POSITIONS)
+    return weights_infer.vit_config(stored, layout, known | overrides)
 
 
-def infer_bit(stored: dict[str, Tensor], overrides: dict[str, Any]) -> BiTConfig:
-    published = any(key.startswith("resnet/") for key in stored)
-    root = "resnet/root_block/standardized_conv2d/kernel" if published else "root_block/conv_root/kernel"
-    head = stored.get("resnet/head/conv2d/bias" if published else "head/bias")
-    found = {
+def infer_bit(stored: dict[str, Tensor], overrides: ConfigFields) -> BiTConfig:
+    """Return the config of a ResNet: the published files and those of big_vision have other names and pooling."""
+    if any(key.startswith("resnet/") for key in stored):
+        root = "resnet/root_block/standardized_conv2d/kernel"
+        head = "resnet/head/conv2d/bias"
+        pool_padding = "zero"
+    else:
+        root = "root_block/conv_root/kernel"
+        head = "head/bias"
+        pool_padding = "-inf"
+    classes = 0
+    if head in stored:
+        classes = stored[head].numel()
+    config: ConfigFields = {
         "width": stored[root].shape[3],
         "units": weights_infer.units_of(stored),
-        "classes": 0 if head is None else head.numel(),
-        "pool_padding": "zero" if published else "-inf",
+        "classes": classes,
+        "pool_padding": pool_padding,
+        **overrides,
     }
-    return catalog.checked(BiTConfig, {**found, **overrides})
+    return catalog.checked(BiTConfig, config)
 
 
-def save(state: dict[str, Tensor], config: Any, path: str | Path) -> None:
+def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
     """Write today's vit_jax names, or big_vision's where only it has the layout; ValueError if neither."""
     reasons = obstacles(config)
     if reasons:
         raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
-    if getattr(config, "activation", "gelu_tanh") != "gelu_tanh" or getattr(config, "norm_eps", 1e-6) != 1e-6:
+    # The file has no place for these two, and its readers compute with the original's.
+    if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
     tensors = weights_map.write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().numpy() for key, tensor in tensors.items()}
@@ -188,13 +258,15 @@ def save(state: dict[str, Tensor], config: Any, path: str | Path) -> None:
         np.savez(file, **arrays)
 
 
-def obstacles(config: Any) -> list[str]:
-    """What of this model the format has no name for."""
+def obstacles(config: ModelConfig) -> list[str]:
+    """Return what of this model the format has no name for."""
     if isinstance(config, BiTConfig):
         return []
     if config.family != "vit":
         return [f"a model of family {config.family}"]
-    reasons = [f"{config.registers} registers"] if config.registers else []
+    reasons = []
+    if config.registers:
+        reasons.append(f"{config.registers} registers")
     if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
         reasons.append(f"{config.positions} positions at {config.positions_at}")
     return reasons

@@ -1,18 +1,31 @@
-"""timm's `VisionTransformer`: directories of `timm.create_model("local-dir:...")`, and bare files."""
+"""timm's `VisionTransformer`: directories of `timm.create_model("local-dir:...")`, and bare files.
+
+How a file is read:
+1. what no model here computes is refused: normalisation after pooling, and arguments that change the blocks;
+2. config.json, where there is one, tells what shapes do not: heads, image size, activation, pooling;
+3. a class token that is there and not pooled becomes the first register;
+4. shapes tell the rest (models/weights/infer.py), and LAYOUT reads every key.
+
+    {"architecture": "vit_base_patch16_224", "model_args": {"num_heads": 12, "act_layer": "gelu"}, ...}
+    tells heads=12, activation="gelu"; blocks.0.attn.qkv.weight becomes blocks.0.attention.qkv.weight
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.catalog import ConfigFields
+from models.families import ModelConfig
+from models.resnet import BiTConfig
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
 from models.weights import layout as weights_map
+from models.weights.layout import ForeignConfig
 
 LAYOUT = weights_map.Layout(
     (
@@ -30,51 +43,73 @@ LAYOUT = weights_map.Layout(
     )
 )
 ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args say the rest
-FIXED = (  # what timm's own names stand for although neither shapes nor config.json tell (timm 1.0.22)
-    (
-        r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip|large_patch16_siglip.*_512)",
-        "activation",
-        "gelu_tanh",
-    ),
+SIGLIP_WITH_TANH = r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip|large_patch16_siglip.*_512)"
+# What timm's own names stand for although neither shapes nor config.json tell (timm 1.0.22): name, our field, value.
+FIXED: tuple[tuple[str, str, object], ...] = (
+    (SIGLIP_WITH_TANH, "activation", "gelu_tanh"),
     (r"vit_base_patch16_gap_224", "heads", 16),
 )
 POOLS = {"token": "token", "avg": "gap", "map": "map"}  # theirs: ours
+TOLD = (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer"))  # ours, their argument
 CHANGES = ("pool_include_prefix", "norm_layer", "mlp_layer", "block_fn")  # arguments that change what is computed
 
 
-def load(stored: dict[str, Tensor], described: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict, ViTConfig]:
-    """State dict and config; timm computes erf GELU unless its config says otherwise.
+def load(
+    stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
+) -> tuple[dict[str, Tensor], ViTConfig]:
+    """Return state dict and config; timm computes erf GELU unless its config says otherwise.
 
     Without a config beside it, a class token counts as the one that is pooled: pass pool="gap" where it is not.
+    Raises ValueError where the model computes what none here does.
     """
     if any(key.startswith("fc_norm.") for key in stored):
         raise ValueError("this timm model normalises after pooling (fc_norm), which no model here does")
-    arguments = described.get("model_args", {})
-    if changed := [name for name in CHANGES if arguments.get(name)]:
-        raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
-    known: dict[str, Any] = {"activation": "gelu"}
-    known |= {ours: v for name, ours, v in FIXED if re.match(name, described.get("architecture", ""))}
-    for ours, theirs in (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer")):
-        if theirs in arguments:
-            known[ours] = arguments[theirs]
-    if pooled := arguments.get("global_pool") or described.get("global_pool"):
-        if pooled not in POOLS:
-            raise ValueError(f"this timm model pools by {pooled}, which no model here does")
-        known["pool"] = POOLS[pooled]
-    if "cls_token" in stored and (known | overrides).get("pool", "token") != "token":
-        registers = [stored[key] for key in ("cls_token", "reg_token") if key in stored]  # not pooled, so a register
-        stored = {key: v for key, v in stored.items() if key != "cls_token"} | {"reg_token": torch.cat(registers, 1)}
+    known = told_fields(described) | overrides
     if "pos_embed" not in stored:
-        known["positions"] = "none"
-    config = weights_infer.vit_config(stored, LAYOUT, known | overrides)
+        known.setdefault("positions", "none")
+    if "cls_token" in stored and known.get("pool", "token") != "token":
+        stored = with_class_token_as_register(stored)
+    config = weights_infer.vit_config(stored, LAYOUT, known)
     return weights_map.read(stored, config, LAYOUT), config
 
 
-def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor], str]:
-    """Tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
+def told_fields(described: ForeignConfig) -> ConfigFields:
+    """Return the fields that timm's name of the model and the arguments it was made with tell."""
+    arguments = described.get("model_args", {})
+    changed = [name for name in CHANGES if arguments.get(name)]
+    if changed:
+        raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
+    known: ConfigFields = {"activation": "gelu"}
+    for pattern, ours, value in FIXED:
+        if re.match(pattern, described.get("architecture", "")):
+            known[ours] = value
+    for ours, theirs in TOLD:
+        if theirs in arguments:
+            known[ours] = arguments[theirs]
+    pooling_name = arguments.get("global_pool") or described.get("global_pool")
+    if pooling_name:
+        if pooling_name not in POOLS:
+            raise ValueError(f"this timm model pools by {pooling_name}, which no model here does")
+        known["pool"] = POOLS[pooling_name]
+    return known
+
+
+def with_class_token_as_register(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the class token before the registers: unpooled, it is one of them."""
+    moved = dict(stored)
+    registers = moved.pop("cls_token")  # (1, 1, D)
+    if "reg_token" in moved:
+        registers = torch.cat([registers, moved["reg_token"]], dim=1)
+    moved["reg_token"] = registers
+    return moved
+
+
+def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], str]:
+    """Return tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
     reasons = obstacles(config)
     if reasons:
         raise ValueError(f"timm's VisionTransformer has no {', no '.join(reasons)}; save as npz or safetensors")
+    assert isinstance(config, ViTConfig)
     if config.norm_eps != 1e-6:
         warnings.warn(f"timm computes norm_eps 1e-6, not {config.norm_eps}: logits will differ", stacklevel=3)
     described = {
@@ -87,7 +122,7 @@ def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor]
             "num_classes": config.classes,
             "input_size": [3, *config.image_size],
             "fixed_input_size": True,
-            "mean": [0.5, 0.5, 0.5],
+            "mean": [0.5, 0.5, 0.5],  # with std: pixels in [-1, 1]
             "std": [0.5, 0.5, 0.5],
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -98,11 +133,15 @@ def save(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor]
 
 
 def pooling(config: ViTConfig) -> str:
-    return "avg" if config.pool == "gap" else config.pool
+    """Return timm's name for the way tokens are pooled."""
+    for theirs, ours in POOLS.items():
+        if ours == config.pool:
+            return theirs
+    raise AssertionError(f"no name in timm for pooling by {config.pool}")
 
 
-def arguments_of(config: ViTConfig) -> dict[str, Any]:
-    """Arguments of timm's VisionTransformer that make it this model."""
+def arguments_of(config: ViTConfig) -> ForeignConfig:
+    """Return the arguments of timm's VisionTransformer that make it this model."""
     return {
         "img_size": list(config.image_size),
         "patch_size": list(config.patch),
@@ -121,11 +160,13 @@ def arguments_of(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def obstacles(config: Any) -> list[str]:
-    """What of this model timm cannot compute."""
-    if config.family != "vit":
+def obstacles(config: ModelConfig) -> list[str]:
+    """Return what of this model timm cannot compute."""
+    if isinstance(config, BiTConfig) or config.family != "vit":
         return [f"family {config.family}"]
-    reasons = [] if config.stem is None else ["stem with GroupNorm eps 1e-6"]
+    reasons = []
+    if config.stem is not None:
+        reasons.append("stem with GroupNorm eps 1e-6")
     if config.representation:
         reasons.append("representation layer")
     if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):

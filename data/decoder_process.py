@@ -1,0 +1,125 @@
+"""A decoding process as its loader sees it: started, given tasks, asked for answers, replaced where it dies or hangs.
+
+1. `start` runs `python -m data.decoder`, with one end of a socket pair and a piece of anonymous memory.
+2. `brief` sends it the decoder: index, order, sizes, seed.
+3. `give` sends it a task and one of the places of its memory that are free.
+4. `answer` waits for the oldest task. Where the process dies, or says nothing for `timeout_s`, a new one is started, is
+   given all pending tasks and writes them into the same places; after four processes it gives up with DataError.
+5. `end` kills it. It has nothing to clean up: the kernel frees the memory with the last user of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from contextlib import suppress
+from mmap import mmap
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+
+from data.decoder import Decoder, Done, Task
+from data.errors import DataError
+
+ROOT = Path(__file__).parents[1]
+RESTARTS = 3  # times that one micro-batch may cost a process its life
+
+
+class DecoderProcess:
+    """One decoding process, its pipe, and the memory that it shares with us.
+
+    `prefetch` micro-batches fit the memory; so many tasks may be pending at most.
+    """
+
+    def __init__(self, decoder: Decoder, prefetch: int):
+        self.decoder = decoder
+        batch_bytes = decoder.layout.bytes
+        self.file = os.memfd_create("patchline-batches")
+        os.ftruncate(self.file, prefetch * batch_bytes)
+        self.memory = mmap(self.file, 0)
+        self.free_offsets = deque(range(0, prefetch * batch_bytes, batch_bytes))
+        self.pending: deque[tuple[Task, int]] = deque()  # tasks and their offsets, the oldest first
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; it knows nothing yet."""
+        python_path = str(ROOT)
+        if os.environ.get("PYTHONPATH"):
+            python_path += os.pathsep + os.environ["PYTHONPATH"]
+        ours, theirs = socketpair()
+        with theirs:
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "data.decoder", str(theirs.fileno()), str(self.file)],
+                pass_fds=(theirs.fileno(), self.file),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+            )
+        self.connection = Connection(ours.detach())
+
+    def brief(self) -> None:
+        """Say what there is to decode; apart from `start`, so that all processes start side by side."""
+        with suppress(OSError):  # it is dead, which `answer` will find
+            self.connection.send(self.decoder)
+
+    def give(self, task: Task) -> None:
+        """Queue a task; one that a dead process cannot take is given to the next."""
+        offset = self.free_offsets.popleft()
+        self.pending.append((task, offset))
+        with suppress(OSError):  # it is dead, which `answer` will find
+            self.connection.send((task, offset))
+
+    def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
+        """The oldest task, the offset of its arrays and what became of it.
+
+        Raises what the process met, and DataError where the task costs one process after another its life.
+        """
+        task, offset = self.pending[0]
+        answer = self.await_answer(task, timeout_s)
+        if isinstance(answer, Exception):
+            raise answer
+        self.pending.popleft()
+        self.free_offsets.append(offset)
+        return task, offset, answer
+
+    def await_answer(self, task: Task, timeout_s: float) -> Done | Exception:
+        """Wait for the oldest task, replacing the process where it dies or says nothing for `timeout_s`."""
+        for _ in range(RESTARTS + 1):
+            with suppress(EOFError, OSError):  # it died
+                answer = self.hear(timeout_s)
+                if answer is not None:
+                    return answer
+            self.restart()
+        raise DataError(
+            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
+            f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
+        )
+
+    def hear(self, timeout_s: float) -> Done | Exception | None:
+        """The next answer; None where nothing came for `timeout_s`, not even word that a shard is arriving."""
+        while self.connection.poll(timeout_s):
+            message = self.connection.recv()
+            if message is not None:  # None is a sign of life
+                return message
+        return None
+
+    def restart(self) -> None:
+        """Replace the process by one that has all pending tasks before it."""
+        self.stop()
+        self.start()
+        self.brief()
+        with suppress(OSError):
+            for task_and_offset in self.pending:
+                self.connection.send(task_and_offset)
+
+    def stop(self) -> None:
+        """Kill the process, and wait until it is gone."""
+        self.connection.close()
+        self.child.kill()
+        self.child.wait()
+
+    def end(self) -> None:
+        """Stop the process and give the memory back."""
+        self.stop()
+        os.close(self.file)  # the mapping goes with the last array on it

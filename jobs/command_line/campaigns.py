@@ -1,0 +1,132 @@
+"""`patchline run|plan|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from data.errors import ConfigError
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
+
+if TYPE_CHECKING:
+    from jobs.campaign import Campaign
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+commands = make_group()
+single_stage = make_group()
+
+
+@commands.command()
+def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
+    """Run a campaign, or go on with it: the same command resumes."""
+    from jobs.session import run_campaign
+
+    run_campaign(load_campaign(recipe, overrides), fresh=fresh)
+
+
+@single_stage.command()
+def run_stage(
+    context: typer.Context,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    stage: Annotated[str | None, typer.Option(help="Its name, where the recipe has several of this kind.")] = None,
+    fresh: Fresh = False,
+    _debug: Debug = False,
+) -> None:
+    """Run one stage of a recipe alone; what it reads must be there."""
+    from jobs.session import run_campaign
+
+    loaded = load_campaign(recipe, overrides)
+    if stage is None:
+        stage = stage_of_kind(loaded, kind=context.obj)
+    run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
+
+
+@commands.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Print the recipe with every default written out.")
+    ] = False,
+    _fresh: Fresh = False,  # changes no plan; a line that was typed for `run` can be planned as it is
+    _debug: Debug = False,
+) -> None:
+    """Print the campaign, batch arithmetic, parameters and FLOPs."""
+    from jobs import campaign
+    from jobs.commands import plan
+
+    loaded = load_campaign(recipe, overrides)
+    if resolved:
+        print(campaign.resolved(loaded))
+    else:
+        show(plan.plan(loaded))
+
+
+@commands.command()
+def status(run: Run, _debug: Debug = False) -> None:
+    """Show stage, step, loss, speed, ETA and last checkpoint."""
+    from jobs.commands import status
+
+    show(status.status(Path(run).resolve()))
+
+
+@commands.command()
+def replay(
+    run: Run,
+    step: Annotated[str, typer.Argument(help="step=N, as the log counts them.")],
+    to: Annotated[str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids there.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Rebuild the global batch of one step, as every worker saw it."""
+    from jobs.commands import replay
+
+    show(replay.replay(Path(run).resolve(), step, to))
+
+
+@commands.command()
+def demo(
+    directory: Annotated[str, typer.Option(help="Where its run directory goes.")] = "runs", _debug: Debug = False
+) -> int:
+    """Run it all on handwritten digits and kill a worker meanwhile."""
+    from jobs.commands import demo
+
+    return demo.demo(Path(directory))
+
+
+# ------------------------------------------------------------------------------------------------ which recipe, stage
+
+
+def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
+    """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
+    from jobs import campaign
+
+    return campaign.load(recipe_path(recipe), overrides or [])
+
+
+def recipe_path(recipe: str) -> Path:
+    """The file that is named; or a recipe that ships, by its bare name, from any folder.
+
+    Raises ConfigError, with the names of those that ship, where there is neither.
+    """
+    # A file of the user's comes before a shipped recipe of the same name.
+    path = Path(recipe)
+    if path.exists():
+        return path
+    shipped = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    if recipe not in shipped:
+        raise ConfigError(f"no recipe at {recipe}\n  recipes that ship: {', '.join(shipped)}")
+    return shipped[recipe]
+
+
+def stage_of_kind(loaded: "Campaign", kind: str) -> str:
+    """The name of the one stage of a kind. Raises ConfigError where there are several, or none."""
+    from pipeline.config import require
+
+    names = [stage.name for stage in loaded.stages if stage.kind == kind]
+    require(
+        len(names) == 1,
+        f"the recipe has {len(names)} stages of kind {kind}: {', '.join(names)}; --stage names one",
+    )
+    return names[0]

@@ -1,0 +1,141 @@
+"""`patchline pack|index` and `patchline data check|stats|repair`: shards made, found, looked at and mended."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data.errors import ExitCode
+from jobs.command_line.words import Debug, make_group, show
+
+SOURCES = (
+    "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
+    "img2dataset), parquet (Hugging Face images), imagenet-train, imagenet-validation, cifar, digits."
+)
+TARS = (
+    "A folder of WebDataset tars, or the tars themselves; or URLs (s3, gs, az, https) of either, quoted: "
+    "s3://bucket/train, 's3://bucket/*/train-*.tar', 'https://host/train-{000000..000999}.tar'."
+)
+
+Source = Annotated[str, typer.Argument(help=SOURCES)]
+ImagesPath = Annotated[str, typer.Argument(help="Where the images are; - for digits.")]
+NewFolder = Annotated[str, typer.Argument(help="Where the shards and their index go.")]
+Split = Annotated[str, typer.Option(help="cifar, digits: train or test.")]
+Root = Annotated[str | None, typer.Option(help="table: what its paths are relative to; else the table's folder.")]
+Wnids = Annotated[str | None, typer.Option(help="imagenet-validation: text file of one wnid a line.")]
+Real = Annotated[str | None, typer.Option(help="imagenet-validation: real.json instead, with all labels of each.")]
+ShardSamples = Annotated[int, typer.Option(min=1, help="Samples of a shard, at most.")]
+ShardBytes = Annotated[int, typer.Option(min=1, help="Bytes of a shard's images, at most; 1 GiB.")]
+Restarts = Annotated[
+    bool, typer.Option("--restarts", help="Add restart markers to JPEGs: same pixels, cropped faster.")
+]
+
+Tars = Annotated[list[str], typer.Argument(help=TARS)]
+Output = Annotated[str | None, typer.Option(help="Folder of the index; else beside the shards, if they are here.")]
+Location = Annotated[
+    str | None, typer.Option("--at", help="The URL that runs read the shards from, where it is another one.")
+]
+
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
+Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Write a page that needs nothing else.")]
+World = Annotated[int, typer.Option(min=1, help="Workers to give advice for.")]
+RepairedFolder = Annotated[str, typer.Argument(help="Where the new set goes; not the old one's folder.")]
+Unique = Annotated[bool, typer.Option("--unique", help="Keep each image once.")]
+
+Name = Annotated[str | None, typer.Option(help="Of the set; else its folder's name.")]
+Classes = Annotated[int | None, typer.Option(min=1, help="Labels must be below; else as many as are found.")]
+Workers = Annotated[int, typer.Option(min=1, help="Shards worked on side by side.")]
+
+commands = make_group()
+data_commands = make_group("Check, measure or repair a set of shards.")
+
+
+@commands.command()
+def pack(
+    source: Source,
+    path: ImagesPath,
+    directory: NewFolder,
+    split: Split = "train",
+    root: Root = None,
+    wnids: Wnids = None,
+    real: Real = None,
+    shard_samples: ShardSamples = 10_000,
+    shard_bytes: ShardBytes = 1 << 30,
+    restarts: Restarts = False,
+    name: Name = None,
+    classes: Classes = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> None:
+    """Pack images of many kinds into shards with their index."""
+    from jobs.commands.data import pack_images
+
+    # The same words as those of a set in a recipe; a dash stands for none.
+    described = {
+        "source": source,
+        "path": path if path != "-" else None,
+        "split": split,
+        "root": root,
+        "wnids": wnids,
+        "real": real,
+    }
+    summary = pack_images(
+        described,
+        Path(directory),
+        name=name,
+        shard_samples=shard_samples,
+        shard_bytes=shard_bytes,
+        classes=classes,
+        restarts=restarts,
+        workers=workers,
+    )
+    show(summary)
+
+
+@commands.command()
+def index(
+    tars: Tars,
+    output: Output = None,
+    at: Location = None,
+    name: Name = None,
+    classes: Classes = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> None:
+    """Index existing WebDataset tars, unchanged."""
+    from jobs.commands.data import index_tars
+
+    show(index_tars(tars, output=output, at=at, name=name, classes=classes, workers=workers))
+
+
+@data_commands.command()
+def check(path: IndexPath, page: Page = None, world: World = 1, workers: Workers = 1, _debug: Debug = False) -> int:
+    """Read and decode every sample; exit 65 where a run would miss one."""
+    from jobs.commands.data import check_set
+
+    if check_set(path, page=page, world=world, workers=workers):
+        return ExitCode.DONE
+    return ExitCode.DATA
+
+
+@data_commands.command()
+def stats(path: IndexPath, page: Page = None, world: World = 1, workers: Workers = 1, _debug: Debug = False) -> None:
+    """Read headers and labels alone, and show how sizes are spread."""
+    from jobs.commands.data import measure_set
+
+    measure_set(path, page=page, world=world, workers=workers)
+
+
+@data_commands.command()
+def repair(
+    path: IndexPath,
+    directory: RepairedFolder,
+    unique: Unique = False,
+    name: Name = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> None:
+    """Pack every good sample into a new set."""
+    from jobs.commands.data import repair_set
+
+    show(repair_set(path, Path(directory), unique=unique, name=name, workers=workers))

@@ -1,0 +1,31 @@
+"""The words that several commands take, and the groups that commands stand in."""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+# `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example pretrain.optim.lr=1e-3.")]
+Recipe = Annotated[str, typer.Argument(help="A YAML file, or the bare name of one that ships: digits.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start a half-done stage over where its config changed.")]
+Run = Annotated[str, typer.Argument(help="Run directory, as the recipe's run: says.")]
+
+
+def make_group(help: str = "", *, epilog: str | None = None, completion: bool = False) -> typer.Typer:
+    """A group of commands. Its help is plain text: to draw rich's panels takes longer than all the rest of `--help`."""
+    return typer.Typer(
+        help=help,
+        epilog=epilog,
+        add_completion=completion,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    )
+
+
+def show(lines: Iterable[str]) -> None:
+    """Print each line as soon as it is there: some take minutes."""
+    for line in lines:
+        print(line, flush=True)

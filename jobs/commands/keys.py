@@ -1,0 +1,45 @@
+"""Every key that a recipe may have, as a page: python -m jobs.commands.keys > docs/configuration.md"""
+
+from jobs.campaign import KINDS
+from jobs.cluster.worker_group import ClusterConfig
+from pipeline.configuration_page import page
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m jobs.commands.keys > docs/configuration.md`; change the comments beside the fields. -->
+
+A recipe is a YAML file. Its top level holds these keys:
+
+| key | default | values | meaning |
+|---|---|---|---|
+| `run` | `runs/<the recipe's name>` | path | the run directory, on a disk that all nodes share |
+| `cluster` | see below | section | how many workers run the stages, and on what |
+| any other | none | section | a stage: its name is the key, its kind is the key too unless it says `kind: …` |
+
+A recipe writes only what differs from the defaults. The same keys can be typed after a command, with dots between the
+levels: `python -m jobs run recipe.yaml pretrain.optim.lr=1e-3 cluster.workers=8`. Below, the keys of a stage are
+written from the stage's section on: `optim.lr`. `<name>` stands for a name that you choose.
+
+The column "on resume" says what happens when a key is changed and a half-done stage is run again:
+
+- **free**: the stage goes on with the new value.
+- **warn**: the stage goes on with the new value and says so; numbers before and after may not compare.
+- **forbid**: the stage refuses to go on and shows the difference, because it would not be the same training any more.
+  Undo the change, or start the stage over with `--fresh`. Only these keys decide whether a finished stage is skipped.
+
+Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the recipe: `@stage`
+for its weights, `@stage/name` for a set of shards that a `pack` stage makes.
+"""
+
+
+def configuration_page() -> str:
+    """Return docs/configuration.md as it should be."""
+    stages = {}
+    for name, module in KINDS.items():
+        stages[name] = (module.Config, module.DEFAULTS)
+    return page(INTRODUCTION, ClusterConfig, stages)
+
+
+if __name__ == "__main__":
+    print(configuration_page(), end="")

@@ -1,0 +1,185 @@
+"""One stage of a campaign, run: what is checked before it, and the files that say what it was and what it did.
+
+In order:
+1. the stages it reads must have finished;
+2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
+3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
+4. the stage works (jobs/stages);
+5. `provenance.json` is written: config, inputs, code, environment;
+6. `done.json` is written last: from now on the stage is finished and is skipped.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import models
+from data.errors import ConfigError
+from data.files import write_whole
+from jobs.campaign import Campaign, Stage
+from jobs.context import Context, code_version, reference
+from pipeline import config
+
+# Packages whose version a number may depend on.
+RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
+
+
+def run_stage(
+    campaign: Campaign,
+    stage: Stage,
+    *,
+    say: Callable[[str], None],
+    tick: Callable[[Path, int], None],
+    stopping: Callable[[], bool],
+    fresh: bool,
+) -> dict[str, Any]:
+    """Run a stage that has not finished; returns the content of its done.json.
+
+    Raises ConfigError where a stage it reads has not run, and, unless `fresh`, where it is half done with another
+    config.
+    """
+    began = time.time()
+    check_parents(campaign, stage)
+    changes = changes_since_half_done(campaign, stage)
+    if changes and not fresh:
+        raise ConfigError(
+            f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes) + "\n"
+            "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)"
+        )
+
+    directory = campaign.directory(stage)
+    directory.mkdir(parents=True, exist_ok=True)
+    warnings = changed_warnings(directory, stage)
+    if warnings:
+        say(f"{stage.name}: resuming with a changed {'; '.join(warnings)}")
+    write_whole(directory / "stage.json", json.dumps(stage_record(stage), indent=1))
+    say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
+
+    context = Context(
+        name=stage.name,
+        run=campaign.run,
+        directory=directory,
+        key=stage.key,
+        cluster=campaign.cluster,
+        resolve=campaign.resolve,
+        model=stage.model,
+        say=say,
+        tick=tick,
+        stopping=stopping,
+    )
+    outcome = stage.module.run(stage.config, context)
+
+    inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
+    provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
+    write_whole(directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
+    done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome}
+    write_whole(directory / "done.json", json.dumps(done, indent=1))
+    return campaign.done(stage) or done
+
+
+def check_parents(campaign: Campaign, stage: Stage) -> None:
+    """Raise ConfigError where the stage reads another that has not finished."""
+    for field, value in stage.parents.items():
+        link = reference(value)
+        if link is None:
+            continue
+        parent, _ = link
+        if campaign.done(campaign.stage(parent)) is None:
+            raise ConfigError(
+                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+            )
+
+
+def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
+    """What changed, and may not, since an unfinished stage of this name was last run; empty where nothing did."""
+    if campaign.directory(stage).exists():
+        return []
+    folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
+    # Attempts are numbered over the whole run; the clock may have jumped, so times would not tell which is the newest.
+    for folder in sorted(folders, key=newest_attempt_name, reverse=True):
+        record_path = folder / "stage.json"
+        is_finished = (folder / "done.json").exists()
+        has_checkpoints = any((folder / "checkpoints").glob("step-*"))
+        if not record_path.exists() or is_finished or not has_checkpoints:
+            continue
+        record = json.loads(record_path.read_text())
+        changes = config.differences(record["forbid"], forbidden_fields(stage))
+        if changes:
+            return changes
+        return [f"key: {record['key'][:8]} → {stage.key[:8]}, by another version of Patchline"]
+    return []
+
+
+def newest_attempt_name(folder: Path) -> str:
+    """The name of a stage's newest attempt, "attempt-000012"; "" where it has none."""
+    names = [path.name for path in (folder / "attempts").glob("attempt-*")]
+    return max(names, default="")
+
+
+def changed_warnings(directory: Path, stage: Stage) -> list[str]:
+    """What changed, of the fields that may but are worth a word, since this folder was last worked in."""
+    record_path = directory / "stage.json"
+    if not record_path.exists():
+        return []
+    record = json.loads(record_path.read_text())
+    return config.differences(record["warn"], config.tagged(stage.config, "warn"))
+
+
+def stage_record(stage: Stage) -> dict[str, Any]:
+    """The content of stage.json: which config this folder belongs to."""
+    return {
+        "name": stage.name,
+        "kind": stage.kind,
+        "key": stage.key,
+        "model": models.to_dict(stage.model) if stage.model else None,
+        "forbid": forbidden_fields(stage),
+        "config": config.plain(stage.config),
+        "warn": config.tagged(stage.config, "warn"),
+    }
+
+
+def forbidden_fields(stage: Stage) -> dict[str, Any]:
+    """What the key is of, flat and as JSON has it; the resolved model stands in place of what the recipe says of it."""
+    fields = config.tagged(stage.config, "forbid")
+    fields.pop("model", None)
+    if stage.model:
+        for name, value in models.to_dict(stage.model).items():
+            fields[f"model.{name}"] = value
+    for field, key in stage.inputs.items():
+        fields[f"content of {field}"] = key
+    return json.loads(json.dumps(fields, default=str))
+
+
+def provenance_of(
+    context: Context, stage_config: Mapping[str, Any], inputs: Mapping[str, str], outcome: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of provenance.json: everything that the stage's numbers trace back to."""
+    provenance: dict[str, Any] = {
+        "stage": context.name,
+        "key": context.key,
+        "config": stage_config,
+        "inputs": inputs,
+        "code": code_version(),
+        "environment": environment(),
+        "command": " ".join(sys.argv),
+        "user": os.environ.get("USER", ""),
+    }
+    for name in ("ledger", "samples_seen", "step"):
+        if name in outcome:
+            provenance[name] = outcome[name]
+    return provenance
+
+
+def environment() -> dict[str, str]:
+    """Python, machine, and the versions that a number may depend on."""
+    versions = {"python": sys.version.split()[0], "machine": platform.machine()}
+    for package in RECORDED_PACKAGES:
+        versions[package] = version(package)
+    return versions

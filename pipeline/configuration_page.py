@@ -1,0 +1,350 @@
+"""Writes docs/configuration.md: every key that a recipe may have, from the dataclasses that hold them.
+
+1. `keys_of` walks a dataclass and its sections; a key's default and type come from the field.
+2. `meanings` takes a key's meaning from the comment beside its field in the source, or from the lines above it.
+3. What a change does on resume is the field's tag in RESUME, as in `pipeline.config.tagged`.
+4. `page` puts tables of keys under headings.
+
+    clip: float = 1.0  # largest global gradient norm; 0 is off
+    →  | `optim.clip` | `1.0` | number | forbid | largest global gradient norm; 0 is off |
+
+The kinds of stages come in as arguments: they live in `jobs`, which this package does not know.
+"""
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from models import resnet, vit
+from models.catalog import FAMILIES
+from pipeline.config import ConfigDataclass, is_named, section_kind
+
+Kind: TypeAlias = type[ConfigDataclass]
+Kinds: TypeAlias = Mapping[str, tuple[Kind, ConfigDataclass | None]]  # name → its config, and the kind's defaults
+
+TYPES: dict[object, str] = {
+    int: "whole number",
+    float: "number",
+    bool: "`true` or `false`",
+    str: "text",
+    dict: "section",
+    Any: "any value",
+}
+PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+UNITS = {"_s": "seconds", "_gb": "GiB", "_bytes": "bytes"}  # by the end of a key's name
+TOOL_COMMENTS = re.compile(r"#\s*(type: ignore|noqa)\S*")  # which are not for people
+HEADER = ["| key | default | values | on resume | meaning |", "|---|---|---|---|---|"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row of a table."""
+
+    name: str  # dotted, from the stage's section on
+    default: str
+    values: str  # its type, or what is allowed, and its unit
+    resume: str  # free, warn or forbid
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table: the keys of a dataclass, where sections inside it are a row each."""
+
+    name: str  # dotted; "" for the stage itself
+    meaning: str
+    keys: list[Key]
+
+
+# ------------------------------------------------------------------------------------------------ comments
+
+
+def meanings(kind: Kind) -> dict[str, str]:
+    """Return {field: the comment that explains it}, inherited fields included; "" where there is none."""
+    texts: dict[str, str] = {}
+    for parent in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(parent):
+            continue
+        for name, text in comments_of(parent).items():
+            if text or name not in texts:  # a field that only changes a default keeps its meaning
+                texts[name] = text
+    return texts
+
+
+def comments_of(kind: Kind) -> dict[str, str]:
+    """Return the comments of the fields that the class itself declares."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    beside, above = comments_by_line(source)
+    definition = ast.parse(source).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for node in definition.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.end_lineno is None:
+            continue
+        lines_above: list[str] = []
+        line = node.lineno - 1
+        while line in above:
+            lines_above.insert(0, above[line])
+            line -= 1
+        parts = [" ".join(lines_above), beside.get(node.end_lineno, ""), *comments_of_values(node, beside)]
+        text = "; ".join(filter(None, parts))
+        texts[node.target.id] = text.replace("None:", "`null`:")  # a recipe is YAML
+    return texts
+
+
+def comments_by_line(source: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Return ({line: comment beside code}, {line: comment on a line of its own}), lines counted from 1."""
+    beside: dict[int, str] = {}
+    above: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = TOOL_COMMENTS.sub("", token.string).strip("# ")
+        if token.type != tokenize.COMMENT or not text:
+            continue
+        line = token.start[0]
+        if token.line.lstrip().startswith("#"):
+            above[line] = text
+        else:
+            beside[line] = text
+    return beside, above
+
+
+def comments_of_values(node: ast.AnnAssign, beside: Mapping[int, str]) -> list[str]:
+    """Return "`value`: comment" for the values of a Literal that stand on a line each."""
+    parts = []
+    for value in ast.walk(node.annotation):
+        if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+            continue
+        # A comment on the field's last line is of the field, whatever else stands on that line.
+        if value.lineno in beside and value.lineno != node.end_lineno:
+            parts.append(f"`{value.value}`: {beside[value.lineno]}")
+    return parts
+
+
+def docstring(kind: Kind) -> str:
+    """Return the first paragraph of what the class says of itself; "" where it says nothing."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    text = ast.get_docstring(definition) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+def sections_of(
+    kind: Kind, defaults: ConfigDataclass | None = None, prefix: str = "", outer: str = "forbid"
+) -> Iterator[Section]:
+    """Iterate the sections of a config, itself first.
+
+    `defaults` are a stage's own where it has some; `outer` is the resume tag of a class that has none.
+    """
+    texts = meanings(kind)
+    hints = get_type_hints(kind)
+    tag_of_field: Mapping[str, str] = getattr(kind, "RESUME", {})
+    keys = []
+    inside: list[Iterator[Section]] = []
+    for field in dataclasses.fields(kind):
+        name = prefix + field.name
+        resume = tag_of_field.get(field.name, outer)
+        default = default_of(field, defaults)
+        meaning = texts[field.name]
+        inner = section_kind(hints[field.name])
+        if inner is None:
+            values = values_text(hints[field.name], field.name)
+            keys.append(Key(name, yaml_text(default), values, resume, meaning))
+        elif is_named(hints[field.name]):
+            keys.append(Key(name, yaml_text(default), "sections by name", resume, meaning))
+            inside.append(sections_of(inner, None, f"{name}.<name>.", resume))
+        else:
+            assert dataclasses.is_dataclass(default) and not isinstance(default, type)
+            keys.append(Key(name, "see below", "section", resume, meaning))
+            inside.append(sections_of(inner, default, f"{name}.", resume))
+    yield Section(prefix.rstrip("."), docstring(kind), keys)
+    for sections in inside:
+        yield from sections
+
+
+def default_of(field: dataclasses.Field[Any], defaults: ConfigDataclass | None) -> object:
+    """Return a field's value in `defaults`, or its own default."""
+    if defaults is not None:
+        return getattr(defaults, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def yaml_text(value: object) -> str:
+    """Return a default as it would stand in a recipe."""
+    if value == "???":
+        return "required"
+    return f"`{flow_yaml(value)}`"
+
+
+def flow_yaml(value: object) -> str:
+    """Return a value as YAML on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        entries = [f"{name}: {flow_yaml(entry)}" for name, entry in value.items()]
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(flow_yaml, value)) + "]"
+    if value == "":
+        return '""'
+    return str(value)
+
+
+def values_text(hint: object, name: str) -> str:
+    """Return a field's type in words, with its unit: "number or `null`, seconds"."""
+    allowed = vit.CHOICES.get(name)  # models check their choices themselves: their fields are plain texts
+    text = type_text(hint)
+    if allowed is not None and text.startswith("text"):
+        text = text.replace("text", choice_text(allowed), 1)
+    for end, unit in UNITS.items():
+        if name.endswith(end):
+            text = f"{text}, {unit}"
+    return text
+
+
+def type_text(hint: object) -> str:
+    """Return a type in words."""
+    origin = get_origin(hint)
+    arguments = get_args(hint)
+    if origin in (Union, UnionType):
+        named = [type_text(argument) for argument in arguments if argument is not NoneType]
+        return ", or ".join([*named, "`null`"])
+    if origin is Literal:
+        return choice_text(arguments)
+    if origin is list or (origin is tuple and Ellipsis in arguments):
+        return f"list of {PLURALS[arguments[0]]}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {PLURALS[arguments[0]]}"
+    return TYPES[origin or hint]
+
+
+def choice_text(choices: tuple[str, ...]) -> str:
+    """Return what may be chosen from: "`a`, `b` or `c`"."""
+    quoted = [f"`{choice}`" for choice in choices]
+    if len(quoted) == 1:
+        return quoted[0]
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def page(introduction: str, cluster: Kind, stages: Kinds) -> str:
+    """Return the page as Markdown: `introduction`, then `cluster`, every kind of stage, and what `model` may hold."""
+    lines = [introduction.rstrip(), "", "## `cluster`", ""]
+    for section in sections_of(cluster):
+        lines += section_lines(section)
+    shown: dict[Kind, str] = {}
+    for name, (kind, defaults) in stages.items():
+        lines += [f"## Stage `{name}`", ""]
+        if kind in shown:
+            lines += same_keys_lines(shown[kind], stages[shown[kind]], (kind, defaults))
+            continue
+        shown[kind] = name
+        for section in sections_of(kind, defaults):
+            lines += section_lines(section)
+    lines += model_lines()
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section_lines(section: Section) -> list[str]:
+    """Return a heading (where the section has a name), what the section is for, and the table of its keys."""
+    lines = []
+    if section.name:
+        lines += [f"### `{section.name}`", ""]
+    if section.meaning:
+        lines += [section.meaning, ""]
+    return [*lines, *table(section.keys), ""]
+
+
+def table(keys: list[Key]) -> list[str]:
+    """Return the rows of keys under a header."""
+    lines = list(HEADER)
+    for key in keys:
+        cells = (f"`{key.name}`", key.default, key.values, key.resume, key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def same_keys_lines(
+    name: str, shown: tuple[Kind, ConfigDataclass | None], other: tuple[Kind, ConfigDataclass | None]
+) -> list[str]:
+    """Return what a kind of stage has other defaults for than another kind with the same config."""
+    before = all_keys(*shown)
+    changed = [key for key, old in zip(all_keys(*other), before, strict=True) if key.default != old.default]
+    return [f"It has the keys of `{name}`, with other defaults for these:", "", *table(changed), ""]
+
+
+def all_keys(kind: Kind, defaults: ConfigDataclass | None = None) -> list[Key]:
+    """Return every key of a config, those of its sections included."""
+    keys = []
+    for section in sections_of(kind, defaults):
+        keys += section.keys
+    return keys
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def model_lines() -> list[str]:
+    """Return the names of the models, and a table of the fields of each family."""
+    lines = ["## The section `model`", "", *MODEL_TEXT.splitlines(), "", *name_lines()]
+    vit_keys = all_keys(vit.ViTConfig)
+    for family, (kind, _) in FAMILIES.items():
+        assert dataclasses.is_dataclass(kind)
+        keys = all_keys(kind)
+        lines += [f"### Family `{family}`", ""]
+        if kind is not vit.ViTConfig and issubclass(kind, vit.ViTConfig):
+            keys = [key for key in keys if key not in vit_keys]
+            lines += ["It has the fields of `vit`, but for these:", ""]
+        lines += [*table(keys), ""]
+    return lines
+
+
+MODEL_TEXT = """\
+A model's section has a `name`, an `image_size` in pixels and the number of `classes`. The name sets the fields that
+make the architecture (width, depth, patch and so on); the section may set any field of the model's family besides. A
+stage that starts from other weights (`init`) may leave `name` out and write only what it changes of their model.
+
+    model: {name: B/16, image_size: 224, classes: 1000, pool: gap}
+
+A change of any of these fields is forbidden on resume."""
+
+
+def name_lines() -> list[str]:
+    """Return the names of models that there are, and the table of sizes."""
+    hybrids = []
+    for stem, stride in resnet.STEMS:
+        hybrids.append(f"`{stem}+B/{stride}`")
+    depths = []
+    for depth in resnet.UNITS:
+        depths.append(f"`BiT-R{depth}x1`")
+    lines = [
+        "### Names",
+        "",
+        "- `B/16`: a Vision Transformer of a size from the table below, with patches of 16 × 16 pixels (family `vit`).",
+        f"- {', '.join(hybrids)}: a ResNet before the transformer, of any size (family `vit`).",
+        f"- {', '.join(depths)}: a ResNet; `x3` is three times as wide (family `bit`).",
+        "- `Axial-B/32`: attention along rows, then columns, of any size (family `axial`).",
+        "- `Masked-B/16`: a Vision Transformer for `objective: masked`, of any size (family `masked`).",
+        "",
+        "| size | width | depth | mlp | heads |",
+        "|---|---|---|---|---|",
+    ]
+    for size, (width, depth, mlp, heads) in vit.SIZES.items():
+        lines.append(f"| `{size}` | {width} | {depth} | {mlp} | {heads} |")
+    return [*lines, ""]

@@ -1,0 +1,56 @@
+"""What a stage learns to do: the summed loss of a micro-batch, for each value of `objective` in a recipe.
+
+In:  the worker's parts, the step, images (b, 3, S, S) in [−1, 1] on the device, and the loader's Batch
+Out: a scalar tensor, the loss summed over the b samples; the loop weights it and calls backward
+
+Everything that is drawn (mixup, corruption, dropout) depends on the seed, the step and the samples alone: not on the
+rank, the world size, or where the run started.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import models
+from data.loader import Batch
+from pipeline import config
+from pipeline.losses import LOSSES, dense_targets, mixup
+from pipeline.start import Worker
+
+DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction
+
+Objective = Callable[[Worker, int, Tensor, Batch], Tensor]
+
+
+def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tensor:
+    """Summed loss against the labels, smoothed and mixed as the recipe says."""
+    cfg = worker.cfg
+    labels = batch.labels.to(worker.device)
+    targets = dense_targets(labels, worker.model_config.classes, cfg.label_smoothing)
+    if cfg.mixup:
+        images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, step))
+    logits = worker.engine.forward(images)
+    return LOSSES[cfg.loss](logits, targets).sum()
+
+
+def masked_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tensor:
+    """Summed loss of masked patch prediction.
+
+    What is corrupted depends on the step and on the micro-batch's samples, so it is the same at every world size that
+    cuts the batch into the same micro-batches.
+    """
+    generator = torch.Generator(worker.device).manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids))
+    summed_loss, _ = models.masked.objective(worker.engine.forward, images, generator)
+    return summed_loss
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "classification": classification_loss,
+    "masked": masked_loss,
+}
+
+
+def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
+    """The seed of what is drawn for a micro-batch: from the recipe's seed, the step, its sample ids and the purpose."""
+    return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)

@@ -1,0 +1,92 @@
+"""What a training stage reports: the log line of the steps since the last one, and evaluations.
+
+Both go through `Telemetry`, which writes log.txt, metrics.jsonl and TensorBoard on rank 0. Evaluations are collective:
+every rank judges its part of the set.
+"""
+
+import time
+from collections.abc import Iterator
+
+import models
+from data.evaluation import EvaluationBatch, EvaluationSet
+from pipeline.evaluate import accuracy, features, probe, watched
+from pipeline.start import Progress, Worker
+from pipeline.telemetry import log_line, memory_gb, peak_flops
+
+
+def report_training(worker: Worker, progress: Progress, rate: float) -> None:
+    """Write the log line and its record, of the steps since the one before; then begin the next window."""
+    cfg = worker.cfg
+    window = worker.window
+    window.stalled_s = worker.saver.stalled_s
+    samples = cfg.batch_size * len(window.losses)
+    flops = models.training_flops(worker.model_config, 1) * samples / worker.world
+    values = {
+        "step": progress.step,
+        "steps": worker.steps,
+        "lr": rate,
+        **window.values(samples, flops, peak_flops(worker.device), worker.steps - progress.step),
+        "memory_gb": memory_gb(),
+        "world": worker.world,
+        "samples_seen": progress.step * cfg.batch_size,
+        "bad_samples": progress.bad_samples,
+        "ledger": progress.ledger.hex,
+    }
+    worker.telemetry.report("train", values, log_line(values))
+    window.clear()
+    worker.saver.stalled_s = 0.0
+
+
+def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
+    """Collective: measure test accuracy and few-shot accuracy, as far as the recipe names sets for them."""
+    job = worker.job
+    began = time.monotonic()
+    values: dict[str, float | int] = {}
+    if job.evaluate:
+        values |= measure_accuracy(worker, progress.step, job.evaluate)
+    if job.probe_train and job.probe_test:
+        values |= measure_few_shot(worker, progress.step, job.probe_train, job.probe_test)
+    if values and worker.rank == 0:
+        progress.last_metrics = {name: value for name, value in values.items() if isinstance(value, float)}
+        # Single seeds of the few-shot probe are in metrics.jsonl; the line has their mean.
+        shown = [f"{name} {value:.4f}" for name, value in progress.last_metrics.items() if "seed" not in name]
+        line = f"evaluate step {progress.step}  {'  '.join(shown)}{remark}"
+        worker.telemetry.report("evaluate", {"step": progress.step, **values}, line)
+    worker.window.evaluated_s += time.monotonic() - began
+
+
+def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | int]:
+    """Collective: {"accuracy": top-1, "judged": samples that could be read}; says how many could not."""
+    samples = samples_of(worker, step, path)
+    share_right, judged = accuracy(worker.engine.model, samples, worker.engine.dtype, worker.device)
+    unreadable = worker.sets[path].samples - judged
+    if unreadable and worker.rank == 0:
+        worker.telemetry.say(f"evaluate: {unreadable} bad samples of {path} count neither way; see `jobs data check`")
+    return {"accuracy": share_right, "judged": judged}
+
+
+def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[str, float]:
+    """Collective: every rank computes features of its part; rank 0 fits the probe, the others return {}."""
+    model = worker.engine.model
+    dtype = worker.engine.dtype
+    train_features = features(model, samples_of(worker, step, train), dtype, worker.device)
+    test_features = features(model, samples_of(worker, step, test), dtype, worker.device)
+    with worker.phases.led("probe", step, worker.rank == 0):
+        if worker.rank != 0:
+            return {}
+        return probe(train_features, test_features, worker.cfg.probe)
+
+
+def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
+    """This rank's batches of a set, preprocessed as the recipe says, each entered as a phase."""
+    data = worker.cfg.data
+    samples = EvaluationSet(
+        worker.sets[path],
+        data.preprocess or f"resize({worker.model_config.image_size})",
+        batch_size=worker.cfg.micro_batch,
+        rank=worker.rank,
+        world=worker.world,
+        max_labels=data.max_labels,
+        cache=data.cache,
+    )
+    return watched(samples, worker.phases, step)

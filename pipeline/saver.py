@@ -1,0 +1,263 @@
+"""Writing checkpoints while training goes on: one save in flight, committed by rank 0 when every file is whole.
+
+A save, in order:
+1. `Saver.begin`: every worker copies its fragments into host memory, the only part the training loop waits for;
+2. a thread of each worker writes its file under `.tmp-<step>-<attempt>/`, fsyncs it and takes its sha256;
+3. the loop's per-step status tells every worker that all threads have ended (`Saver.written`);
+4. `Saver.finish`: sizes and digests are gathered, and rank 0 alone commits: it checks that its attempt still owns the
+   run, writes the manifest, fsyncs, renames the folder and fsyncs its parent;
+5. rank 0 reports the checkpoint and deletes old ones.
+
+In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
+Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (`pipeline/checkpoint.py` reads them)
+
+A save that fails costs that checkpoint, not the run; `max_failed_saves` in a row end the run.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.errors import CheckpointError
+from data.files import make_folder, sync, write_durably
+from pipeline.checkpoint import MANIFEST, FileRecord, Manifest, newest_attempt, prune, seal
+from pipeline.engine import Engine
+from pipeline.telemetry import Telemetry
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What one worker's thread has left: a file with its size and sha256, or an error."""
+
+    name: str
+    bytes: int = 0
+    sha256: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What rank 0 decided about a save, and every worker is told."""
+
+    manifest: Manifest | None  # None: nothing was committed, for the reason in `failure`
+    failure: str = ""
+    has_newer_owner: bool = False
+
+
+class Saver:
+    """One save in flight; `begin` costs the loop a copy, `finish` commits what the threads of all workers wrote."""
+
+    def __init__(
+        self, folder: Path, run: Path, telemetry: Telemetry, *, keep: int, keep_every: int, max_failed_saves: int
+    ) -> None:
+        self.folder = folder  # of the stage's checkpoints
+        self.run = run
+        self.telemetry = telemetry
+        self.keep = keep
+        self.keep_every = keep_every
+        self.max_failed_saves = max_failed_saves
+
+        self.last_committed: int | None = None  # step
+        self.failures_in_a_row = 0
+        self.failure = ""  # of the last save that failed
+        self.stalled_s = 0.0  # that the loop has waited for saves since its last report
+
+        self.thread: threading.Thread | None = None
+        self.snapshot = torch.empty(0, dtype=torch.uint8)  # kept for the next save, which has the same size
+        self.snapshot_s = 0.0  # that the loop waited for the snapshot in flight
+        self.began = 0.0  # of the save in flight, on the monotonic clock
+        make_folder(folder, run)
+
+    @property
+    def in_flight(self) -> bool:
+        """A save has begun and is not committed yet."""
+        return self.thread is not None
+
+    @property
+    def written(self) -> bool:
+        """This worker's thread has ended, well or badly."""
+        return self.thread is not None and not self.thread.is_alive()
+
+    def begin(self, engine: Engine, manifest: Manifest) -> None:
+        """Copy the state to host memory and start writing it; a save still in flight is finished first."""
+        if self.in_flight:
+            self.finish()
+        self.began = time.monotonic()
+        self.manifest = manifest
+        self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
+        path = self.temporary / f"rank-{dist.get_rank():05d}.safetensors"
+        content = self.take_snapshot(engine)
+        self.result = WrittenFile(path.name, error="never ran")
+        self.thread = threading.Thread(target=self.write, args=(path, content), name="checkpoint", daemon=True)
+        self.thread.start()
+        self.snapshot_s = time.monotonic() - self.began
+        self.stalled_s += self.snapshot_s
+
+    def take_snapshot(self, engine: Engine) -> memoryview:
+        """Copy this worker's fragments, once, into the kept host memory, which then is a safetensors file."""
+        views: dict[str, Tensor] = {}
+        for fragment in engine.fragments():
+            for kind, view in fragment.tensors.items():
+                views[f"{fragment.name}|{kind}|{fragment.start}"] = view
+        header, spans = safetensors_header(views)
+        header_bytes = len(header)
+        total_bytes = header_bytes + sum(view.nbytes for view in views.values())
+        if self.snapshot.numel() != total_bytes:
+            self.snapshot = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.snapshot[:header_bytes] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        data = self.snapshot[header_bytes:].view(torch.float32)
+        for key, view in views.items():
+            data[spans[key]].copy_(view.detach())
+        return self.snapshot.numpy().data
+
+    def write(self, path: Path, content: memoryview) -> None:
+        """The thread's work; leaves what became of it in `result`."""
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_durably(path, content)
+            self.result = WrittenFile(path.name, len(content), hashlib.sha256(content).hexdigest())
+        except OSError as error:
+            self.result = WrittenFile(path.name, error=f"{path.name}: {error}")
+
+    def finish(self) -> Manifest | None:
+        """Collective: wait for every worker's file, commit, report and prune.
+
+        Returns the manifest, or None on every worker where the save failed. Raises CheckpointError, on all workers
+        alike, where a newer attempt owns the run and after `max_failed_saves` failures in a row.
+        """
+        assert self.thread is not None
+        finish_began = time.monotonic()
+        self.thread.join()
+        self.thread = None
+        results = [self.result] * dist.get_world_size()
+        dist.all_gather_object(results, self.result)
+        verdict = [Verdict(None)]
+        if dist.get_rank() == 0:
+            verdict = [commit(self.folder, self.temporary, self.run, self.manifest, results)]
+        dist.broadcast_object_list(verdict, src=0)
+
+        now = time.monotonic()
+        took_s = now - self.began
+        stalled_s = self.snapshot_s + now - finish_began
+        self.failure = verdict[0].failure
+        if verdict[0].has_newer_owner:
+            raise CheckpointError(self.failure)
+        if verdict[0].manifest is None:
+            self.count_failure(stalled_s, took_s)
+        else:
+            self.failures_in_a_row = 0
+            self.last_committed = verdict[0].manifest.step
+            if dist.get_rank() == 0:
+                self.report(verdict[0].manifest, stalled_s, took_s)
+                self.delete_old()
+        self.stalled_s += time.monotonic() - finish_began
+        return verdict[0].manifest
+
+    def report(self, manifest: Manifest, stalled_s: float, took_s: float) -> None:
+        """Acknowledge a checkpoint: from here on the run may rely on it."""
+        size = sum(file["bytes"] for file in manifest.files.values())
+        self.telemetry.report(
+            "checkpoint",
+            {
+                "step": manifest.step,
+                "stalled_s": stalled_s,
+                "took_s": took_s,
+                "bytes": size,
+                "ledger": manifest.ledger,
+            },
+            f"checkpoint step {manifest.step} committed: {len(manifest.files)} files, {size / 1e6:.1f} MB, "
+            f"loop stalled {stalled_s:.2f}s of {took_s:.2f}s, ledger {manifest.ledger[:12]}",
+        )
+
+    def count_failure(self, stalled_s: float, took_s: float) -> None:
+        """Report a failed save; raise CheckpointError when too many have failed in a row."""
+        step = self.manifest.step
+        self.failures_in_a_row += 1
+        self.telemetry.report(
+            "checkpoint_failed",
+            {"step": step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
+            f"checkpoint step {step} FAILED ({self.failure}); training goes on from memory, the one "
+            f"before it stays; {self.failures_in_a_row} of {self.max_failed_saves} failures in a row",
+        )
+        if self.failures_in_a_row >= self.max_failed_saves:
+            raise CheckpointError(
+                f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
+                f"  make room under {self.folder}, then run the same command again"
+            )
+
+    def delete_old(self) -> None:
+        """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
+        try:
+            prune(self.folder, self.keep, self.keep_every)
+        except OSError as error:
+            self.telemetry.say(f"old checkpoints stay: {error}")
+
+
+def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice]]:
+    """The head of a safetensors file that holds these flat fp32 views one after the other.
+
+    Returns it with where each view's elements lie in the data behind it. The format is 8 bytes of length, little
+    endian, and so much JSON (https://huggingface.co/docs/safetensors).
+    """
+    described = {}
+    spans = {}
+    first_byte = 0
+    for key, view in views.items():
+        assert view.dtype == torch.float32 and view.dim() == 1, (key, view.dtype, view.shape)
+        end_byte = first_byte + view.nbytes
+        described[key] = {"dtype": "F32", "shape": [view.numel()], "data_offsets": [first_byte, end_byte]}
+        spans[key] = slice(first_byte // 4, end_byte // 4)
+        first_byte = end_byte
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins aligned
+    return len(text).to_bytes(8, "little") + text, spans
+
+
+def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results: Sequence[WrittenFile]) -> Verdict:
+    """Make a whole checkpoint visible under its final name, if every file was written and the run is still ours.
+
+    Runs on rank 0 alone. Where something fails before the renaming, the temporary folder is deleted.
+    """
+    try:
+        # A driver that was frozen may wake up after another has taken the run over: it must not write any more.
+        newest = newest_attempt(run)
+        if newest > manifest.attempt:
+            shutil.rmtree(temporary, ignore_errors=True)
+            message = (
+                f"step {manifest.step} is not committed: attempt {newest} owns {run} now, this is "
+                f"attempt {manifest.attempt}\n  nothing of the newer attempt was touched; this process should end"
+            )
+            return Verdict(None, message, has_newer_owner=True)
+
+        errors = [result.error for result in results if result.error]
+        if errors:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return Verdict(None, "; ".join(errors))
+
+        files: dict[str, FileRecord] = {}
+        for result in results:
+            files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
+        manifest = replace(manifest, files=files)
+        write_durably(temporary / MANIFEST, seal(manifest).encode())
+        sync(temporary)
+        final = folder / f"step-{manifest.step:010d}"
+        # A former owner of the run, unfrozen after our start, may have committed this step: both stay, and the later
+        # attempt comes first in `checkpoint.committed`.
+        if final.exists():
+            final = final.with_name(f"{final.name}-{manifest.attempt:06d}")
+        os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
+        sync(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return Verdict(None, str(error))
+    return Verdict(manifest)

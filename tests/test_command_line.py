@@ -1,0 +1,141 @@
+"""The command line: what may be typed, what is said of what may not, and what ends a command."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+from data.errors import Preempted
+from jobs import campaign
+from jobs.__main__ import main, run_one
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runn", "x"], "Did you mean 'run'?"),
+        (["run", "x", "--frsh"], "--fresh"),
+        (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
+        (["run"], "Missing argument"),
+        (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
+        ([], "Missing command"),
+        (["status", "/nowhere"], "no run at"),
+    ],
+)
+def test_usage_errors_exit_64_and_say_what_was_meant(capsys, words, message):
+    assert main(words) == 64
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "-h"], ["checkpoints", "--help"], ["data", "check", "--help"]])
+def test_help_ends_with_0_and_names_debug_wherever_it_works(capsys, words):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Usage: patchline" in out
+    assert ("--debug" in out) == (words[-2:-1] in (["run"], ["check"]))
+
+
+def test_help_imports_nothing_heavy():
+    """`--help` must answer in 0.2 s: torch takes two seconds to import, pydantic and rich 0.1 s each."""
+    script = (
+        "import sys; from jobs.__main__ import main; main(['--help']); "
+        "print(sorted({'torch', 'ray', 'omegaconf', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["{recipe}", "a=1", "b=2", "--fresh"],
+        ["--fresh", "{recipe}", "a=1", "b=2"],
+        ["{recipe}", "--fresh", "a=1", "b=2"],
+        ["{recipe}", "a=1", "--fresh", "b=2"],
+    ],
+)
+def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
+    calls = []
+    monkeypatch.setattr("jobs.campaign.load", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
+    assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
+    assert calls == [((recipe, ["a=1", "b=2"]), True)]
+
+
+def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "digits", f"run={tmp_path}"]) == 0
+    assert "shards (pack" in capsys.readouterr().out
+    assert main(["plan", "digit"]) == 78
+    assert "recipes that ship: digits, vit_b16_i1k" in capsys.readouterr().err
+
+
+def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
+    shards = campaign.load(recipe, []).stage("pretrain").config.data.train
+    second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1}}"
+    stages: list[str] = []
+    monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
+
+    def run_finetuning(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["jobs.finetune", str(recipe), *words])
+        with pytest.raises(SystemExit) as end:
+            run_one("finetune")
+        return end.value.code
+
+    assert run_finetuning() == 0
+    assert run_finetuning(second, "--stage", "again") == 0
+    assert stages == ["finetune", "again"]
+    assert run_finetuning(second) == 78
+    assert "2 stages of kind finetune: finetune, again; --stage names one" in capsys.readouterr().err
+    assert run_finetuning("--stage", "agian") == 78
+    assert "no stage 'agian'" in capsys.readouterr().err
+
+
+def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(monkeypatch, capsys):
+    def fail(run: Path) -> list[str]:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("jobs.commands.status.status", fail)
+    assert main(["status", "x"]) == 70
+    err = capsys.readouterr().err
+    assert "error: ZeroDivisionError: by zero" in err and "a bug" in err and "Traceback" not in err
+    assert main(["status", "--debug", "x"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "code", "message"),
+    [
+        (["status", "x"], KeyboardInterrupt(), 130, "interrupted\n"),
+        (["run", "x"], KeyboardInterrupt(), 130, "interrupted twice"),
+        (["status", "x"], BrokenPipeError(), 74, ""),
+        (["status", "x"], Preempted("stopped; run me again"), 75, "stopped; run me again\n"),
+    ],
+)
+def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys, words, error, code, message):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("jobs.commands.status.status", fail)
+    monkeypatch.setattr("jobs.command_line.campaigns.load_campaign", fail)
+    assert main(words) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_the_installed_command_and_its_packages_are_declared():
+    """`pip install -e .` finds every package by itself only if each is declared; recipes and C++ go along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"patchline": "jobs.__main__:main"}
+    setuptools = project["tool"]["setuptools"]
+    folders = {path.parent for name in ("models", "data", "pipeline", "jobs") for path in (ROOT / name).rglob("*.py")}
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    patterns = setuptools["packages"]["find"]["include"]
+    assert set(find_packages(str(ROOT), include=patterns)) == packages
+    for package, names in setuptools["package-data"].items():
+        for name in names:
+            assert list((ROOT / package.replace(".", "/")).glob(name)), f"{package} has no {name}"

@@ -1,0 +1,104 @@
+"""The floor: files appear whole, locks end with their process, and storage that lacks either is named with a remedy."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from data import files
+from data.errors import StorageError
+from jobs.ownership import claim_attempt, owned
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
+    path = tmp_path / "file.json"
+    files.write_whole(path, "old")
+    with pytest.raises(RuntimeError), files.whole_file(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("the writer fails half way")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
+    files.write_whole(path, b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file.json"]
+
+
+def refusing(call, code: int, refused):
+    """`call`, but with an error of the operating system for the arguments that `refused` picks."""
+
+    def refuse(*arguments):
+        if refused(*arguments):
+            raise OSError(code, os.strerror(code))
+        return call(*arguments)
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_folders_still_takes_files(code, tmp_path, monkeypatch) -> None:
+    def is_folder(handle: int) -> bool:
+        return stat.S_ISDIR(os.fstat(handle).st_mode)
+
+    monkeypatch.setattr(os, "fsync", refusing(os.fsync, code, is_folder))
+    files.write_whole(tmp_path / "file", "content")
+    files.make_folder(tmp_path / "a" / "b", tmp_path)
+    assert claim_attempt(tmp_path) == 1
+    assert (tmp_path / "file").read_text() == "content"
+
+
+def test_a_disk_that_cannot_sync_a_file_is_an_error(tmp_path, monkeypatch) -> None:
+    def is_file(handle: int) -> bool:
+        return stat.S_ISREG(os.fstat(handle).st_mode)
+
+    monkeypatch.setattr(os, "fsync", refusing(os.fsync, errno.EIO, is_file))
+    with pytest.raises(OSError, match="Input/output error"):
+        files.write_whole(tmp_path / "file", "content")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, code, lambda *_: True))
+    with pytest.raises(StorageError, match=r"the file system of .* has no locks \(flock\)") as refusal, owned(tmp_path):
+        pass
+    assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
+def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "link", refusing(os.link, code, lambda *_: True))
+    with pytest.raises(StorageError, match="has no hard links") as refusal:
+        claim_attempt(tmp_path)
+    assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
+
+
+def hold(path: Path, is_held) -> None:
+    """Take a lock, say so, and never give it back."""
+    with files.locked(path):
+        is_held.set()
+        time.sleep(60)
+
+
+def test_a_lock_is_free_the_moment_its_process_is_killed(tmp_path) -> None:
+    context = multiprocessing.get_context("spawn")
+    is_held = context.Event()
+    holder = context.Process(target=hold, args=(tmp_path / "lock", is_held))
+    holder.start()
+    assert is_held.wait(60)
+    with files.locked(tmp_path / "lock", wait=False) as has_lock:
+        assert not has_lock
+    assert holder.pid is not None
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    with files.locked(tmp_path / "lock", wait=False) as has_lock:
+        assert has_lock
+
+
+def test_only_one_creates_a_file_exclusively(tmp_path) -> None:
+    assert files.create_exclusively(tmp_path / "000001.json", "first")
+    assert not files.create_exclusively(tmp_path / "000001.json", "second")
+    assert (tmp_path / "000001.json").read_text() == "first" and os.listdir(tmp_path) == ["000001.json"]
