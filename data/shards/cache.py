@@ -89,7 +89,9 @@ class Cache:
         self.cfg = cfg
         self.stopped = stopped
         self.progress: Callable[[], object] = nobody_to_tell
-        self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
+        self.directory = state_folder() / "shards"
+        if cfg.directory:
+            self.directory = Path(cfg.directory).expanduser()
 
     def path(self, url: str, shard: Shard) -> Path:
         """The local file of a remote shard.
@@ -295,8 +297,13 @@ def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: C
     shards: set[int] = set()
     for later in range(step, step + cfg.ahead + 1):
         shards.update(shards_of(order, slots, later))
-    sizes = [index.shards[shard].bytes for shard in shards if "://" in index.location(shard)]
-    return len(sizes), sum(sizes)
+    remote_shards = 0
+    remote_bytes = 0
+    for shard in shards:
+        if "://" in index.location(shard):
+            remote_shards += 1
+            remote_bytes += index.shards[shard].bytes
+    return remote_shards, remote_bytes
 
 
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
 from typing import IO
 
@@ -115,15 +115,18 @@ class JoinedIndex(Index):
 def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     """Sets that are trained on together; the digest is of theirs and of the weights, wherever the sets are."""
     shards = []
+    samples_of_class: Counter[int] = Counter()
+    digests = []
     for index in sets:
         for number, shard in enumerate(index.shards):
             shards.append(replace(shard, name=index.location(number)))
-    # A set may have fewer classes than another: it has no samples of those that it lacks.
-    columns = zip_longest(*(index.class_counts for index in sets), fillvalue=0)
-    class_counts = tuple(sum(column) for column in columns)
-    identity = [[index.digest for index in sets], list(weights)]
-    digest = sha256(json.dumps(identity).encode()).hexdigest()
-    return JoinedIndex(tuple(shards), len(class_counts), class_counts, digest, "", Path(), sets=tuple(sets))
+        for label, samples in enumerate(index.class_counts):
+            samples_of_class[label] += samples
+        digests.append(index.digest)
+    classes = max((index.classes for index in sets), default=0)
+    class_counts = tuple(samples_of_class[label] for label in range(classes))
+    digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
+    return JoinedIndex(tuple(shards), classes, class_counts, digest, "", Path(), sets=tuple(sets))
 
 
 def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
@@ -138,7 +141,7 @@ def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
     for name in names:
         set_number, shard_number = the_only_one_called(name, sets)
         dropped[set_number].add(shard_number)
-    return [emptied(index, numbers) for index, numbers in zip(sets, dropped, strict=True)]
+    return list(map(emptied, sets, dropped))
 
 
 def the_only_one_called(name: str, sets: Sequence[Index]) -> tuple[int, int]:
@@ -234,8 +237,8 @@ def the_only_index_in(folder: Path) -> Path:
 
 def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
     """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts."""
-    rows = [shard_row(shard) for shard in shards]
-    return sha256(json.dumps([SCHEMA, rows, list(class_counts)]).encode()).hexdigest()
+    content = [SCHEMA, list(map(shard_row, shards)), list(class_counts)]
+    return sha256(json.dumps(content).encode()).hexdigest()
 
 
 def shard_row(shard: Shard) -> list[str | int]:

@@ -81,7 +81,7 @@ def build_index(
     is another one. `report` is told how many shards are done, of how many. Raises DataError naming every tar that
     cannot be used and every label ≥ `classes`, StorageError where the storage does not answer.
     """
-    sources = [str(path) for path in source] if isinstance(source, list) else [str(source)]
+    sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
@@ -97,31 +97,35 @@ def build_index(
     check_tables(path, at or tars.directory, tars.sizes)
     check_stopped(path.with_name(path.name + ".partial"))
 
+    # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
+    executor: type[Executor] = ProcessPoolExecutor
+    fetcher = None
+    if urls:
+        executor = ThreadPoolExecutor
+        fetcher = cache
     with Journal(path, classes, tars.directory) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
-                jobs.append(IndexJob(cache if urls else None, tars.directory, tar, size, folder, classes))
-        # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
-        executor = ThreadPoolExecutor if urls else ProcessPoolExecutor
-        errors = []
-        for result in run_jobs(index_shard, jobs, workers, report, executor):
-            if isinstance(result, Record):
-                journal.add(*result)
-            else:
-                errors.append(result)
-        if errors:
-            raise DataError(joined(errors))
+                jobs.append(IndexJob(fetcher, tars.directory, tar, size, folder, classes))
+        record_all(run_jobs(index_shard, jobs, workers, report, executor), journal)
         journal.keep(tars.sizes)
         return journal.finish(at or tars.directory)
 
 
-def joined(errors: Sequence[str]) -> str:
-    """The first errors, a line each, and how many there are."""
-    lines = list(errors[:MOST_ERRORS])
-    if len(errors) > MOST_ERRORS:
-        lines.append(f"… {len(errors)} shards in all")
-    return "\n".join(lines)
+def record_all(results: Iterable[Record | str], journal: Journal) -> None:
+    """Add the records to the journal; raises DataError at the end, with the first errors and how many there are."""
+    errors = []
+    for result in results:
+        if isinstance(result, Record):
+            journal.add(*result)
+        else:
+            errors.append(result)
+    if errors:
+        lines = errors[:MOST_ERRORS]
+        if len(errors) > MOST_ERRORS:
+            lines.append(f"… {len(errors)} shards in all")
+        raise DataError("\n".join(lines))
 
 
 # ------------------------------------------------------------------------------------- what may not be
@@ -129,7 +133,7 @@ def joined(errors: Sequence[str]) -> str:
 
 def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
     """Raise DataError where two shards would share a table, or one would replace that of other tars."""
-    tables = Counter(table_name(shard) for shard in shards)
+    tables = Counter(map(table_name, shards))
     for table, count in tables.items():
         if count > 1:
             raise DataError(f"two shards would share the table {table}; rename one, or index their folders apart")
@@ -172,16 +176,18 @@ def check_kept(url: str) -> None:
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     """Tars of a folder, or those that are listed; raises DataError where there are none, or one is missing."""
-    paths = [Path(path) for path in source] if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
+    paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
         raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
+
     paths = [path.resolve() for path in paths]
-    directory = os.path.commonpath([path.parent for path in paths])
-    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in paths}
-    return TarList(directory, sizes)
+    tars = TarList(os.path.commonpath({path.parent for path in paths}), {})
+    for path in paths:
+        tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size
+    return tars
 
 
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
@@ -194,7 +200,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
     def listed(url: str) -> dict[str, int]:
         return cache.patiently(url, lambda: list_tars(url, timeout_s))
 
-    def size(url: str) -> int:
+    def asked_size(url: str) -> int:
         return cache.patiently(url, lambda: size_of(url, timeout_s))
 
     sizes: dict[str, int] = {}  # URL → bytes
@@ -207,12 +213,14 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
             else:
                 sizes.update(listed(url))
     with ThreadPoolExecutor(4 * workers) as pool:  # asking for a size is one short request
-        sizes.update(zip(named, pool.map(size, named), strict=True))
+        sizes.update(zip(named, pool.map(asked_size, named), strict=True))
     if not sizes:
         raise DataError(f"{', '.join(urls)}: no *.tar there")
 
-    directory = common_folder(list(sizes))
-    return TarList(directory, {url.removeprefix(directory + "/"): size for url, size in sizes.items()})
+    tars = TarList(common_folder(list(sizes)), {})
+    for url, bytes_there in sizes.items():
+        tars.sizes[url.removeprefix(tars.directory + "/")] = bytes_there
+    return tars
 
 
 def common_folder(urls: Sequence[str]) -> str:

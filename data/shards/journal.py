@@ -96,16 +96,18 @@ class Journal:
 
     def finish(self, directory: Path | str) -> Index:
         """Write the index of all recorded shards, which lie in `directory`, and delete the journal."""
-        records = [self.records[name] for name in sorted(self.records)]
+        shards = []
+        samples = 0
         samples_of_class: Counter[int] = Counter()
         refused: Counter[str] = Counter()
-        for record in records:
+        for _, record in sorted(self.records.items()):
+            shards.append(record.shard)
+            samples += record.shard.samples
             samples_of_class.update(record.class_counts)
             refused.update(record.refused)
 
         classes = self.classes or max(samples_of_class, default=-1) + 1
         class_counts = [samples_of_class[label] for label in range(classes)]
-        shards = [record.shard for record in records]
         # A path is kept relative to the index, so that both can be moved or mounted elsewhere together.
         place = str(directory)
         if "://" not in place:
@@ -113,11 +115,11 @@ class Journal:
         content = {
             "schema": SCHEMA,
             "directory": place,
-            "samples": sum(shard.samples for shard in shards),
+            "samples": samples,
             "digest": digest_of(shards, class_counts),
             "refused": dict(refused),
             "class_counts": class_counts,
-            "shards": [shard_row(shard) for shard in shards],
+            "shards": list(map(shard_row, shards)),
         }
         write_whole(self.path, json.dumps(content, indent=1))
         self.partial.unlink()

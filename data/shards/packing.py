@@ -126,7 +126,10 @@ def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: boo
         return False
     written_at = path.stat().st_mtime
     with open(path, "rb") as file, mapped(file) as tar:
-        return all(holds(tar, row, sample, written_at, restarts) for row, sample in zip(table, group, strict=True))
+        for row, sample in zip(table, group, strict=True):
+            if not holds(tar, row, sample, written_at, restarts):
+                return False
+    return True
 
 
 def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, restarts: bool) -> bool:
@@ -171,7 +174,7 @@ def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restar
 
 def label_of(sample: Sample) -> bytes:
     """The content of a sample's .cls."""
-    return " ".join(str(label) for label in sample.labels).encode()
+    return " ".join(map(str, sample.labels)).encode()
 
 
 def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> Counter[int]:

@@ -45,12 +45,15 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
         return
 
     lines = [f"{len(problems)} of {shards} shards cannot be used:"]
-    lines += [f"{place}: {problem}" for place, problem in list(problems.items())[:MOST_LINES]]
+    for place in list(problems)[:MOST_LINES]:
+        lines.append(f"{place}: {problems[place]}")
     if len(problems) > MOST_LINES:
         lines.append(f"… and {len(problems) - MOST_LINES} more")
     way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
     if option and len(problems) <= MOST_DROPPED:
-        names = [*dropped, *(shortest(sets, place) for place in problems)]
+        names = list(dropped)
+        for place in problems:
+            names.append(shortest(sets, place))
         way_out += f"; or train without them: '{option}=[{','.join(names)}]'"
     raise DataError("\n".join([*lines, way_out]))
 
