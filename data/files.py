@@ -139,10 +139,10 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
     return True
 
 
-def lacking(path: Path, what: str, error: OSError) -> StorageError:
+def lacking(path: Path, feature: str, error: OSError) -> StorageError:
     """The error about a file system that cannot do what a run needs of it."""
     return StorageError(
-        f"the file system of {path.parent} has no {what} ({error.strerror})\n"
+        f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
         f"expected: a local disk, or a network file system with flock and hard links (NFS 4, Lustre with -o flock)\n"
         f"choose another run or cache directory: run=/elsewhere, data.cache.directory=/elsewhere"
     )

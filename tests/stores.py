@@ -30,31 +30,41 @@ def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
 
 
 class Proxy:
-    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object."""
+    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object.
+
+    `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
+    the length of all of it) or "stall" (no answer for 1.5 s).
+    """
 
     def __init__(self) -> None:
-        self.upstream = 0
+        self.upstream = 0  # port of the store
         self.fault: Callable[[str], int | str | None] = lambda path: None
         self.gets: list[str] = []
 
-    def handler(outer) -> type[http.server.BaseHTTPRequestHandler]:
+    def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+        """The class whose objects answer one request each."""
+        proxy = self
+
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.0"
 
-            def handle_one(self):
-                read = self.command == "GET" and ("Range" in self.headers or "x-ms-range" in self.headers)
-                fault = outer.fault(self.path) if read else None
-                if read:
-                    outer.gets.append(self.path)
+            def handle_request(self):
+                is_read = self.command == "GET" and ("Range" in self.headers or "x-ms-range" in self.headers)
+                fault = None
+                if is_read:
+                    fault = proxy.fault(self.path)
+                    proxy.gets.append(self.path)
                 if fault == "stall":
                     time.sleep(1.5)
-                    return
-                if isinstance(fault, int):
+                elif isinstance(fault, int):
                     self.send_response(fault)
                     self.send_header("Content-Length", "0")
                     self.end_headers()
-                    return
-                connection = http.client.HTTPConnection("127.0.0.1", outer.upstream)
+                else:
+                    self.pass_on(is_short=fault == "short")
+
+            def pass_on(self, is_short: bool) -> None:
+                connection = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 connection.request(self.command, self.path, body, dict(self.headers))
                 answer = connection.getresponse()
@@ -64,9 +74,11 @@ class Proxy:
                     if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
                         self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(content[: len(content) // 2] if fault == "short" else content)
+                if is_short:
+                    content = content[: len(content) // 2]
+                self.wfile.write(content)
 
-            do_GET = do_PUT = do_HEAD = do_POST = handle_one
+            do_GET = do_PUT = do_HEAD = do_POST = handle_request
 
             def log_message(self, *_):
                 pass
@@ -121,18 +133,24 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             url = urlsplit(self.path)
+            query = parse_qs(url.query)
             key = url.path.removeprefix("/account/images").lstrip("/")
-            asked = {name: values[0] for name, values in parse_qs(url.query).items()}
-            if asked.get("comp") == "list":
-                return self.answer(200, listing(files, asked.get("prefix", "")), {"Content-Type": "application/xml"})
-            if key not in files:
-                return self.answer(404, b"", {"x-ms-error-code": "BlobNotFound"})
-            content, first, status = files[key].read_bytes(), 0, 200
+            if query.get("comp") == ["list"]:
+                prefix = query.get("prefix", [""])[0]
+                self.answer(200, listing(files, prefix), {"Content-Type": "application/xml"})
+            elif key not in files:
+                self.answer(404, b"", {"x-ms-error-code": "BlobNotFound"})
+            else:
+                self.answer_blob(files[key].read_bytes())
+
+        def answer_blob(self, content: bytes) -> None:
+            status = 200
             fields = {"ETag": '"1"', "Last-Modified": "Fri, 20 Nov 2026 00:00:00 GMT", "x-ms-blob-type": "BlockBlob"}
             if "x-ms-range" in self.headers:
+                status = 206
                 first, last = map(int, self.headers["x-ms-range"].removeprefix("bytes=").split("-"))
                 fields["Content-Range"] = f"bytes {first}-{min(last + 1, len(content)) - 1}/{len(content)}"
-                content, status = content[first : last + 1], 206
+                content = content[first : last + 1]
             self.answer(status, content, fields)
 
         do_HEAD = do_GET
@@ -159,12 +177,14 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 
 def listing(files: Files, prefix: str) -> bytes:
-    blobs = "".join(
-        f"<Blob><Name>{key}</Name><Properties><Content-Length>{path.stat().st_size}</Content-Length>"
-        "<BlobType>BlockBlob</BlobType></Properties></Blob>"
-        for key, path in files.items()
-        if key.startswith(prefix)
-    )
+    """Azure's XML list of the blobs whose names begin with a prefix."""
+    blobs = ""
+    for key, path in files.items():
+        if key.startswith(prefix):
+            blobs += (
+                f"<Blob><Name>{key}</Name><Properties><Content-Length>{path.stat().st_size}</Content-Length>"
+                "<BlobType>BlockBlob</BlobType></Properties></Blob>"
+            )
     return f"<EnumerationResults ContainerName='images'><Blobs>{blobs}</Blobs></EnumerationResults>".encode()
 
 
@@ -172,5 +192,6 @@ def listing(files: Files, prefix: str) -> bytes:
 def store(scheme: str, files: Files) -> Iterator[Proxy]:
     """A proxy before a store whose bucket `images` holds the files; the environment leads clients to it."""
     proxy = Proxy()
-    with served(proxy.handler()) as port, {"s3": s3, "gs": gs, "az": az}[scheme](proxy, port, files):
+    start = {"s3": s3, "gs": gs, "az": az}[scheme]
+    with served(proxy.handler()) as port, start(proxy, port, files):
         yield proxy

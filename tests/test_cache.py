@@ -67,9 +67,9 @@ def take(index, cache, steps=8, **options):
     order = Order(index.shard_samples, seed=0, batch_size=40)
     loader = TrainLoader(index, order, image_size=16, slots=range(40), micro_batch=40, cache=cache, **options)
     batches = loader.__iter__()
-    found = [next(batches) for _ in range(steps)]
+    taken = [next(batches) for _ in range(steps)]
     batches.close()
-    return torch.cat([batch.images for batch in found])
+    return torch.cat([batch.images for batch in taken])
 
 
 def test_a_remote_set_gives_the_same_batches_and_each_shard_is_fetched_once(faulty, local, tmp_path):
@@ -123,8 +123,8 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
     monkeypatch.setattr(cache_module, "read_range", slow)
     monkeypatch.setattr(cache_module, "PIECE", size // 16)
     cache = CacheConfig(str(tmp_path), fetchers=8, **PATIENT)
-    found = take(faulty.index, cache, steps=1, processes=1, timeout_s=2.0)
-    assert torch.equal(found, take(local, None, steps=1)) and len(calls) > 16
+    images = take(faulty.index, cache, steps=1, processes=1, timeout_s=2.0)
+    assert torch.equal(images, take(local, None, steps=1)) and len(calls) > 16
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -152,7 +152,7 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     elsewhere, first = replace(local, directory="s3://b"), threading.Event()
     slow = cache_module.read_range
-    monkeypatch.setattr("data.shards.cache.read_range", lambda *given: (first.set(), time.sleep(0.1), slow(*given))[2])
+    monkeypatch.setattr("data.shards.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
     ahead = cache_module.Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
     assert first.wait(10)
@@ -178,9 +178,9 @@ def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_pa
     for number, source in enumerate(
         (faulty.set, [f"{faulty.set}/*.tar"], [f"{faulty.set}/train-{{000000..000007}}.tar"])
     ):
-        found = build_index(source, output=tmp_path / str(number), workers=2)
-        assert (found.digest, found.directory) == (local.digest, faulty.set)
-        assert np.array_equal(found.table(3), local.table(3))
+        index = build_index(source, output=tmp_path / str(number), workers=2)
+        assert (index.digest, index.directory) == (local.digest, faulty.set)
+        assert np.array_equal(index.table(3), local.table(3))
     assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
 
 
@@ -306,11 +306,11 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
     path, calls = Cache.path, []
 
     def evicting(self, url, shard):
-        found = path(self, url, shard)
+        fetched = path(self, url, shard)
         calls.append(url)
         if len(calls) == 1:
-            found.unlink()
-        return found
+            fetched.unlink()
+        return fetched
 
     monkeypatch.setattr(Cache, "path", evicting)
     assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
@@ -462,8 +462,8 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
     url = f"https://localhost:{server.server_address[1]}"
     name, content = next(iter(files.items()))
     assert remote.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
-    found = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
-    assert (found.digest, found.directory) == (local.digest, url)
+    index = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
+    assert (index.digest, index.directory) == (local.digest, url)
     with pytest.raises(DataError, match=r"/mute.tar: the server does not say how long it is; copy"):
         build_index([f"{url}/mute.tar"], output=tmp_path / "none", name="train")
     assert remote.size_of(f"{url}/whole.tar", 5.0) == 1_000_000

@@ -73,28 +73,28 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
 
 def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):
     packed = pack(samples(23), tmp_path / "set", shard_samples=10)
-    found = build_index(tmp_path / "set", output=tmp_path / "elsewhere", name="again")
-    assert (found.digest, found.shards, found.class_counts) == (
+    indexed = build_index(tmp_path / "set", output=tmp_path / "elsewhere", name="again")
+    assert (indexed.digest, indexed.shards, indexed.class_counts) == (
         packed.digest,
         packed.shards,
         packed.class_counts,
     )
-    one, other = Reader(packed), Reader(found)
-    assert one.read(2, 1) == other.read(2, 1) == ("s00021", picture(21), b"1")
+    packed_reader, indexed_reader = Reader(packed), Reader(indexed)
+    assert packed_reader.read(2, 1) == indexed_reader.read(2, 1) == ("s00021", picture(21), b"1")
 
 
 def test_what_a_stopped_index_command_found_is_not_taken_for_another_folder(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    for number, folder in enumerate((one, other)):
+    first_folder, second_folder = tmp_path / "one", tmp_path / "other"
+    for number, folder in enumerate((first_folder, second_folder)):
         folder.mkdir()
         entries = {f"{n}.{kind}": body for n in "ab" for kind, body in (("png", picture(number)), ("cls", b"1"))}
         (folder / "0.tar").write_bytes(tar_of(entries))
-    (one / "1.tar").write_bytes(b"not a tar")
-    assert (one / "0.tar").stat().st_size == (other / "0.tar").stat().st_size
+    (first_folder / "1.tar").write_bytes(b"not a tar")
+    assert (first_folder / "0.tar").stat().st_size == (second_folder / "0.tar").stat().st_size
     with pytest.raises(DataError, match=r"1\.tar"):
-        build_index(one, output=tmp_path / "index", name="set")
-    found = build_index(other, output=tmp_path / "index", name="set")
-    assert found.digest == build_index(other, output=tmp_path / "fresh", name="set").digest
+        build_index(first_folder, output=tmp_path / "index", name="set")
+    index = build_index(second_folder, output=tmp_path / "index", name="set")
+    assert index.digest == build_index(second_folder, output=tmp_path / "fresh", name="set").digest
 
 
 def test_shards_are_plain_webdataset(tmp_path):
@@ -210,9 +210,9 @@ def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
         add("x" * 200 + ".jpg", picture(2))
         add("x" * 200 + ".cls", b"2")
     (tmp_path / "t.tar").write_bytes(buffer.getvalue())
-    found = build_index(tmp_path, name="t")
-    assert found.samples == 3 and found.class_counts == (1, 1, 1)
-    assert Reader(found).read(0, 2)[0] == "x" * 200
+    index = build_index(tmp_path, name="t")
+    assert index.samples == 3 and index.class_counts == (1, 1, 1)
+    assert Reader(index).read(0, 2)[0] == "x" * 200
     text = (tmp_path / "t.index.json").read_text()
     assert '"link, device or sparse member": 2' in text and '"member type .pyd": 1' in text
 
@@ -229,9 +229,14 @@ def tar_of(entries: dict[str, bytes]) -> bytes:
 
 def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
     reports = []
-    one = pack(samples(47), tmp_path / "one", shard_samples=5)
-    four = pack(samples(47), tmp_path / "four", shard_samples=5, workers=4, report=lambda *n: reports.append(n))
-    assert one == replace(four, directory=one.directory) and contents(tmp_path / "one") == contents(tmp_path / "four")
+
+    def report(shards, finished_samples):
+        reports.append((shards, finished_samples))
+
+    alone = pack(samples(47), tmp_path / "one", shard_samples=5)
+    in_parallel = pack(samples(47), tmp_path / "four", shard_samples=5, workers=4, report=report)
+    assert alone == replace(in_parallel, directory=alone.directory)
+    assert contents(tmp_path / "one") == contents(tmp_path / "four")
     assert reports[-1][1] == 47 and sorted(reports) == reports
 
 
@@ -261,24 +266,26 @@ def test_labels_corrected_after_a_stop_are_in_the_shards_that_were_finished_befo
 def test_images_corrected_after_a_stop_are_too(tmp_path, restarts):
     for name in "abcd":
         (tmp_path / f"{name}.jpg").write_bytes(picture(1))
-    given = [Sample(name, tmp_path / f"{name}.jpg", (0,)) for name in "abcd"]
+    originals = [Sample(name, tmp_path / f"{name}.jpg", (0,)) for name in "abcd"]
     with pytest.raises(DataError, match="labels"):
-        pack([*given, Sample("e", picture(0), (7,))], tmp_path / "one", shard_samples=2, classes=5, restarts=restarts)
+        pack(
+            [*originals, Sample("e", picture(0), (7,))], tmp_path / "one", shard_samples=2, classes=5, restarts=restarts
+        )
     (tmp_path / "c.jpg").write_bytes(picture(2))
     os.utime(tmp_path / "c.jpg", (time.time() + 5, time.time() + 5))
     for folder in ("one", "two"):
-        pack(given, tmp_path / folder, shard_samples=2, classes=5, restarts=restarts)
+        pack(originals, tmp_path / folder, shard_samples=2, classes=5, restarts=restarts)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 def test_images_in_memory_that_changed_after_a_stop_are_packed_again(tmp_path):
-    given = samples(6)
+    originals = samples(6)
     for label in (7, 0):
         with contextlib.suppress(DataError):
-            pack([*given, Sample("last", picture(0), (label,))], tmp_path / "one", shard_samples=3, classes=5)
-        given[0] = replace(given[0], image=given[0].image[::-1])
-    given[0] = replace(given[0], image=given[0].image[::-1])
-    pack([*given, Sample("last", picture(0), (0,))], tmp_path / "two", shard_samples=3, classes=5)
+            pack([*originals, Sample("last", picture(0), (label,))], tmp_path / "one", shard_samples=3, classes=5)
+        originals[0] = replace(originals[0], image=originals[0].image[::-1])
+    originals[0] = replace(originals[0], image=originals[0].image[::-1])
+    pack([*originals, Sample("last", picture(0), (0,))], tmp_path / "two", shard_samples=3, classes=5)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
@@ -286,12 +293,12 @@ def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
     wrong = [*samples(5), Sample("last", picture(0), (7,))]
     with pytest.raises(DataError, match="labels"):
         pack(wrong, tmp_path, name="set", shard_samples=5, classes=5)
-    (tmp_path / ".tmp-4000000-set-000001.tar").write_bytes(b"half")
+    (tmp_path / ".tmp-4000000-4000000-set-000001.tar").write_bytes(b"half")
     with pytest.raises(DataError, match="a packing was stopped here; run the same `jobs pack` again"):
         build_index(tmp_path, name="set")
     with pytest.raises(DataError, match=r"set\.index\.json\.partial is of a packing or indexing that was stopped"):
         load_index(tmp_path)
-    made = pack([replace(one, labels=(0,)) for one in wrong], tmp_path, name="set", shard_samples=5, classes=5)
+    made = pack([replace(sample, labels=(0,)) for sample in wrong], tmp_path, name="set", shard_samples=5, classes=5)
     assert made.samples == 6 and not list(tmp_path.glob(".tmp-*"))
 
 
@@ -374,8 +381,8 @@ def test_parquet_of_hugging_face_and_of_img2dataset_is_read(tmp_path, image, lab
 def test_imagenet_is_read_as_it_is_distributed(tmp_path):
     inner = {f"n0{c}.tar": tar_of({f"n0{c}_{n}.JPEG": picture(10 * c + n) for n in range(3)}) for c in (2, 1)}
     (tmp_path / "train.tar").write_bytes(tar_of(inner))
-    found = {s.key: (s.image, s.labels) for s in imagenet_train(tmp_path / "train.tar")}
-    assert found == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
+    images_by_key = {s.key: (s.image, s.labels) for s in imagenet_train(tmp_path / "train.tar")}
+    assert images_by_key == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
     (tmp_path / "val.tar").write_bytes(tar_of({f"v{n}.JPEG": picture(n) for n in (1, 0)}))
     (tmp_path / "wnids.txt").write_text("n02\nn01\n")
     val = imagenet_validation(tmp_path / "val.tar", tmp_path / "wnids.txt")
@@ -386,6 +393,6 @@ def test_imagenet_is_read_as_it_is_distributed(tmp_path):
 def test_cifar_s_binary_files_are_read_without_loss(tmp_path, name, labels):
     records = np.random.default_rng(0).integers(0, 10, (4, labels + 3072), dtype=np.uint8)
     records.tofile(tmp_path / f"{name}.bin")
-    found = list(cifar([tmp_path / f"{name}.bin"]))
-    assert [s.labels[0] for s in found] == records[:, labels - 1].tolist()
-    assert np.array_equal(decode(found[2].image), records[2, labels:].reshape(3, 32, 32).transpose(1, 2, 0))
+    images = list(cifar([tmp_path / f"{name}.bin"]))
+    assert [s.labels[0] for s in images] == records[:, labels - 1].tolist()
+    assert np.array_equal(decode(images[2].image), records[2, labels:].reshape(3, 32, 32).transpose(1, 2, 0))

@@ -37,8 +37,8 @@ NAMES = [
 def test_every_member_that_tarfile_reads_is_found_with_its_bytes(format):
     bodies = [(name, name.encode() * (number * 37)) for number, name in enumerate(NAMES)]
     data = tar_of(bodies, format)
-    found = [(name.decode(), data[at : at + size]) for name, at, size in members(data, "t", Counter())]
-    assert found == bodies
+    read_members = [(name.decode(), data[at : at + size]) for name, at, size in members(data, "t", Counter())]
+    assert read_members == bodies
 
 
 def test_samples_are_grouped_as_webdataset_groups_them():
@@ -49,27 +49,27 @@ def test_samples_are_grouped_as_webdataset_groups_them():
         ("a/2.cls", b"4"),
         ("b.c/3.PNG", b"B"),
     ]
-    found = walk(tar_of(entries), "t")
-    assert [(row[0], row[2], row[4]) for row in found.rows] == [
+    result = walk(tar_of(entries), "t")
+    assert [(row[0], row[2], row[4]) for row in result.rows] == [
         (b"a/1", 1, 1),
         (b"a/2", 0, 1),
         (b"b.c/3", 1, 0),
     ]
-    assert found.refused == {"member type .seg.png": 1}
+    assert result.refused == {"member type .seg.png": 1}
 
 
 def test_a_label_in_cls_wins_over_json_and_repeated_members_are_counted():
     data = tar_of([("a.json", b"{}"), ("a.cls", b"7"), ("a.jpg", b"A"), ("a.jpg", b"BB")])
-    found = walk(data, "t")
-    _, image, size, label, _ = found.rows[0]
+    result = walk(data, "t")
+    _, image, size, label, _ = result.rows[0]
     assert (data[image : image + size], data[label : label + 1]) == (b"A", b"7")
-    assert found.refused == {"repeated member": 1}
+    assert result.refused == {"repeated member": 1}
 
 
 def test_header_bombs_are_stepped_over():
     bomb = tar_of([("a.jpg", b"A")], pax_headers={"comment": "x" * 200_000, "path": "p" * 100_000})
-    found = walk(bomb, "t")
-    assert found.refused["oversize extension header"] == 1 and len(found.rows) == 1
+    result = walk(bomb, "t")
+    assert result.refused["oversize extension header"] == 1 and len(result.rows) == 1
     digits = tar_of([("b.jpg", b"B")], pax_headers={"size": "9" * 5000})
     assert [row[0] for row in walk(digits, "t").rows] == [b"b"]
 
@@ -95,8 +95,8 @@ def test_links_devices_and_sparse_files_are_counted():
             tarfile.GNUTYPE_SPARSE,
         )
     )
-    found = walk(data + bytes(1024), "t")
-    assert not found.rows and found.refused == {"link, device or sparse member": 5}
+    result = walk(data + bytes(1024), "t")
+    assert not result.rows and result.refused == {"link, device or sparse member": 5}
 
 
 @pytest.mark.parametrize("cut", [100, 600, 1100, 2048])

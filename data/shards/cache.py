@@ -1,4 +1,16 @@
-"""Remote shards on local disk: fetched whole, once a node, checked, within a limit, ahead of the order."""
+"""Remote shards on local disk: fetched whole, once a node, checked, within a limit, ahead of the order.
+
+How a shard gets here, in order (`Cache.path`):
+1. a file named by the shard's sha256 and of its size is the shard: nothing is asked of the storage;
+2. otherwise this process takes the lock of that shard; of all processes on a node, one fetches and the others wait;
+3. `make_room` deletes the longest unused shards until the new one is within the limit;
+4. `fetch` appends pieces of 16 MiB to `<sha256>.part`, and begins where an earlier try broke off;
+5. a piece that does not come is asked for again, after a random part of a time that doubles (`patiently`);
+6. when the sha256 is right, the file gets its final name; otherwise it is fetched once more from the start.
+`Ahead` does this in the background for the steps to come, so that the step itself finds its shards here.
+
+    cache.path("s3://bucket/train-000007.tar", shard)   →   ~/.cache/patchline/shards/9f3c….tar
+"""
 
 from __future__ import annotations
 
@@ -27,6 +39,8 @@ from data.shards.remote import forget_credentials, read_range, redacted
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
 ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
+LONGEST_PAUSE_S = 30.0  # between two attempts, however often the storage has failed
+WARN_AT_ATTEMPT = 2  # counted from 0: by the third attempt somebody waits
 
 
 @dataclass(frozen=True)
@@ -44,83 +58,118 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.directory and not Path(self.directory).expanduser().is_absolute():  # workers live in other folders
             raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
-        for name in ("limit_bytes", "attempts", "timeout_s", "fetchers", "backoff_s", "ahead"):
-            low = 0 if name in ("backoff_s", "ahead") else 1e-9
-            if getattr(self, name) < low:
-                raise ValueError(
-                    f"cache.{name} is {getattr(self, name)}, expected {'0 or more' if not low else 'more than 0'}"
-                )
+        for name in ("limit_bytes", "attempts", "timeout_s", "fetchers"):
+            value = getattr(self, name)
+            if value <= 0:
+                raise ValueError(f"cache.{name} is {value}, expected more than 0")
+        for name in ("backoff_s", "ahead"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"cache.{name} is {value}, expected 0 or more")
+
+
+def never() -> bool:
+    """The answer of a cache that nobody stops."""
+    return False
+
+
+def nobody_to_tell() -> None:
+    """What a cache does about progress that nobody waits for."""
 
 
 class Cache:
     """Gives the local path of a remote shard, fetching it if no process of this node has yet.
 
     Files are named by their digest and evicted by last use; one that is mapped stays readable when it goes.
+    `stopped` says that nobody waits any more for what is being fetched. `progress` is called whenever a piece has
+    come, to this process or to the one that we wait for.
     """
 
-    def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = bool):
-        self.cfg, self.stopped = cfg, stopped  # nobody waits for what is being fetched any more
-        self.progress: Callable[[], object] = bool  # called when a piece has come, here or to whom we wait for
-        self.directory = Path(cfg.directory).expanduser() if cfg.directory else state_folder() / "shards"
+    def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = never):
+        self.cfg = cfg
+        self.stopped = stopped
+        self.progress: Callable[[], object] = nobody_to_tell
+        self.directory = state_folder() / "shards"
+        if cfg.directory:
+            self.directory = Path(cfg.directory).expanduser()
 
     def path(self, url: str, shard: Shard) -> Path:
-        """Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
-        another shard that the storage has."""
+        """The local file of a remote shard.
+
+        Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
+        another shard that the storage has.
+        """
         path = self.directory / f"{shard.sha256}.tar"
         if not is_whole(path, shard):
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StorageError(
-                    f"{self.directory}: cannot be made ({error.strerror}); name another cache.directory"
-                ) from None
+            self.make_directory()
             with self.turn(path):
-                if not is_whole(path, shard):
-                    try:
-                        self.fetch(url, shard, path)
-                    except OSError as error:
-                        raise StorageError(
-                            f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
-                            f"({self.cfg.limit_bytes}), name another cache.directory, or run again"
-                        ) from None
+                if not is_whole(path, shard):  # nor has another process fetched it while we waited
+                    self.fetch_or_explain(url, shard, path)
         os.utime(path)  # last use
         return path
+
+    def make_directory(self) -> None:
+        """Create the cache's folder; raises StorageError where it cannot be made."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"{self.directory}: cannot be made ({error.strerror}); name another cache.directory"
+            ) from None
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
         """Hold the lock on one shard; while another process fetches it, pass on that its file grows."""
-        part, seen = path.with_suffix(".part"), -1
+        part = path.with_suffix(".part")
+        known_size = -1
         with open(path.with_suffix(".lock"), "w") as file:
             while not take_lock(file.fileno(), Path(file.name), wait=False):
                 if self.stopped():
                     raise StorageError(f"{path.name}: another process fetches it")
                 time.sleep(0.1)
-                with suppress(FileNotFoundError):
-                    if (size := part.stat().st_size) != seen:
-                        seen = size
-                        self.progress()
+                size = size_or_none(part)
+                if size is not None and size != known_size:
+                    known_size = size
+                    self.progress()
             yield
+
+    # ------------------------------------------------------------------------------------------ fetching
+
+    def fetch_or_explain(self, url: str, shard: Shard, path: Path) -> None:
+        """Fetch a shard; an error of the local disk becomes a StorageError with the way out."""
+        try:
+            self.fetch(url, shard, path)
+        except OSError as error:
+            raise StorageError(
+                f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
+                f"({self.cfg.limit_bytes}), name another cache.directory, or run again"
+            ) from None
 
     def fetch(self, url: str, shard: Shard, path: Path) -> None:
         """Download to `.part`, going on where it broke off; rename when size and digest are right."""
         part = path.with_suffix(".part")
         for _ in range(2):  # a digest can be wrong because of the transfer: try once more from the start
             self.make_room(shard.bytes)
-            with open(part, "a+b") as file:
-                file.seek(0)
-                digest = file_digest(file, "sha256")
-                while file.tell() < shard.bytes:
-                    piece = self.read(url, file.tell(), min(file.tell() + PIECE, shard.bytes))
-                    file.write(piece)
-                    file.flush()
-                    digest.update(piece)
-                    self.progress()
-                os.fsync(file.fileno())  # or a power cut may leave its name with nothing under it
-            if digest.hexdigest() == shard.sha256:
+            if self.download(url, shard.bytes, part) == shard.sha256:
                 os.replace(part, path)
                 return
             part.unlink()
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
+
+    def download(self, url: str, size: int, part: Path) -> str:
+        """Append to a file until it has `size` bytes; returns the sha256 of all of them."""
+        with open(part, "a+b") as file:
+            # What an earlier try left is read once, for its digest; that leaves the position at its end.
+            file.seek(0)
+            digest = file_digest(file, "sha256")
+            while file.tell() < size:
+                piece = self.read(url, file.tell(), min(file.tell() + PIECE, size))
+                file.write(piece)
+                file.flush()
+                digest.update(piece)
+                self.progress()
+            os.fsync(file.fileno())  # or a power cut may leave its name with nothing under it
+        return digest.hexdigest()
 
     @contextmanager
     def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
@@ -134,11 +183,19 @@ class Cache:
             yield file
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        """One piece, or its beginning."""
-        return self.patiently(url, lambda: read_range(url, start, stop, self.cfg.timeout_s))[: stop - start]
+        """Bytes start … stop−1 of a URL, or the first of them."""
+
+        def ask() -> bytes:
+            return read_range(url, start, stop, self.cfg.timeout_s)
+
+        return self.patiently(url, ask)[: stop - start]
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
-        """What the storage answers; patient with all but a missing file, a refused address and a missing client."""
+        """What the storage answers; patient with all but a missing file, a refused address and a missing client.
+
+        Raises DataError for those, and StorageError when `attempts` were in vain or nobody waits any more.
+        """
+        reason = ""
         for attempt in range(self.cfg.attempts):
             if self.stopped():
                 raise StorageError(f"{redacted(url)}: left where it was")
@@ -150,95 +207,164 @@ class Cache:
                 raise
             except PermissionError as error:
                 reason = type(error).__name__
-                forget_credentials()
+                forget_credentials()  # they may have expired: the next attempt reads them again
             except Exception as error:  # clients raise many kinds; none of their texts is safe to show
                 reason = type(error).__name__
-            if attempt == 2:  # by now somebody waits
+            if attempt == WARN_AT_ATTEMPT:
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
             if attempt + 1 < self.cfg.attempts:
-                time.sleep(random.uniform(0, min(30.0, self.cfg.backoff_s * 2**attempt)))
-        denied = reason == "PermissionError" or "Credentials" in reason
-        hint = "credentials come from the environment" if denied else "run again"
+                time.sleep(self.pause_s(attempt))
+
+        is_denied = reason == "PermissionError" or "Credentials" in reason
+        hint = "credentials come from the environment" if is_denied else "run again"
         raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
 
+    def pause_s(self, attempt: int) -> float:
+        """A random part of a time that doubles with every attempt, so that many nodes do not ask all at once."""
+        longest = min(LONGEST_PAUSE_S, self.cfg.backoff_s * 2**attempt)
+        return random.uniform(0, longest)
+
+    # ------------------------------------------------------------------------------------------ eviction
+
     def make_room(self, size: int) -> None:
-        """Delete the longest unused shards until `size` more bytes are within the limit."""
+        """Delete the longest unused shards until `size` more bytes are within the limit.
+
+        Raises DataError where a shard alone is larger than the limit.
+        """
         if size > self.cfg.limit_bytes:
             raise DataError(
                 f"a shard of {size} bytes does not fit the cache's {self.cfg.limit_bytes}; "
                 f"type data.cache.limit_bytes={size} or more, or pack smaller shards"
             )
         with locked(self.directory / "eviction.lock"):
-            held = [*files(self.directory, "*.tar"), *files(self.directory, "*.part")]
-            total = sum(status.st_size for status, _ in held) + size
-            young = time.time() - ABANDONED_S
-            held = [(status, path) for status, path in held if path.suffix == ".tar" or status.st_mtime < young]
-            for status, path in sorted(held, key=lambda pair: pair[0].st_mtime_ns):
+            downloads = files(self.directory, "*.part")
+            deletable = files(self.directory, "*.tar")
+            total = sum(file.bytes for file in [*deletable, *downloads]) + size
+            # A download at work counts, but is left alone; one that stopped growing goes like a shard.
+            abandoned_since_ns = time.time_ns() - ABANDONED_S * 10**9
+            for file in downloads:
+                if file.used_at_ns < abandoned_since_ns:
+                    deletable.append(file)
+            for file in sorted(deletable, key=last_use):
                 if total <= self.cfg.limit_bytes:
                     break
-                path.unlink(missing_ok=True)
-                total -= status.st_size
+                file.path.unlink(missing_ok=True)
+                total -= file.bytes
 
 
-def files(directory: Path, pattern: str) -> Iterator[tuple[os.stat_result, Path]]:
+@dataclass(frozen=True)
+class CachedFile:
+    """A file of the cache, as it was a moment ago."""
+
+    path: Path
+    bytes: int
+    used_at_ns: int  # since 1970
+
+
+def last_use(file: CachedFile) -> int:
+    """What files are evicted by: the longest unused first."""
+    return file.used_at_ns
+
+
+def files(directory: Path, pattern: str) -> list[CachedFile]:
     """What is there now: others rename and delete meanwhile."""
+    there = []
     for path in directory.glob(pattern):
         with suppress(FileNotFoundError):
-            yield path.stat(), path
+            status = path.stat()
+            there.append(CachedFile(path, status.st_size, status.st_mtime_ns))
+    return there
+
+
+def size_or_none(path: Path) -> int | None:
+    """Bytes of a file, or None where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def is_whole(path: Path, shard: Shard) -> bool:
     """Whether the cache has a shard; a file of another size is what a power cut left of it."""
-    with suppress(FileNotFoundError):
-        return path.stat().st_size == shard.bytes
-    return False
+    return size_or_none(path) == shard.bytes
+
+
+# ----------------------------------------------------------------------------------- ahead of the order
 
 
 def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
     """(remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
-    steps = (order.batch(later)[1][slots.start : slots.stop] for later in range(step, step + cfg.ahead + 1))
-    shards = set().union(*(np.unique(one).tolist() for one in steps))
-    sizes = [index.shards[shard].bytes for shard in shards if "://" in index.location(shard)]
-    return len(sizes), sum(sizes)
+    shards: set[int] = set()
+    for later in range(step, step + cfg.ahead + 1):
+        shards.update(shards_of(order, slots, later))
+    remote_shards = 0
+    remote_bytes = 0
+    for shard in shards:
+        if "://" in index.location(shard):
+            remote_shards += 1
+            remote_bytes += index.shards[shard].bytes
+    return remote_shards, remote_bytes
+
+
+def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
+    """Numbers of the shards that some slots read at a step, each once."""
+    shard_of_slot = order.batch(step)[1]
+    return np.unique(shard_of_slot[slots.start : slots.stop]).tolist()
 
 
 class Ahead:
     """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
 
     def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
-        self.index, self.order, self.slots, self.cfg = index, order, slots, cfg
-        self.cache, self.step = Cache(cfg, lambda: self.stopped), step  # else the process waits for them to end
-        self.changed = threading.Condition()
+        self.index = index
+        self.order = order
+        self.slots = slots
+        self.cfg = cfg
+        self.step = step  # that training has reached
+        self.changed = threading.Condition()  # of step or stopped
         self.stopped = False
         self.failure: StorageError | None = None  # why nothing arrives
+        # The cache is told of our end, else the process would wait for its downloads to end.
+        self.cache = Cache(cfg, self.is_stopped)
         self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
         self.thread.start()
 
+    def is_stopped(self) -> bool:
+        """Whether nobody waits for shards any more."""
+        return self.stopped
+
     def reached(self, step: int) -> None:
+        """Say which step training has reached."""
         with self.changed:
             self.step = step
             self.changed.notify()
 
     def stop(self) -> None:
+        """Fetch nothing more; a piece that is on its way still arrives."""
         with self.changed:
             self.stopped = True
             self.changed.notify()
 
-    def run(self, step: int) -> None:
+    def run(self, first_step: int) -> None:
+        """Fetch the shards of one step after the other, never more than `ahead` steps before training."""
+        step = first_step
         with ThreadPoolExecutor(self.cfg.fetchers) as pool:
-            while True:
-                with self.changed:
-                    while not self.stopped and step > self.step + self.cfg.ahead:
-                        self.changed.wait()
-                    if self.stopped:
-                        return
-                shards = self.order.batch(step)[1][self.slots.start : self.slots.stop]
-                list(pool.map(self.fetch, np.unique(shards)))
+            while self.may_fetch(step):
+                list(pool.map(self.fetch, shards_of(self.order, self.slots, step)))
                 step += 1
 
+    def may_fetch(self, step: int) -> bool:
+        """Wait until a step is within the window; False where nobody waits any more."""
+        with self.changed:
+            while not self.stopped and step > self.step + self.cfg.ahead:
+                self.changed.wait()
+            return not self.stopped
+
     def fetch(self, shard: int) -> None:
+        """Fetch one shard; a failure is kept for the loader to raise, as it may be over before the shard is needed."""
         url = self.index.location(shard)
-        if self.stopped or "://" not in url:  # a mixture may have sets here and sets elsewhere
+        is_here = "://" not in url  # a mixture may have sets here and sets elsewhere
+        if self.stopped or is_here:
             return
         try:
             self.cache.path(url, self.index.shards[shard])

@@ -1,4 +1,16 @@
-"""Make the index of existing WebDataset tars, unchanged: on this machine, or behind URLs, one at a time."""
+"""Make the index of existing WebDataset tars, unchanged: on this machine, or behind URLs, one at a time.
+
+How tars become an index, in order:
+1. `local_tars` or `remote_tars` lists them, with the size of each and the folder or URL that holds them all;
+2. nothing may be lost: an index of other tars, or a packing that was stopped, in the same place is an error;
+3. `index_shard` walks one tar, writes its table and returns its record; several processes, or threads for URLs,
+   do so side by side, and a remote tar is deleted as soon as it has been looked at;
+4. the journal keeps the records, so that a killed run goes on, and at the end becomes the index.
+
+    build_index("s3://bucket/train", output="indexes/train")
+    →   indexes/train/train.index.json            directory: s3://bucket/train
+        indexes/train/train-000000.npy  …         one table a tar
+"""
 
 from __future__ import annotations
 
@@ -6,26 +18,49 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
-from itertools import takewhile
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 from braceexpand import braceexpand
 
 from data.errors import DataError
 from data.shards.cache import Cache, CacheConfig
-from data.shards.index import SUFFIX, Index, Journal, Shard, load_index, mapped, table_name, write_table
+from data.shards.index import SUFFIX, Index, Shard, load_index, mapped, table_name, write_table
+from data.shards.journal import Journal, Record
 from data.shards.remote import check_url, list_tars, redacted, size_of
 from data.shards.tar import parse_labels, walk
 
 MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
-LIMITS = r"\d+ \d+ (True|False)"  # how the journal of a packing begins
-Found = tuple[str, dict[str, int]]  # the folder or URL that holds some tars, and {name below it: bytes}
+MOST_ERRORS = 20  # shards that are named when they cannot be used
+PACKING_SETTING = r"\d+ \d+ (True|False)"  # how the journal of a packing begins, see `packing.pack`
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TarList:
+    """Tars that are to be one set: the folder or URL that holds them, and bytes by name below it."""
+
+    directory: str
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class IndexJob:
+    """One tar to index, for a process of its own."""
+
+    cache: Cache | None  # what fetches it; None where it is here
+    directory: str
+    name: str
+    bytes: int
+    output: Path
+    classes: int | None
 
 
 def build_index(
@@ -46,59 +81,85 @@ def build_index(
     is another one. `report` is told how many shards are done, of how many. Raises DataError naming every tar that
     cannot be used and every label ≥ `classes`, StorageError where the storage does not answer.
     """
-    given = [str(one) for one in source] if isinstance(source, list) else [str(source)]
-    urls = [one for one in given if "://" in one]
-    if urls and (len(urls) < len(given) or output is None):
+    sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
+    urls = [path for path in sources if "://" in path]
+    is_mixed = 0 < len(urls) < len(sources)
+    if is_mixed or (urls and output is None):
         raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
     if at and "://" in at:
         check_kept(at)
+
     cache = Cache(CacheConfig())
-    directory, sizes = remote_tars(urls, cache, workers) if urls else local_tars(source)
-    folder = Path(output or directory)
+    tars = remote_tars(urls, cache, workers) if urls else local_tars(source)
+    folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{name or Path(directory).name}{SUFFIX}"
-    check_tables(target, at or directory, sizes)
-    check_stopped(target.with_name(target.name + ".partial"))
-    with Journal(target, classes, directory) as journal:
-        todo = [shard for shard, size in sizes.items() if not journal.has(shard, size)]
-        jobs = [(cache if urls else None, directory, shard, sizes[shard], folder, classes) for shard in todo]
-        errors = []
-        for record in run_jobs(index_shard, jobs, workers, report, ThreadPoolExecutor if urls else ProcessPoolExecutor):
-            if isinstance(record, str):
-                errors.append(record)
-            else:
-                journal.add(*record)
-        if errors:
-            raise DataError("\n".join(errors[:20] + [f"… {len(errors)} shards in all"] * (len(errors) > 20)))
-        journal.keep(sizes)
-        return journal.finish(at or directory)
+    path = folder / f"{name or Path(tars.directory).name}{SUFFIX}"
+    check_tables(path, at or tars.directory, tars.sizes)
+    check_stopped(path.with_name(path.name + ".partial"))
+
+    # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
+    executor: type[Executor] = ProcessPoolExecutor
+    fetcher = None
+    if urls:
+        executor = ThreadPoolExecutor
+        fetcher = cache
+    with Journal(path, classes, tars.directory) as journal:
+        jobs = []
+        for tar, size in tars.sizes.items():
+            if not journal.has(tar, size):
+                jobs.append(IndexJob(fetcher, tars.directory, tar, size, folder, classes))
+        record_all(run_jobs(index_shard, jobs, workers, report, executor), journal)
+        journal.keep(tars.sizes)
+        return journal.finish(at or tars.directory)
 
 
-def check_tables(target: Path, directory: str, shards: Iterable[str]) -> None:
+def record_all(results: Iterable[Record | str], journal: Journal) -> None:
+    """Add the records to the journal; raises DataError at the end, with the first errors and how many there are."""
+    errors = []
+    for result in results:
+        if isinstance(result, Record):
+            journal.add(*result)
+        else:
+            errors.append(result)
+    if errors:
+        lines = errors[:MOST_ERRORS]
+        if len(errors) > MOST_ERRORS:
+            lines.append(f"… {len(errors)} shards in all")
+        raise DataError("\n".join(lines))
+
+
+# ------------------------------------------------------------------------------------- what may not be
+
+
+def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
     """Raise DataError where two shards would share a table, or one would replace that of other tars."""
     tables = Counter(map(table_name, shards))
-    if meeting := [table for table, count in tables.items() if count > 1]:
-        raise DataError(f"two shards would share the table {meeting[0]}; rename one, or index their folders apart")
-    for path in set(target.parent.glob(f"*{SUFFIX}")) - {target}:
-        other = load_index(path)
+    for table, count in tables.items():
+        if count > 1:
+            raise DataError(f"two shards would share the table {table}; rename one, or index their folders apart")
+    for other_path in path.parent.glob(f"*{SUFFIX}"):
+        if other_path == path:  # the index that this one replaces
+            continue
+        other = load_index(other_path)
         if other.directory == directory:  # these very tars under another name
             continue
-        if meeting := [shard.name for shard in other.shards if table_name(shard.name) in tables]:
-            raise DataError(
-                f"{path} has a {meeting[0]} of {other.directory}: its table would go; give another --output"
-            )
+        for shard in other.shards:
+            if table_name(shard.name) in tables:
+                raise DataError(
+                    f"{other_path} has a {shard.name} of {other.directory}: its table would go; give another --output"
+                )
 
 
 def check_stopped(partial: Path) -> None:
     """Raise DataError where a packing was stopped, whose tars are not all there."""
-    with suppress(OSError, ValueError):
-        with open(partial) as file:
-            setting = json.loads(file.readline())[2]
-        if re.fullmatch(LIMITS, setting):
-            raise DataError(
-                f"{partial}: a packing was stopped here; run the same `jobs pack` again to its end, "
-                "or delete this file to index the tars that there are"
-            )
+    setting = ""
+    with suppress(OSError, ValueError), open(partial) as file:
+        setting = json.loads(file.readline())[2]
+    if re.fullmatch(PACKING_SETTING, setting):
+        raise DataError(
+            f"{partial}: a packing was stopped here; run the same `jobs pack` again to its end, "
+            "or delete this file to index the tars that there are"
+        )
 
 
 def check_kept(url: str) -> None:
@@ -110,98 +171,140 @@ def check_kept(url: str) -> None:
         raise DataError(f"{url}: two slashes in a row are one to some clients; keep the shards under another key")
 
 
-def local_tars(source: str | os.PathLike[str] | list[str]) -> Found:
-    """Tars of a folder, or those that are listed."""
-    paths = [Path(path) for path in source] if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
+# ------------------------------------------------------------------------------------- which tars there are
+
+
+def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
+    """Tars of a folder, or those that are listed; raises DataError where there are none, or one is missing."""
+    paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
         raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
+
     paths = [path.resolve() for path in paths]
-    directory = os.path.commonpath([path.parent for path in paths])
-    return directory, {str(path.relative_to(directory)): path.stat().st_size for path in paths}
+    tars = TarList(os.path.commonpath({path.parent for path in paths}), {})
+    for path in paths:
+        tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size
+    return tars
 
 
-def remote_tars(urls: list[str], cache: Cache, workers: int) -> Found:
-    """Tars behind URLs, with the sizes that the storage tells."""
-    named: list[str] = []
-    sizes: dict[str, int] = {}
-    for url in (one for pattern in urls for one in braceexpand(pattern)):
-        check_kept(url)
-        if url.endswith(".tar") and "*" not in url:
-            named.append(url)
-        else:
-            sizes |= cache.patiently(url, lambda url=url: list_tars(url, cache.cfg.timeout_s))  # type: ignore[misc]
-    with ThreadPoolExecutor(4 * workers) as pool:
-        asked = pool.map(lambda url: cache.patiently(url, lambda: size_of(url, cache.cfg.timeout_s)), named)
-        sizes |= zip(named, asked, strict=True)
+def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
+    """Tars behind URLs, with the sizes that the storage tells; raises DataError where there are none.
+
+    Each URL names one tar, several by a `{000..999}` or a `*`, or a folder.
+    """
+    timeout_s = cache.cfg.timeout_s
+
+    def listed(url: str) -> dict[str, int]:
+        return cache.patiently(url, lambda: list_tars(url, timeout_s))
+
+    def asked_size(url: str) -> int:
+        return cache.patiently(url, lambda: size_of(url, timeout_s))
+
+    sizes: dict[str, int] = {}  # URL → bytes
+    named: list[str] = []  # tars that the user names one by one
+    for pattern in urls:
+        for url in braceexpand(pattern):
+            check_kept(url)
+            if url.endswith(".tar") and "*" not in url:
+                named.append(url)
+            else:
+                sizes.update(listed(url))
+    with ThreadPoolExecutor(4 * workers) as pool:  # asking for a size is one short request
+        sizes.update(zip(named, pool.map(asked_size, named), strict=True))
     if not sizes:
         raise DataError(f"{', '.join(urls)}: no *.tar there")
-    columns = takewhile(
-        lambda column: len(set(column)) == 1, zip(*(url.split("/")[:-1] for url in sizes), strict=False)
-    )
-    shared = [column[0] for column in columns]
+
+    tars = TarList(common_folder(list(sizes)), {})
+    for url, bytes_there in sizes.items():
+        tars.sizes[url.removeprefix(tars.directory + "/")] = bytes_there
+    return tars
+
+
+def common_folder(urls: Sequence[str]) -> str:
+    """The longest URL of a folder that holds all of these; raises DataError where they share no bucket or host."""
+    shared = urls[0].split("/")[:-1]  # scheme, nothing, bucket or host, folders
+    for url in urls[1:]:
+        folders = url.split("/")[:-1]
+        same = 0
+        while same < min(len(shared), len(folders)) and folders[same] == shared[same]:
+            same += 1
+        shared = shared[:same]
     if len(shared) < 3:
         raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
-    directory = "/".join(shared)
-    return directory, {url.removeprefix(directory + "/"): size for url, size in sizes.items()}
+    return "/".join(shared)
+
+
+# ------------------------------------------------------------------------------------------- one tar
 
 
 def run_jobs(
-    function: Callable,
-    jobs: list,
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
     workers: int,
     report: Callable[[int, int], None] | None = None,
     executor: Callable[[int], Executor] = ProcessPoolExecutor,
-) -> Iterator:
-    """Apply a function to each job, in order, here or in some processes (or threads)."""
-    with executor(workers) if workers > 1 else nullcontext() as pool:
-        for done, result in enumerate(pool.map(function, jobs) if pool else map(function, jobs), start=1):
-            yield result
-            if report:
-                report(done, len(jobs))
+) -> Iterator[Result]:
+    """Apply a function to each job, in order, here or in some processes (or threads).
+
+    `report` is told how many jobs are done, of how many.
+    """
+    if workers > 1:
+        with executor(workers) as pool:
+            yield from counted(pool.map(function, jobs), len(jobs), report)
+    else:
+        yield from counted(map(function, jobs), len(jobs), report)
 
 
-def index_shard(
-    job: tuple[Cache | None, str, str, int, Path, int | None],
-) -> tuple[Shard, Counter[int], Counter[str]] | str:
+def counted(results: Iterable[Result], total: int, report: Callable[[int, int], None] | None) -> Iterator[Result]:
+    """The same results; `report` is told of each one that has been dealt with."""
+    for done, result in enumerate(results, start=1):
+        yield result
+        if report:
+            report(done, total)
+
+
+def index_shard(job: IndexJob) -> Record | str:
     """Write one shard's table; returns its record, or what is wrong with it."""
-    cache, directory, name, size, output, classes = job
-    place = f"{directory}/{name}"
+    place = f"{job.directory}/{job.name}"
     try:
-        with cache.lent(place, size) if cache else open(place, "rb") as file:
-            return look(file, name, output, classes)
+        with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file:
+            return index_file(file, job.name, job.output, job.classes)
     except (DataError, OSError) as error:
         return str(error)
 
 
-def look(file: IO[bytes], name: str, output: Path, classes: int | None) -> tuple[Shard, Counter[int], Counter[str]]:
-    """Write the table of an open shard; returns its record."""
+def index_file(file: IO[bytes], name: str, output: Path, classes: int | None) -> Record:
+    """Write the table of an open shard; returns its record. Raises DataError where it is no tar, or of a label."""
     with mapped(file) as tar:
-        found = walk(tar, name)
-        table = found.table()
-        counts, bad = count_classes(tar, table, name, classes)
+        result = walk(tar, name)
+        table = result.table()
+        class_counts, unlabelled = count_classes(tar, table, name, classes)
         write_table(output, name, table)
-        return Shard(name, len(table), len(tar), sha256(tar).hexdigest()), counts, found.refused + bad
+        shard = Shard(name, len(table), len(tar), sha256(tar).hexdigest())
+    return Record(shard, class_counts, result.refused + unlabelled)
 
 
 def count_classes(
     tar: memoryview, table: np.ndarray, name: str, classes: int | None
 ) -> tuple[Counter[int], Counter[str]]:
     """Samples a class, and those without a usable label; raises DataError on a label ≥ `classes`."""
+    limit = classes or MAX_CLASSES
     counts: Counter[int] = Counter()
-    bad: Counter[str] = Counter()
+    unlabelled: Counter[str] = Counter()
     for row in table:
+        raw = bytes(tar[row["label"] : row["label"] + row["label_size"]])
         try:
-            labels = parse_labels(bytes(tar[row["label"] : row["label"] + row["label_size"]]))
+            labels = parse_labels(raw)
         except ValueError:
-            bad["no label"] += 1
+            unlabelled["no label"] += 1
             continue
-        if max(labels) >= (classes or MAX_CLASSES):
+        if max(labels) >= limit:
             raise DataError(
                 f"{name}: sample {row['key'].decode('utf-8', 'replace')} has label {max(labels)}, "
-                f"but there are {classes or MAX_CLASSES} classes (0 … {(classes or MAX_CLASSES) - 1})"
+                f"but there are {limit} classes (0 … {limit - 1})"
             )
-        counts.update(set(labels))
-    return counts, bad
+        counts.update(set(labels))  # a label that is repeated counts once
+    return counts, unlabelled

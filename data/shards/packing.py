@@ -1,10 +1,24 @@
-"""Write samples into tar shards, with the index as it goes; the same samples always give the same bytes."""
+"""Write samples into tar shards, with the index as it goes; the same samples always give the same bytes.
+
+How samples become a set, in order:
+1. `cut` splits the stream of samples where a shard is full;
+2. `is_done` compares each group with what an earlier, killed run left; a shard that is there already is kept;
+3. `write_shard` checks the keys and labels of the others and writes each tar and its table, in threads;
+4. the journal records every finished shard, in order, and at the end becomes the index;
+5. shards of an earlier set of this name that the new one lacks are deleted.
+
+    pack(digits(True), "shards/digits", name="train", shard_samples=500)
+    →   train-000000.tar  train-000000.npy     500 samples: digit0000.jpg, digit0000.cls, …
+        train-000001.tar  train-000001.npy     500 samples
+        train-000002.tar  train-000002.npy     the rest
+        train.index.json
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -14,9 +28,12 @@ import numpy as np
 from data.errors import DataError
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
-from data.shards.index import SUFFIX, Index, Journal, Shard, load_index, mapped, table_name, write_table
+from data.shards.index import SUFFIX, Index, Shard, load_index, mapped, table_name, write_table
+from data.shards.journal import Journal, Record
 from data.shards.sources import Sample
 from data.shards.tar import walk
+
+JPEG_START = b"\xff\xd8"
 
 
 def pack(
@@ -33,124 +50,154 @@ def pack(
 ) -> Index:
     """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
 
-    `restarts` adds restart markers to JPEGs (see `data.jpeg`): the same pixels, cropped faster. `report` is
+    `restarts` adds restart markers to JPEGs (see `data.images.jpeg`): the same pixels, cropped faster. `report` is
     told the shards and samples finished so far. Safe to kill and run again with the same samples: finished
     shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes`, a repeated key
     in a shard, or no samples.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    limits = f"{shard_samples} {shard_bytes} {restarts}"
+    setting = f"{shard_samples} {shard_bytes} {restarts}"
     if restarts:
         require_binding()  # before threads would compile it side by side
     with (
-        Journal(directory / f"{name}{SUFFIX}", classes, limits) as journal,
+        Journal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
     ):
-        running: deque[Future] = deque()
-        shards = finished = 0
-        for number, group in enumerate(cut(samples, shard_samples, shard_bytes)):
-            path = directory / f"{name}-{number:06d}.tar"
+        running: deque[Future[Record]] = deque()
+        shard_names: list[str] = []
+        finished_samples = 0
+        for group in cut(samples, shard_samples, shard_bytes):
+            path = directory / f"{name}-{len(shard_names):06d}.tar"
             if not is_done(journal, path, group, restarts):
                 running.append(pool.submit(write_shard, path, group, classes, restarts))
-            shards, finished = number + 1, finished + len(group)
+            shard_names.append(path.name)
+            finished_samples += len(group)
+            # At most one group a thread is in memory, and the journal gets its lines in the order of the shards.
             while len(running) >= workers:
                 journal.add(*running.popleft().result())
             if report:
-                report(shards - len(running), finished)
+                report(len(shard_names) - len(running), finished_samples)
         while running:
             journal.add(*running.popleft().result())
-        if not shards:
+        if not shard_names:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
-        journal.keep(f"{name}-{number:06d}.tar" for number in range(shards))
-        before = load_index(journal.path).shards if journal.path.exists() else ()
-        made = journal.finish(directory)
-        for old in {shard.name for shard in before} - {shard.name for shard in made.shards}:
-            (directory / old).unlink(missing_ok=True)  # of the set that this one replaces
-            (directory / table_name(old)).unlink(missing_ok=True)
-        return made
+        journal.keep(shard_names)
+        return replace_set(journal, directory)
 
 
-def is_done(journal: Journal, path: Path, group: list[Sample], restarts: bool) -> bool:
-    """Whether an earlier try finished this very shard, and no label or image of it has been corrected since.
-
-    With restart markers the images are others than were given: then files are judged by their times alone, and
-    images in memory are trusted.
-    """
-    if not (path.exists() and journal.has(path.name, path.stat().st_size)):
-        return False
-    table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
-    written = path.stat().st_mtime
-    with open(path, "rb") as file, mapped(file) as tar:
-
-        def part(row: np.void, what: str) -> memoryview:
-            return tar[row[what] :][: row[f"{what}_size"]]
-
-        def same(row: np.void, sample: Sample) -> bool:
-            if (row["key"].decode(), bytes(part(row, "label"))) != (sample.key, label_of(sample)):
-                return False
-            if isinstance(sample.image, Path):
-                return sample.image.stat().st_mtime <= written
-            return restarts or part(row, "image") == sample.image
-
-        return len(table) == len(group) and all(map(same, table, group))
-
-
-def label_of(sample: Sample) -> bytes:
-    """The content of its .cls."""
-    return " ".join(map(str, sample.labels)).encode()
+def replace_set(journal: Journal, directory: Path) -> Index:
+    """Write the index, and delete what only the set that it replaces had."""
+    replaced = load_index(journal.path).shards if journal.path.exists() else ()
+    index = journal.finish(directory)
+    shard_names = {shard.name for shard in index.shards}
+    for shard in replaced:
+        if shard.name not in shard_names:
+            (directory / shard.name).unlink(missing_ok=True)
+            (directory / table_name(shard.name)).unlink(missing_ok=True)
+    return index
 
 
 def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
     """Cut a stream of samples where a shard is full."""
     group: list[Sample] = []
-    size = 0
+    group_bytes = 0
     for sample in samples:
-        if group and (len(group) == shard_samples or size + sample.size > shard_bytes):
+        is_full = len(group) == shard_samples or group_bytes + sample.size > shard_bytes
+        if group and is_full:  # a sample that is larger than a shard may be gets one of its own
             yield group
-            group, size = [], 0
+            group = []
+            group_bytes = 0
         group.append(sample)
-        size += sample.size
+        group_bytes += sample.size
     if group:
         yield group
 
 
-def check_samples(shard: str, group: list[Sample], classes: int | None) -> Counter[int]:
-    """Samples per class; raises DataError on keys and labels that cannot be."""
-    seen: set[str] = set()
-    counts: Counter[int] = Counter()
-    for sample in group:
-        if sample.key in seen:
-            raise DataError(f"{shard}: two samples have the key {sample.key!r}; give each image a name of its own")
-        if not sample.key or "." in sample.key.rpartition("/")[2]:
-            raise DataError(f"{shard}: key {sample.key!r} is empty or has a dot, where the extension would begin")
-        if not sample.labels or min(sample.labels) < 0 or (classes and max(sample.labels) >= classes):
-            raise DataError(
-                f"{shard}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of "
-                f"0 … {classes - 1 if classes else 'the number of classes'}"
-            )
-        seen.add(sample.key)
-        counts.update(set(sample.labels))
-    return counts
+# ------------------------------------------------------------------------------- what an earlier run left
 
 
-def write_shard(
-    path: Path, group: list[Sample], classes: int | None, restarts: bool
-) -> tuple[Shard, Counter[int], Counter[str]]:
-    """Write one tar and its table; owner, times and modes are fixed."""
+def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
+    """Whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
+    if not path.exists() or not journal.has(path.name, path.stat().st_size):
+        return False
+    table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
+    if len(table) != len(group):
+        return False
+    written_at = path.stat().st_mtime
+    with open(path, "rb") as file, mapped(file) as tar:
+        for row, sample in zip(table, group, strict=True):
+            if not holds(tar, row, sample, written_at, restarts):
+                return False
+    return True
+
+
+def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, restarts: bool) -> bool:
+    """Whether a row of a tar that was written at some time is this very sample.
+
+    With restart markers the images are others than were given: then files are judged by their times alone, and
+    images in memory are trusted.
+    """
+    label = tar[row["label"] :][: row["label_size"]]
+    if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
+        return False
+    if isinstance(sample.image, Path):
+        return sample.image.stat().st_mtime <= written_at
+    image = tar[row["image"] :][: row["image_size"]]
+    return restarts or image == sample.image
+
+
+# -------------------------------------------------------------------------------------------- one shard
+
+
+def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restarts: bool) -> Record:
+    """Write one tar and its table; owner, times and modes are fixed. Raises DataError as `check_samples` does."""
     from webdataset import TarWriter  # importing it takes a second, and only writing needs it
 
-    counts = check_samples(path.name, group, classes)
+    class_counts = check_samples(path.name, group, classes)
     with whole_file(path) as temporary, open(temporary, "wb") as new_tar:
         # PAX: its extra headers appear only for names over 100 bytes, so that usual tars stay plain ustar
         writer = TarWriter(new_tar, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT")
         for sample in group:
             image = sample.read()
-            if restarts and image[:2] == b"\xff\xd8":
+            if restarts and image.startswith(JPEG_START):
                 image = add_restarts(image)
             writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
         writer.close()
+    # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
-        found = walk(tar, path.name)
-        write_table(path.parent, path.name, found.table())
-        return Shard(path.name, len(found.rows), len(tar), sha256(tar).hexdigest()), counts, found.refused
+        result = walk(tar, path.name)
+        write_table(path.parent, path.name, result.table())
+        shard = Shard(path.name, len(result.rows), len(tar), sha256(tar).hexdigest())
+    return Record(shard, class_counts, result.refused)
+
+
+def label_of(sample: Sample) -> bytes:
+    """The content of a sample's .cls."""
+    return " ".join(map(str, sample.labels)).encode()
+
+
+def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> Counter[int]:
+    """Samples per class; raises DataError on keys and labels that cannot be."""
+    keys: set[str] = set()
+    class_counts: Counter[int] = Counter()
+    for sample in group:
+        if sample.key in keys:
+            raise DataError(f"{shard}: two samples have the key {sample.key!r}; give each image a name of its own")
+        if not sample.key or "." in sample.key.rpartition("/")[2]:
+            raise DataError(f"{shard}: key {sample.key!r} is empty or has a dot, where the extension would begin")
+        check_labels(shard, sample, classes)
+        keys.add(sample.key)
+        class_counts.update(set(sample.labels))  # a label that is repeated counts once
+    return class_counts
+
+
+def check_labels(shard: str, sample: Sample, classes: int | None) -> None:
+    """Raise DataError unless a sample has labels, all from 0 on and below `classes`."""
+    is_usable = bool(sample.labels) and min(sample.labels) >= 0
+    is_below = not classes or max(sample.labels, default=0) < classes
+    if not (is_usable and is_below):
+        last = classes - 1 if classes else "the number of classes"
+        raise DataError(
+            f"{shard}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of 0 … {last}"
+        )

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import cv2
 from jinja2 import Environment
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data.files import write_whole
 from data.images.decode import decode
-from data.shards.doctor import Report
+from data.shards.report import Report, ShardReport, Spread
 
 MOST_SHARDS = 1000  # rows of the table
+THUMBNAIL = 112  # pixels of the longer side
+CHARTED = ("shorter side", "width / height", "kB")  # names of `report.measures`
 TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
 <meta charset="utf-8"><title>{{ name }}</title>
 <style>
@@ -44,43 +47,64 @@ td:first-child, td:last-child, th:first-child, th:last-child { text-align: left 
 
 def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     """Write the page, with advice for so many workers, and return its path."""
-    worst = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.total()))
+    shards = sorted(report.shards, key=worst_first)
+    more = ""
+    if len(shards) > MOST_SHARDS:
+        more = f": the first {MOST_SHARDS} of {len(shards)}, the worst first"
+    thumbnails = []
+    for shard in report.shards:
+        for image in shard.grid:
+            thumbnails.append((image.caption, thumbnail(image.encoded)))
     page = TEMPLATE.render(
         name=f"Data report of {report.index.tables.name}, digest {report.index.digest[:12]}",
         summary="\n".join(report.lines(world)),
         chart=chart(report),
-        shards=worst[:MOST_SHARDS],
-        more=f": the first {MOST_SHARDS} of {len(worst)}, the worst first" if len(worst) > MOST_SHARDS else "",
-        samples=[(key, thumbnail(image)) for shard in report.shards for key, image in shard.grid],
+        shards=shards[:MOST_SHARDS],
+        more=more,
+        samples=thumbnails,
     )
     write_whole(Path(path), page)
     return Path(path)
 
 
+def worst_first(shard: ShardReport) -> tuple[bool, int]:
+    """What shards are sorted by: those with a problem as a whole, then those with the most bad samples."""
+    return not shard.problem, -shard.bad.total()
+
+
 def chart(report: Report) -> str:
     """Samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
-    spreads = report.spreads
-    counts = sorted((report.classes[c] for c in range(report.index.classes)), reverse=True)
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
+    counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
     axes[0].fill_between(range(len(counts)), counts, step="mid")
     axes[0].set(title="samples a class, most first", xlabel="class, by rank", ylim=(0, None))
-    for axis, name in zip(axes[1:], ("shorter side", "width / height", "kB"), strict=True):
-        title = f"{name} of an image"
-        if name in spreads:
-            low, high = min(spreads[name]), spreads[name].quantile(0.99)  # the longest tail would flatten all else
-            around = (low, high) if high > low else (low - 0.5, low + 0.5)
-            axis.hist(list(spreads[name]), bins=40, range=around, weights=list(spreads[name].values()))
-            title += f", median {spreads[name].quantile(0.5):.4g}"
-        axis.set(title=title, ylabel="images")
+    for axis, name in zip(axes[1:], CHARTED, strict=True):
+        draw_histogram(axis, name, report.spreads.get(name))
     png = BytesIO()
     figure.savefig(png, format="png", dpi=110)
     return b64encode(png.getvalue()).decode()
 
 
+def draw_histogram(axis: Axes, name: str, spread: Spread | None) -> None:
+    """Draw how a measure of the images is spread; an empty chart where no image was good."""
+    title = f"{name} of an image"
+    if spread:
+        low = min(spread)
+        high = spread.quantile(0.99)  # the longest tail would flatten all else
+        if low == high:  # images that are all alike still need a bar of some width
+            low -= 0.5
+            high += 0.5
+        axis.hist(list(spread), bins=40, range=(low, high), weights=list(spread.values()))
+        title += f", median {spread.quantile(0.5):.4g}"
+    axis.set(title=title, ylabel="images")
+
+
 def thumbnail(encoded: bytes) -> str:
     """A small JPEG in base64."""
-    image = decode(encoded)
-    h, w = (max(1, side * 112 // max(image.shape[:2])) for side in image.shape[:2])
-    small = cv2.resize(image[..., ::-1], (w, h), interpolation=cv2.INTER_AREA)
+    image = decode(encoded)  # H, W, RGB
+    longer_side = max(image.shape[:2])
+    height = max(1, image.shape[0] * THUMBNAIL // longer_side)
+    width = max(1, image.shape[1] * THUMBNAIL // longer_side)
+    small = cv2.resize(image[..., ::-1], (width, height), interpolation=cv2.INTER_AREA)
     return b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode()

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, Shard, shortest
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
+MOST_LINES = 10  # unusable shards that an error names with their problems
+MOST_DROPPED = 100  # shards that an error offers to leave out; with more missing, something else is wrong
+
+
+# --------------------------------------------------------------------------------------- before a run
 
 
 def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
@@ -27,37 +32,66 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
     `option` is what leaves shards out, `dropped` those that it leaves out already; "" where none can be.
     """
-    wrong: dict[str, str] = {}
-    for index, (number, shard) in ((one, found) for one in sets for found in enumerate(one.shards)):
-        place = index.location(number)
-        if not shard.samples + shard.bytes:  # left out, see `index.without`
-            continue
-        try:
-            size = shard.bytes if "://" in place else os.stat(place).st_size
-        except OSError as error:
-            wrong[place] = error.strerror or "unreadable"
-            continue
-        if size != shard.bytes:
-            wrong[place] = f"{size} bytes, the index says {shard.bytes}"
-    if wrong:
-        shards = sum(len(one.shards) for one in sets)
-        lines = [f"{place}: {problem}" for place, problem in list(wrong.items())[:10]]
-        more = [f"… and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
-        if option and len(wrong) <= 100:
-            names = ",".join([*dropped, *(shortest(sets, place) for place in wrong)])
-            way_out += f"; or train without them: '{option}=[{names}]'"
-        raise DataError("\n".join([f"{len(wrong)} of {shards} shards cannot be used:", *lines, *more, way_out]))
+    problems: dict[str, str] = {}  # path → what is wrong with it
+    shards = 0
+    for index in sets:
+        shards += len(index.shards)
+        for number, shard in enumerate(index.shards):
+            place = index.location(number)
+            problem = problem_of(place, shard)
+            if problem:
+                problems[place] = problem
+    if not problems:
+        return
+
+    lines = [f"{len(problems)} of {shards} shards cannot be used:"]
+    for place in list(problems)[:MOST_LINES]:
+        lines.append(f"{place}: {problems[place]}")
+    if len(problems) > MOST_LINES:
+        lines.append(f"… and {len(problems) - MOST_LINES} more")
+    way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
+    if option and len(problems) <= MOST_DROPPED:
+        names = list(dropped)
+        for place in problems:
+            names.append(shortest(sets, place))
+        way_out += f"; or train without them: '{option}=[{','.join(names)}]'"
+    raise DataError("\n".join([*lines, way_out]))
+
+
+def problem_of(place: str, shard: Shard) -> str:
+    """What is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
+    is_left_out = shard.samples == 0 and shard.bytes == 0  # see `index.without`
+    if is_left_out or "://" in place:
+        return ""
+    try:
+        size = os.stat(place).st_size
+    except OSError as error:
+        return error.strerror or "unreadable"
+    if size != shard.bytes:
+        return f"{size} bytes, the index says {shard.bytes}"
+    return ""
+
+
+# --------------------------------------------------------------------------------------- during a run
+
+
+class OpenShard(NamedTuple):
+    """A shard in use: its bytes and its table, both mapped."""
+
+    tar: mmap.mmap
+    table: np.ndarray
 
 
 class Reader:
     """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped."""
 
     def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None):
-        self.index, self.verify, self.cache = index, verify, Cache(cache or CacheConfig())
-        self._open: OrderedDict[int, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
+        self.index = index
+        self.verify = verify
+        self.cache = Cache(cache or CacheConfig())
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number, the longest unused first
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, object]:
         """Open shards stay where they are when a reader goes to another process."""
         return self.__dict__ | {"_open": OrderedDict()}
 
@@ -68,66 +102,73 @@ class Reader:
         """
         tar, table = self._shard(shard)
         row = table[sample]
-        image, label = int(row["image"]), int(row["label"])
-        return (
-            row["key"].decode("utf-8", "replace"),
-            tar[image : image + min(int(row["image_size"]), MAX_BYTES + 1)],  # the decoder refuses more
-            tar[label : label + int(row["label_size"])],
-        )
+        image = int(row["image"])
+        label = int(row["label"])
+        image_size = min(int(row["image_size"]), MAX_BYTES + 1)  # the decoder refuses more
+        label_size = int(row["label_size"])
+        key = row["key"].decode("utf-8", "replace")
+        return key, tar[image : image + image_size], tar[label : label + label_size]
 
-    def _shard(self, shard: int) -> tuple[mmap.mmap, np.ndarray]:
-        if shard in self._open:
-            self._open.move_to_end(shard)
-            return self._open[shard]
-        known, place = self.index.shards[shard], self.index.location(shard)
-        remote = "://" in place
-        with self._find(place, known) if remote else open_local(place) as file:
-            tar = map_shard(file, place, known.bytes)
-        if self.verify and not remote:  # the cache has verified what it fetched
-            verify_once(tar, place, known.sha256)
-        self._open[shard] = tar, self.index.table(shard)
+    def _shard(self, number: int) -> OpenShard:
+        """A shard that is mapped, opening it if need be."""
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        shard = self.index.shards[number]
+        place = self.index.location(number)
+        is_remote = "://" in place
+        with self._fetched(place, shard) if is_remote else open_local(place) as file:
+            tar = map_shard(file, place, shard.bytes)
+        if self.verify and not is_remote:  # the cache has verified what it fetched
+            verify_once(tar, place, shard.sha256)
+        self._open[number] = OpenShard(tar, self.index.table(number))
         if len(self._open) > most_open():
-            self._open.popitem(last=False)[1][0].close()
-        return self._open[shard]
+            _, longest_unused = self._open.popitem(last=False)
+            longest_unused.tar.close()
+        return self._open[number]
 
-    def _find(self, url: str, known: Shard) -> BinaryIO:
+    def _fetched(self, url: str, shard: Shard) -> BinaryIO:
         """Open a remote shard in the cache; one that goes before it is open is fetched again."""
         while True:
-            path = self.cache.path(url, known)
+            path = self.cache.path(url, shard)
             with suppress(FileNotFoundError):
                 return open(path, "rb")
 
 
 def most_open() -> int:
-    """Shards to keep open: each holds two files, itself and its table."""
-    return min(MOST_OPEN, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+    """Shards to keep open: each holds two files, itself and its table, of those that this process may have."""
+    files_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(MOST_OPEN, max(8, files_allowed // 4))
 
 
 def open_local(place: str) -> BinaryIO:
+    """Open a shard of this machine; raises DataError where it cannot be."""
     try:
         return open(place, "rb")
     except OSError as error:
         raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
 
 
-def map_shard(file: BinaryIO, place: str, size: int) -> mmap.mmap:
-    """Map a shard after comparing its size; raises DataError."""
-    found = os.fstat(file.fileno()).st_size
-    if found != size:
-        raise DataError(f"{place}: {found} bytes, the index says {size}; restore it, or index it again")
+def map_shard(file: BinaryIO, place: str, expected_size: int) -> mmap.mmap:
+    """Map a shard after comparing its size in bytes; raises DataError."""
+    size = os.fstat(file.fileno()).st_size
+    if size != expected_size:
+        raise DataError(f"{place}: {size} bytes, the index says {expected_size}; restore it, or index it again")
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
-    """Compare a shard's digest unless this node already did; raises DataError where it differs."""
+    """Compare a shard's sha256 unless this node already did; raises DataError where it differs."""
+    # The mark names the very file: one that is replaced or written again is verified again.
     status = os.stat(place)
     mark = state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
+        name = "/".join(place.split("/")[-2:])
         raise DataError(
             f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
-            f"restore it, index it again, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
+            f"restore it, index it again, or train without it: data.drop=[{name}]"
         )
     with suppress(OSError):  # without a mark the next process looks for itself
         mark.parent.mkdir(parents=True, exist_ok=True)

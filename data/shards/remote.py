@@ -1,5 +1,11 @@
 """Byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
+Three questions can be asked of an address, whatever its scheme, and each is asked once: patience is the caller's part.
+
+    size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
+    read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
+    list_tars("s3://bucket/train", 30.0)                       →   {"s3://bucket/train/train-000000.tar": 6543360, …}
+
 Credentials come from the environment alone, in the names that each client's makers chose; so do other endpoints:
 `AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_CONNECTION_STRING`. `pipe:`, `file:`, `http:` and all else
 is refused; so are private and link-local addresses behind `https://`, after resolution and every redirect, unless
@@ -18,18 +24,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol, TypedDict
 from urllib.parse import urlsplit
 
 from data.errors import DataError
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
+PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
 
 
 class Refused(DataError):
     """This address may not be read, now or later."""
+
+
+class Entry(TypedDict):
+    """What a client says of an object; it says more, of which nothing is needed."""
+
+    size: int  # bytes
+
+
+class Client(Protocol):
+    """The part of fsspec's file systems that is used here."""
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        """Bytes start … end−1 of an object."""
+
+    def info(self, path: str) -> Entry:
+        """The size of an object."""
+
+    def glob(self, path: str, *, detail: bool) -> dict[str, Entry]:
+        """The objects that match a pattern, by their paths without the scheme."""
 
 
 def check_url(url: str) -> None:
@@ -42,7 +68,13 @@ def check_url(url: str) -> None:
 def redacted(url: str) -> str:
     """The URL without user, password, query and fragment, any of which may be a secret."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.scheme else url
+    if not parts.scheme:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
+# ------------------------------------------------------------------------------------ the three questions
 
 
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
@@ -52,25 +84,19 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """
     check_url(url)
     if url.startswith("https:"):
-        found = read_https(url, start, stop, timeout_s)
+        content = read_https(url, start, stop, timeout_s)
     else:
         with denied_as_such():
-            found = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
-    if not found:
+            content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
+    if not content:
         raise ConnectionError("empty answer")
-    return found
+    return content
 
 
 def size_of(url: str, timeout_s: float) -> int:
     """Bytes of what a URL names; raises as `read_range`."""
     if url.startswith("https:"):
-        with ask_https(url, timeout_s, headers={"Range": "bytes=0-0"}) as answer:
-            size = answer.headers.get("Content-Range", "").rpartition("/")[2] or answer.headers.get(
-                "Content-Length", ""
-            )
-        if not size.isdigit():
-            raise Refused(f"{redacted(url)}: the server does not say how long it is; copy the shards to this machine")
-        return int(size)
+        return size_https(url, timeout_s)
     with denied_as_such():
         return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
 
@@ -80,10 +106,13 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     scheme = urlsplit(url).scheme
     if scheme == "https":
         raise Refused(f"{redacted(url)}: https cannot list; name the shards, as in …/train-{{000..099}}.tar")
+    pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar"
     with denied_as_such():
-        pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar"
-        found = client(scheme, timeout_s).glob(pattern, detail=True)
-    return {f"{scheme}://{path}": entry["size"] for path, entry in sorted(found.items())}
+        entries = client(scheme, timeout_s).glob(pattern, detail=True)
+    return {f"{scheme}://{path}": entry["size"] for path, entry in sorted(entries.items())}
+
+
+# --------------------------------------------------------------------------------------------- s3, gs, az
 
 
 @contextmanager
@@ -104,44 +133,61 @@ def forget_credentials() -> None:
 
 
 @lru_cache(maxsize=8)
-def client(scheme: str, timeout_s: float) -> Any:
-    """fsspec's filesystem for a scheme; our own retries are the only ones."""
+def client(scheme: str, timeout_s: float) -> Client:
+    """fsspec's file system for a scheme; our own retries are the only ones.
+
+    Raises DataError where its package is not installed, or is of a version that keeps its retries elsewhere.
+    """
     import fsspec
 
-    options: dict = {"skip_instance_cache": True, "use_listings_cache": False}
+    package = CLIENTS[scheme]
+    try:
+        filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options_of(scheme, timeout_s))
+    except ImportError:
+        raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
+    try:
+        ask_once(scheme, filesystem)
+    except AttributeError as error:
+        raise DataError(
+            f"{scheme}://: {package} {version(package)} is not known to retry as we do ({error}); "
+            f"pip install {package}=={TESTED[package]}, the version that was tested"
+        ) from None
+    return filesystem
+
+
+def options_of(scheme: str, timeout_s: float) -> dict[str, object]:
+    """What a client is made with: time limits in seconds, and nothing kept from one client to the next."""
+    options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "gs":
         options["requests_timeout"] = timeout_s
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else it asks what kind each bucket is
     elif scheme == "az":
-        options |= {"connection_timeout": timeout_s, "read_timeout": timeout_s}
+        options["connection_timeout"] = timeout_s
+        options["read_timeout"] = timeout_s
     else:
-        limits = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
-        options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}}
-        if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
+        options["config_kwargs"] = {
+            "connect_timeout": timeout_s,
+            "read_timeout": timeout_s,
+            "retries": {"total_max_attempts": 1},
+        }
+        endpoint = os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
             options["endpoint_url"] = endpoint
-    try:
-        made = fsspec.filesystem({"az": "abfs"}.get(scheme, scheme), **options)
-    except ImportError:
-        raise DataError(f"{scheme}:// needs a client: pip install {CLIENTS[scheme]}") from None
-    try:
-        ask_once(scheme, made)
-    except AttributeError as error:
-        name = CLIENTS[scheme]
-        raise DataError(
-            f"{scheme}://: {name} {version(name)} is not known to retry as we do ({error}); "
-            f"pip install {name}=={TESTED[name]}, the version that was tested"
-        ) from None
-    return made
+    return options
 
 
-def ask_once(scheme: str, made: Any) -> None:
-    """Turn off the client's own retries; raises AttributeError where it keeps them elsewhere."""
+def ask_once(scheme: str, filesystem: Any) -> None:
+    """Turn off a client's own retries; raises AttributeError where it keeps them elsewhere.
+
+    Neither gcsfs nor adlfs has a public setting for it; docs/storage.md says what else was tried.
+    """
     if scheme == "s3":
-        made.retries = min(made.retries, 1)  # s3fs' own loop around botocore's
+        filesystem.retries = min(filesystem.retries, 1)  # s3fs' own loop around botocore's
     elif scheme == "gs":
-        made._request = partial(type(made)._request.__wrapped__, made)  # without gcsfs' six tries in 35 s
+        asked_once = type(filesystem)._request.__wrapped__  # without gcsfs' six tries in 35 s
+        filesystem._request = partial(asked_once, filesystem)
     else:
-        policy = made.service_client._config.retry_policy
+        policy = filesystem.service_client._config.retry_policy
         policy.total_retries = min(policy.total_retries, 0)  # Azure's take 83 s
 
 
@@ -149,8 +195,9 @@ def ask_once(scheme: str, made: Any) -> None:
 
 
 def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
-    with ask_https(url, timeout_s, headers={"Range": f"bytes={start}-{stop - 1}"}) as answer:
-        if answer.status != 206 and start:
+    """Bytes start … stop−1, or fewer; raises Refused where the server would send all from the first byte on."""
+    with ask_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
+        if answer.status != http.client.PARTIAL_CONTENT and start > 0:
             raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
         try:
             return answer.read(stop - start)
@@ -158,33 +205,53 @@ def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
             return error.partial
 
 
+def size_https(url: str, timeout_s: float) -> int:
+    """Bytes of what a URL names; raises Refused where the server does not say."""
+    # One byte is asked for, not HEAD, which many servers and all signed URLs refuse.
+    with ask_https(url, timeout_s, "bytes=0-0") as answer:
+        content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
+        size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
+    if not size.isdigit():
+        raise Refused(f"{redacted(url)}: the server does not say how long it is; copy the shards to this machine")
+    return int(size)
+
+
 @contextmanager
-def ask_https(url: str, timeout_s: float, **request: Any) -> Iterator[Any]:
-    """The answer to a request, and its errors as those of the other schemes."""
+def ask_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a request for a range, and its errors as those of the other schemes."""
+    request = urllib.request.Request(url, headers={"Range": byte_range})
     try:
-        with opener().open(urllib.request.Request(url, **request), timeout=timeout_s) as answer:
+        with opener().open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
-        kind = {404: FileNotFoundError, 410: FileNotFoundError, 401: PermissionError, 403: PermissionError}
-        raise kind.get(error.code, OSError)(f"HTTP {error.code}") from None
+        raise error_of(error.code) from None
     except http.client.HTTPException as error:
         raise OSError(type(error).__name__) from None
     except urllib.error.URLError as error:
-        raise error.reason if isinstance(error.reason, OSError) else OSError("URLError") from None
+        if isinstance(error.reason, OSError):
+            raise error.reason from None
+        raise OSError("URLError") from None
+
+
+def error_of(code: int) -> OSError:
+    """The error that the other schemes raise in place of an HTTP status."""
+    text = f"HTTP {code}"
+    if code in (404, 410):
+        return FileNotFoundError(text)
+    if code in (401, 403):
+        return PermissionError(text)
+    return OSError(text)
 
 
 def opener() -> urllib.request.OpenerDirector:
     """An opener that speaks https alone, also after a redirect, and only with public addresses."""
-    made = urllib.request.OpenerDirector()
-    for handler in (
-        PublicHandler(),
-        urllib.request.HTTPRedirectHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.UnknownHandler(),
-    ):
-        made.add_handler(handler)
-    return made
+    director = urllib.request.OpenerDirector()
+    director.add_handler(PublicHandler())
+    director.add_handler(urllib.request.HTTPRedirectHandler())
+    director.add_handler(urllib.request.HTTPErrorProcessor())
+    director.add_handler(urllib.request.HTTPDefaultErrorHandler())
+    director.add_handler(urllib.request.UnknownHandler())
+    return director
 
 
 class PublicConnection(http.client.HTTPSConnection):
@@ -196,17 +263,22 @@ class PublicConnection(http.client.HTTPSConnection):
 
 
 class PublicHandler(urllib.request.HTTPSHandler):
-    def https_open(self, request):
-        return self.do_open(PublicConnection, request)
+    """Opens https with `PublicConnection`."""
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(PublicConnection, req)
 
 
-def connect_public(address: tuple[str, int], timeout: float, source_address: Any = None) -> socket.socket:
-    """socket.create_connection, for public addresses only."""
+def connect_public(
+    address: tuple[str, int], timeout: float, source_address: tuple[str, int] | None = None
+) -> socket.socket:
+    """socket.create_connection, for public addresses only; raises Refused for others."""
     host, port = address
-    allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for *_, place in found:
-        if not allowed and not ipaddress.ip_address(place[0]).is_global:
+    is_allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
+    resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # One private address among several is enough to refuse: the name is not what it says.
+    for *_, place in resolved:
+        if not is_allowed and not ipaddress.ip_address(place[0]).is_global:
             raise Refused(f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}")
-    place = found[0][4]
-    return socket.create_connection((str(place[0]), int(place[1])), timeout, source_address)
+    first_ip, first_port = resolved[0][4][:2]
+    return socket.create_connection((str(first_ip), int(first_port)), timeout, source_address)

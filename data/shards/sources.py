@@ -2,6 +2,9 @@
 
 A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of
 their names, so that a shard mixes classes whatever order the files were in. Nothing is unpickled.
+
+    photos/train/cat/1.jpg                  Sample("cat/1", Path("photos/train/cat/1.jpg"), (0,), "jpg")
+    photos/train/dog/7.png          →       Sample("dog/7", Path("photos/train/dog/7.png"), (1,), "png")
 """
 
 from __future__ import annotations
@@ -12,14 +15,20 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from data.errors import DataError
 from data.shards.index import mapped
 from data.shards.tar import IMAGES, members, parse_labels, walk
+
+IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
+TABLE_LABEL_COLUMNS = ("label", "labels", "cls")  # of a table of paths
+MOST_KINDS = 10  # of files that were passed over, that a warning names
+CIFAR_PIXELS = 3 * 32 * 32  # bytes of one image: planes of red, green and blue
 
 
 @dataclass(frozen=True)
@@ -46,26 +55,47 @@ class Sample:
             raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None
 
 
+class Entry(NamedTuple):
+    """An image in a list of files: its path below some root, and its class ids."""
+
+    name: str
+    labels: tuple[int, ...]
+
+
+# ------------------------------------------------------------------------------------ folders and tables
+
+
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`)."""
-    names, skipped = folder_classes(root), Counter[str]()
-    entries = []
-    for label, name in enumerate(names):
-        visible = [path for path in sorted(Path(root, name).rglob("[!.]*")) if path.is_file()]
-        files = [path for path in visible if path.suffix[1:].lower() in IMAGES]
-        skipped.update(path.suffix or path.name for path in visible if path.suffix[1:].lower() not in IMAGES)
-        if not files:
-            raise DataError(f"{Path(root, name)}: class {label} has no images; remove the folder or fill it")
-        entries += [(str(path.relative_to(root)), (label,)) for path in files]
-    if skipped:
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in skipped.most_common(10))
+    """Samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`).
+
+    Raises DataError where a class has no images; files that are no images are named in a warning.
+    """
+    entries: list[Entry] = []
+    passed_over: Counter[str] = Counter()  # extension, or name → files
+    for label, class_name in enumerate(folder_classes(root)):
+        folder = Path(root, class_name)
+        is_empty = True
+        for path in sorted(folder.rglob("[!.]*")):
+            if not path.is_file():
+                continue
+            if extension_of(path) in IMAGES:
+                entries.append(Entry(str(path.relative_to(root)), (label,)))
+                is_empty = False
+            else:
+                passed_over[path.suffix or path.name] += 1
+        if is_empty:
+            raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
+    if passed_over:
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in passed_over.most_common(MOST_KINDS))
         logging.getLogger(__name__).warning("%s: not packed, being no %s: %s", root, ", ".join(IMAGES), kinds)
     yield from read_files(root, entries)
 
 
 def folder_classes(root: str | os.PathLike[str]) -> list[str]:
-    """The class names of a folder of class folders, in the order of their ids."""
-    names = sorted(entry.name for entry in Path(root).glob("[!.]*") if entry.is_dir()) if Path(root).is_dir() else []
+    """The class names of a folder of class folders, in the order of their ids; raises DataError where it has none."""
+    names = []
+    if Path(root).is_dir():
+        names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
     if not names:
         raise DataError(f"{root}: expected one sub-folder a class, found none")
     return names
@@ -74,23 +104,28 @@ def folder_classes(root: str | os.PathLike[str]) -> list[str]:
 def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> Iterator[Sample]:
     """Samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
 
-    A label is a class id, or several of them with spaces or commas between, or a list.
+    A label is a class id, or several of them with spaces or commas between, or a list. Raises DataError where a
+    column is missing, a label is none or a file is no image; `root` is by default the table's own folder.
     """
     path = Path(path)
     rows = read_rows(path)
-    column = next((name for name in ("label", "labels", "cls") if name in (rows or [{}])[0]), None)
-    if column is None or "path" not in rows[0]:
-        raise DataError(f"{path}: expected columns path and label, found {', '.join((rows or [{}])[0]) or 'none'}")
+    columns = list(rows[0]) if rows else []
+    label_column = first_of(TABLE_LABEL_COLUMNS, columns)
+    if label_column is None or "path" not in columns:
+        raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
     entries = []
     for row in rows:
+        name = str(row["path"])
         try:
-            entries.append((row["path"], parse_labels(str(row[column]).encode())))
+            labels = parse_labels(str(row[label_column]).encode())
         except ValueError as error:
-            raise DataError(f"{path}: {row['path']}: {error}") from None
-    yield from read_files(root if root is not None else path.parent, entries)
+            raise DataError(f"{path}: {name}: {error}") from None
+        entries.append(Entry(name, labels))
+    yield from read_files(path.parent if root is None else root, entries)
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict[str, object]]:
+    """The rows of a CSV or parquet file, each by column; raises DataError where a CSV is not UTF-8."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -102,90 +137,145 @@ def read_rows(path: Path) -> list[dict]:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
 
-def read_files(root: str | os.PathLike[str], entries: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[Sample]:
-    """Samples of listed files, in the order of the hash of their names."""
-    for name, labels in sorted(entries, key=lambda entry: sha256(os.fsencode(entry[0])).digest()):
+def read_files(root: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterator[Sample]:
+    """Samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
+    for name, labels in sorted(entries, key=by_hash_of_name):
         path = Path(root, name)
-        if os.fsencode(name).decode("utf-8", "replace") != name:
+        is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
+        if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
-        extension = path.suffix[1:].lower()
+        extension = extension_of(path)
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
+        # A dot in the key would be taken for the beginning of the extension, but only in its last part.
         folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
         yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
 
 
+def by_hash_of_name(entry: Entry) -> bytes:
+    """What lists of files are sorted by: in effect at random, and always the same."""
+    return sha256(os.fsencode(entry.name)).digest()
+
+
+def extension_of(path: Path) -> str:
+    """`photo.JPG` → `jpg`."""
+    return path.suffix[1:].lower()
+
+
+def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first of some names that a table has a column of, or None."""
+    for name in names:
+        if name in columns:
+            return name
+    return None
+
+
+# --------------------------------------------------------------------------------------- tars and parquet
+
+
 def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
-    """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew."""
-    paths = files_of(source, "*.tar") if isinstance(source, str | os.PathLike) else map(Path, source)
-    labelled = False
-    for path in paths:
+    """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
+
+    Samples without a label are left out; raises DataError where no sample has one.
+    """
+    is_labelled = False
+    for path in tars_of(source):
         with open(path, "rb") as file, mapped(file) as tar:
-            for key, image, image_size, label, label_size in walk(tar, path.name).rows:
-                with suppress(ValueError):  # the index and the doctor count what has no label
-                    labels = parse_labels(bytes(tar[label : label + label_size]))
-                    encoded = bytes(tar[image : image + image_size])
-                    labelled = True
-                    name = f"{path.name.removesuffix('.tar')}/{key.decode('utf-8', 'replace')}"  # keys may restart
-                    yield Sample(name, encoded, labels, kind_of(encoded))
-    if not labelled:
+            for row in walk(tar, path.name).rows:
+                try:
+                    labels = parse_labels(bytes(tar[row.label : row.label + row.label_size]))
+                except ValueError:  # the index and the doctor count what has no label
+                    continue
+                is_labelled = True
+                encoded = bytes(tar[row.image : row.image + row.image_size])
+                key = row.key.decode("utf-8", "replace")
+                # Keys may begin anew in every tar: the tar's name tells them apart.
+                yield Sample(f"{path.name.removesuffix('.tar')}/{key}", encoded, labels, kind_of(encoded))
+    if not is_labelled:
         raise DataError(f"{source}: no sample has a label: class ids in a .cls, or as `label` in a .json")
+
+
+def tars_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
+    """The tars of a folder, the tar itself, or those that are listed; raises DataError where there are none."""
+    if isinstance(source, str | os.PathLike):
+        return files_of(source, "*.tar")
+    return list(map(Path, source))
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
     """The files of a folder, or the file itself; raises DataError where there are none."""
     path = Path(source)
-    found = sorted(path.glob(f"[!.]{pattern}")) if path.is_dir() else [path]
-    if not found:
+    paths = sorted(path.glob(f"[!.]{pattern}")) if path.is_dir() else [path]
+    if not paths:
         raise DataError(f"{path}: no {pattern} here")
-    return found
+    return paths
 
 
 def kind_of(encoded: bytes) -> str:
     """The extension that goes with an image's first bytes."""
-    return "png" if encoded[1:4] == b"PNG" else "webp" if encoded[8:12] == b"WEBP" else "jpg"
+    if encoded[1:4] == b"PNG":
+        return "png"
+    if encoded[8:12] == b"WEBP":
+        return "webp"
+    return "jpg"
 
 
 def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids."""
+    """Samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
+
+    Raises DataError where a column is missing, an image is not embedded or a label is none.
+    """
     from pyarrow import parquet
 
-    for file in files_of(source, "*.parquet"):
-        row, names = 0, parquet.read_schema(file).names
-        image = next((name for name in ("image", "img", "jpg", "png", "webp") if name in names), "")
-        label = next((name for name in ("label", "labels", "fine_label", "cls") if name in names), "")
-        if not (image and label):
-            raise DataError(f"{file}: expected columns image and label, found {', '.join(names)}")
-        for batch in parquet.ParquetFile(file).iter_batches(256, columns=[image, label]):
-            for item in batch.to_pylist():
-                encoded = item[image]["bytes"] if isinstance(item[image], dict) else item[image]
+    for path in files_of(source, "*.parquet"):
+        columns = parquet.read_schema(path).names
+        image_column = first_of(IMAGE_COLUMNS, columns)
+        label_column = first_of(LABEL_COLUMNS, columns)
+        if not image_column or not label_column:
+            raise DataError(f"{path}: expected columns image and label, found {', '.join(columns)}")
+        stem = path.stem.replace(".", "_")
+        row_number = 0
+        for batch in parquet.ParquetFile(path).iter_batches(256, columns=[image_column, label_column]):
+            for row in batch.to_pylist():
+                image = row[image_column]
+                encoded = image["bytes"] if isinstance(image, dict) else image
                 if encoded is None:
-                    raise DataError(f"{file}: row {row} holds a path instead of bytes; embed the images first")
+                    raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
                 try:
-                    labels = parse_labels(str(item[label]).encode())
+                    labels = parse_labels(str(row[label_column]).encode())
                 except ValueError as error:
-                    raise DataError(f"{file}: row {row}: {error}") from None
-                yield Sample(f"{file.stem.replace('.', '_')}-{row:08d}", encoded, labels, kind_of(encoded))
-                row += 1
+                    raise DataError(f"{path}: row {row_number}: {error}") from None
+                yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
+                row_number += 1
+
+
+# ----------------------------------------------------------------------------------------------- ImageNet
 
 
 def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
     """ILSVRC2012_img_train.tar as distributed, a tar of one tar a class; ids follow the sorted wnids."""
     with open(tar, "rb") as file, mapped(file) as outer:
-        classes = sorted((name, at, size) for name, at, size in members(outer, str(tar), Counter()))
-        entries = []
-        for label, (name, at, size) in enumerate(classes):
-            inner = members(outer[at : at + size], f"{tar}: {name.decode()}", Counter())
-            entries += [(image.decode(), at + start, length, label) for image, start, length in inner]
-        for image_name, start, length, label in sorted(entries, key=lambda entry: sha256(entry[0].encode()).digest()):
-            yield Sample(image_name.partition(".")[0], bytes(outer[start : start + length]), (label,))
+        images: list[tuple[str, int, int, int]] = []  # name, offset in the outer tar, bytes, class
+        for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(tar), Counter()))):
+            class_tar = outer[class_offset : class_offset + class_size]
+            for member, offset, size in members(class_tar, f"{tar}: {class_name.decode()}", Counter()):
+                images.append((member.decode(), class_offset + offset, size, label))
+        for name, offset, size, label in sorted(images, key=by_hash_of_first):
+            key = name.partition(".")[0]
+            yield Sample(key, bytes(outer[offset : offset + size]), (label,))
+
+
+def by_hash_of_first(image: tuple[str, int, int, int]) -> bytes:
+    """What the images of a tar are sorted by: the hash of their names."""
+    return sha256(image[0].encode()).digest()
 
 
 def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
     """ILSVRC2012_img_val.tar with a text file of one wnid a line, in the order of the image names."""
     truth = Path(wnids).read_text().split()
-    ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
-    return labelled_images(tar, [(ids[wnid],) for wnid in truth], wnids)
+    class_ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
+    labels = [(class_ids[wnid],) for wnid in truth]
+    return labelled_images(tar, labels, wnids)
 
 
 def imagenet_real(tar: str | os.PathLike[str], real: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -200,29 +290,42 @@ def imagenet_real(tar: str | os.PathLike[str], real: str | os.PathLike[str]) -> 
 def labelled_images(
     tar: str | os.PathLike[str], labels: Sequence[Sequence[int]], source: str | os.PathLike[str]
 ) -> Iterator[Sample]:
-    """Samples of a tar of images and the labels of each, in the order of the image names."""
-    with open(tar, "rb") as file, mapped(file) as found:
-        images = sorted(members(found, str(tar), Counter()))
+    """Samples of a tar of images and the labels of each, in the order of the image names.
+
+    Raises DataError unless there are as many labels as images; `source` is where the labels are from.
+    """
+    with open(tar, "rb") as file, mapped(file) as content:
+        images = sorted(members(content, str(tar), Counter()))
         if len(images) != len(labels):
             raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
-        for (image, start, size), own in zip(images, labels, strict=True):
-            yield Sample(image.decode().partition(".")[0], bytes(found[start : start + size]), tuple(own))
+        for (name, offset, size), image_labels in zip(images, labels, strict=True):
+            key = name.decode().partition(".")[0]
+            yield Sample(key, bytes(content[offset : offset + size]), tuple(image_labels))
+
+
+# ------------------------------------------------------------------------------------------- small sets
 
 
 def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
-    """CIFAR-10 or -100 from the binary version's `.bin` files, as PNG; of CIFAR-100 the fine labels."""
+    """CIFAR-10 or -100 from the binary version's `.bin` files, as PNG; of CIFAR-100 the fine labels.
+
+    Raises DataError where a file is no whole number of records.
+    """
     import cv2
     import numpy as np
 
     for path in map(Path, files):
-        raw = np.fromfile(path, np.uint8)
-        labels = 2 if path.stem in ("train", "test") else 1  # CIFAR-100: coarse, fine
-        if len(raw) % (labels + 3072):
-            raise DataError(f"{path}: {len(raw)} bytes are no whole number of records; take the binary version")
-        for number, record in enumerate(raw.reshape(-1, labels + 3072)):
-            pixels = record[labels:].reshape(3, 32, 32).transpose(1, 2, 0)[..., ::-1]
-            image = cv2.imencode(".png", np.ascontiguousarray(pixels))[1].tobytes()
-            yield Sample(f"{path.stem}-{number:05d}", image, (int(record[labels - 1]),), "png")
+        content = np.fromfile(path, np.uint8)
+        label_bytes = 2 if path.stem in ("train", "test") else 1  # CIFAR-100: coarse, fine
+        record_bytes = label_bytes + CIFAR_PIXELS
+        if len(content) % record_bytes:
+            raise DataError(f"{path}: {len(content)} bytes are no whole number of records; take the binary version")
+        for number, record in enumerate(content.reshape(-1, record_bytes)):
+            label = int(record[label_bytes - 1])
+            planes = record[label_bytes:].reshape(3, 32, 32)  # RGB, H, W
+            pixels = planes.transpose(1, 2, 0)[..., ::-1]  # H, W, BGR: what OpenCV encodes
+            encoded = cv2.imencode(".png", np.ascontiguousarray(pixels))[1].tobytes()
+            yield Sample(f"{path.stem}-{number:05d}", encoded, (label,), "png")
 
 
 def digits(
@@ -236,14 +339,17 @@ def digits(
     import numpy as np
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    seen = [0] * 10
-    for number, (pixels, label) in enumerate(zip(found.images, found.target, strict=True)):
-        label = int(label)
+    dataset = load_digits()
+    seen = [0] * 10  # images of each digit so far
+    for number, (pixels, target) in enumerate(zip(dataset.images, dataset.target, strict=True)):
+        label = int(target)
         seen[label] += 1
-        if (seen[label] % 5 == 0) == train or (classes is not None and label not in classes):
+        is_for_testing = seen[label] % 5 == 0
+        is_kept = classes is None or label in classes
+        if is_for_testing == train or not is_kept:
             continue
         grey = np.round(pixels * (255 / 16)).astype(np.uint8)  # the originals are 8×8 with values 0 … 16
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
-        image = cv2.imencode(".jpg", cv2.cvtColor(large, cv2.COLOR_GRAY2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-        yield Sample(f"digit{number:04d}", image.tobytes(), (label,))
+        colour = cv2.cvtColor(large, cv2.COLOR_GRAY2BGR)
+        encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+        yield Sample(f"digit{number:04d}", encoded, (label,))

@@ -1,5 +1,17 @@
 """Walk a tar without extracting it: where each sample's image and label bytes lie.
 
+How a tar becomes a table, in order:
+1. `members` reads one 512-byte header after the other and yields the name, offset and size of every plain file;
+2. `split_name` cuts a name at the first dot of its last part: before it stands the sample's key, after it the
+   extension;
+3. consecutive members with the same key are one sample; `Walk.add` keeps the offsets of its image and its label;
+4. `Walk.table` turns these rows into one array, which `data.shards.index` saves beside the shard.
+
+    train-000000.tar                      rows (key, image, image_size, label, label_size)
+      a/cat.jpg   4711 bytes at 512
+      a/cat.cls      1 byte  at 5632  →   (b"a/cat", 512, 4711, 5632, 1)
+      a/dog.jpg    900 bytes at 6656  →   (b"a/dog", 6656, 900, 0, 0)
+
 Nothing is written, decoded or run. Only plain files with allowed extensions are looked at; links, devices,
 sparse files and anything that would unpickle are counted as refused and stepped over.
 """
@@ -10,6 +22,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,28 +31,52 @@ from data.errors import DataError
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
-BLOCK = 512
+BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
 MAX_EXTENSION = 1 << 16  # bytes of one PAX or long-name header: real ones are under 1 kB, bombs are not
 MAX_KEY = 512  # bytes; the tables hold keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
+MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
+ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 # One row of a shard's table: where the bytes are. A size of 0 says that the sample has no such member.
 FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4")]
 
 
+class Row(NamedTuple):
+    """Where the bytes of one sample lie in its tar: offsets and sizes in bytes, 0 and 0 where there is no member."""
+
+    key: bytes
+    image: int
+    image_size: int
+    label: int
+    label_size: int
+
+
 @dataclass
 class Walk:
-    """What one pass over a tar found; `rows` are (key, image, image_size, label, label_size)."""
+    """What one pass over a tar found."""
 
-    rows: list[tuple[bytes, int, int, int, int]] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
+    rows: list[Row] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)  # members that were passed over, by reason
     broken: str = ""  # why the walk stopped before the tar's end
+
+    def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
+        """Add the row of a sample, given (offset, size) of its members by extension."""
+        image, image_size = first_of(IMAGES, parts)
+        label, label_size = first_of(LABELS, parts)
+        if label_size > MAX_LABEL:
+            self.refused["label too large"] += 1
+            label, label_size = ABSENT
+        has_content = image_size > 0 or label_size > 0
+        if has_content and image_size < MAX_IMAGE:
+            self.rows.append(Row(key, image, image_size, label, label_size))
 
     def table(self) -> np.ndarray:
         """The rows as a structured array with fields `image image_size label label_size key`."""
-        width = max((len(row[0]) for row in self.rows), default=1)
-        table = np.empty(len(self.rows), [*FIELDS, ("key", f"S{max(width, 1)}")])
-        for column, name in enumerate(("key", "image", "image_size", "label", "label_size")):
+        longest_key = max((len(row.key) for row in self.rows), default=0)
+        # numpy has no strings of width 0, so that a table without rows gets keys of width 1.
+        table = np.empty(len(self.rows), [*FIELDS, ("key", f"S{max(longest_key, 1)}")])
+        for column, name in enumerate(Row._fields):
             table[name] = [row[column] for row in self.rows]
         return table
 
@@ -49,46 +86,50 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
 
     Raises DataError where the tar is cut short or is no tar; if `lenient`, returns what stands before that.
     """
-    found = Walk()
+    result = Walk()
     try:
-        collect(tar, name, found)
+        collect(tar, name, result)
     except DataError as error:
         if not lenient:
             raise
-        found.broken = str(error)
-    return found
+        result.broken = str(error)
+    return result
 
 
-def collect(tar: memoryview | bytes, name: str, found: Walk) -> None:
-    key = None
-    parts: dict[str, tuple[int, int]] = {}
+def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
+    """Add the samples of a tar to `result`; raises DataError where the tar breaks off, with those before it added."""
+    key: bytes | None = None
+    parts: dict[str, tuple[int, int]] = {}  # extension → (offset, size) of the sample that is being read
     try:
-        for member, offset, size in members(tar, name, found.refused):
-            stem, extension = split_name(member)
-            if len(stem) > MAX_KEY:
-                found.refused["name too long"] += 1
+        for member, offset, size in members(tar, name, result.refused):
+            member_key, extension = split_name(member)
+            if len(member_key) > MAX_KEY:
+                result.refused["name too long"] += 1
                 continue
-            if stem != key:
-                add_row(found, key, parts)
-                key, parts = stem, {}
+            # Another key begins another sample: the one before is complete.
+            if member_key != key:
+                if key is not None:
+                    result.add(key, parts)
+                key = member_key
+                parts = {}
             if extension not in IMAGES + LABELS + IGNORED:
-                found.refused[f"member type .{extension[:16]}"] += 1
+                result.refused[f"member type .{extension[:16]}"] += 1
             elif extension in parts:
-                found.refused["repeated member"] += 1
+                result.refused["repeated member"] += 1
             else:
                 parts[extension] = (offset, size)
     finally:
-        add_row(found, key, parts)
+        # The last sample has no successor that would complete it; neither has the one before a cut.
+        if key is not None:
+            result.add(key, parts)
 
 
-def add_row(found: Walk, key: bytes | None, parts: dict[str, tuple[int, int]]) -> None:
-    image = next((parts[name] for name in IMAGES if name in parts), (0, 0))
-    label = next((parts[name] for name in LABELS if name in parts), (0, 0))
-    if label[1] > MAX_LABEL:
-        found.refused["label too large"] += 1
-        label = (0, 0)
-    if key is not None and (image[1] or label[1]) and image[1] < 1 << 32:
-        found.rows.append((key, *image, *label))
+def first_of(extensions: tuple[str, ...], parts: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """Offset and size of the member with the first of these extensions that a sample has."""
+    for extension in extensions:
+        if extension in parts:
+            return parts[extension]
+    return ABSENT
 
 
 def split_name(member: bytes) -> tuple[bytes, str]:
@@ -98,21 +139,34 @@ def split_name(member: bytes) -> tuple[bytes, str]:
     return folder + slash + stem, extension.decode("ascii", "replace").lower()
 
 
+# --------------------------------------------------------------------------------------------- the format
+
+
 def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (name, offset, size) of every plain file; reads ustar, GNU long names, PAX paths and sizes."""
-    at, long_name, long_size = 0, None, None
+    """Yield (name, offset, size) of every plain file; reads ustar, GNU long names, PAX paths and sizes.
+
+    Raises DataError where the tar is cut short or a header is none; `name` is the tar's, for the message.
+    """
+    position = 0
+    long_name: bytes | None = None  # told by an extension header, for the member that follows it
+    long_size: int | None = None
     while True:
-        header = bytes(tar[at : at + BLOCK])
+        header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
-            raise DataError(f"{name}: cut short at byte {at}; copy or pack it again")
-        if header == bytes(BLOCK):
+            raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
+        if header == bytes(BLOCK):  # a block of zeros ends a tar
             return
-        size = read_number(header[124:136], name, at) if long_size is None else long_size
-        check_header(header, name, at)
-        kind, start = header[156:157], at + BLOCK
+        size = read_number(header[124:136], name, position) if long_size is None else long_size
+        check_header(header, name, position)
+        start = position + BLOCK
         if start + size > len(tar):
-            raise DataError(f"{name}: member at byte {at} wants {size} bytes, the file ends before; copy it again")
-        at = start + (size + BLOCK - 1) // BLOCK * BLOCK
+            raise DataError(
+                f"{name}: member at byte {position} wants {size} bytes, the file ends before; copy it again"
+            )
+        position = start + padded(size)
+
+        # An extension header says more about the next member: its full name, or a size beyond 8 GiB.
+        kind = header[156:157]
         if kind in (b"L", b"x", b"g"):
             if size > MAX_EXTENSION:
                 refused["oversize extension header"] += 1
@@ -121,48 +175,80 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterat
             elif kind == b"x":
                 long_name, long_size = read_pax(bytes(tar[start : start + size]), long_name)
             continue
+
         if kind in (b"0", b"\0"):
             yield long_name or member_name(header), start, size
-        elif kind != b"5":
+        elif kind != b"5":  # folders are nothing to look at, and nothing to report
             refused["link, device or sparse member"] += 1
-        long_name = long_size = None
+        long_name = None
+        long_size = None
 
 
-def check_header(header: bytes, name: str, at: int) -> None:
-    unsigned = sum(header) - sum(header[148:156]) + 8 * 32
-    if unsigned != read_number(header[148:156], name, at):
-        raise DataError(f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar")
+def padded(size: int) -> int:
+    """A size in bytes, rounded up to whole blocks."""
+    return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
-def read_number(field: bytes, name: str, at: int) -> int:
+def check_header(header: bytes, name: str, position: int) -> None:
+    """Raise DataError unless the header's checksum is right; it counts its own 8 bytes as spaces."""
+    checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    if checksum != read_number(header[148:156], name, position):
+        raise no_header(name, position)
+
+
+def read_number(digits: bytes, name: str, position: int) -> int:
+    """A number of a header: octal digits, or base 256 where the first byte says so; raises DataError."""
+    if digits[0] == 0x80:  # base 256, for sizes of 8 GiB and more
+        return int.from_bytes(digits[1:], "big")
+    stripped = digits.strip(b"\0 ") or b"0"
+    # int() would take a sign or an underscore, and a negative size would lead back to the same header for ever.
+    if not stripped.isdigit():
+        raise no_header(name, position)
     try:
-        if field[0] == 0x80:  # base 256, for sizes of 8 GiB and more
-            return int.from_bytes(field[1:], "big")
-        digits = field.strip(b"\0 ") or b"0"
-        if not digits.isdigit():  # int() would take a sign
-            raise ValueError(digits)
-        return int(digits, 8)
-    except ValueError:
-        raise DataError(f"{name}: no valid tar header at byte {at}; a shard must be an uncompressed tar") from None
+        return int(stripped, 8)
+    except ValueError:  # an 8 or a 9
+        raise no_header(name, position) from None
+
+
+def no_header(name: str, position: int) -> DataError:
+    """The error about bytes that cannot be a tar header."""
+    return DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
 
 
 def member_name(header: bytes) -> bytes:
-    base, prefix = header[:100].rstrip(b"\0"), header[345:500].rstrip(b"\0")
-    return prefix + b"/" + base if prefix and header[257:263] == b"ustar\0" else base
+    """The name in a header; ustar keeps the first folders of a long one in a field of their own."""
+    base = header[:100].rstrip(b"\0")
+    prefix = header[345:500].rstrip(b"\0")
+    is_ustar = header[257:263] == b"ustar\0"
+    if prefix and is_ustar:
+        return prefix + b"/" + base
+    return base
 
 
 def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | None]:
-    """The `path` and `size` records of a PAX header; everything else in it is ignored."""
+    """The `path` and `size` records of a PAX header, `path` in place of `long_name`; all else in it is ignored.
+
+    A record is `<length of the whole record> <name>=<value>\\n`.
+    """
     size = None
     while body:
-        length, _, _ = body.partition(b" ")
-        if not length.isdigit() or len(length) > 9 or not 0 < int(length) <= len(body):
+        digits, _, _ = body.partition(b" ")
+        # Without a length that fits, the rest cannot be told apart; nine digits are more than any header holds.
+        if not digits.isdigit() or len(digits) > 9:
             break
-        name, _, value = body[len(length) + 1 : int(length) - 1].partition(b"=")
-        long_name = value if name == b"path" else long_name
-        size = int(value) if name == b"size" and value.isdigit() and len(value) < 20 else size
-        body = body[int(length) :]
+        length = int(digits)
+        if not 0 < length <= len(body):
+            break
+        record, _, value = body[len(digits) + 1 : length - 1].partition(b"=")
+        if record == b"path":
+            long_name = value
+        elif record == b"size" and value.isdigit() and len(value) < 20:
+            size = int(value)
+        body = body[length:]
     return long_name, size
+
+
+# --------------------------------------------------------------------------------------------- labels
 
 
 def parse_labels(raw: bytes) -> tuple[int, ...]:
@@ -171,17 +257,20 @@ def parse_labels(raw: bytes) -> tuple[int, ...]:
     Raises ValueError where there is none, or where one is no whole number ≥ 0.
     """
     text = raw.decode("utf-8", "replace").strip()
-    if text[:1] in ("[", "{"):
-        try:
-            found = json.loads(text)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        if isinstance(found, dict):
-            found = found.get("labels", found.get("label", found.get("cls", [])))
-        found = found if isinstance(found, list) else [found]
-    else:
-        found = text.replace(",", " ").split()
-    labels = tuple(int(label) for label in found if type(label) in (int, str))
-    if not labels or len(labels) < len(found) or min(labels) < 0:
+    values = json_labels(text) if text[:1] in ("[", "{") else text.replace(",", " ").split()
+    # `type`, because isinstance would take true and false for numbers.
+    labels = tuple(int(value) for value in values if type(value) in (int, str))
+    if not labels or len(labels) < len(values) or min(labels) < 0:
         raise ValueError(f"{text[:40]!r} holds no class ids")
     return labels
+
+
+def json_labels(text: str) -> list:
+    """The values that JSON text gives as labels, whatever they are; raises ValueError where it is no JSON."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if isinstance(content, dict):
+        content = content.get("labels", content.get("label", content.get("cls", [])))
+    return content if isinstance(content, list) else [content]

@@ -1,0 +1,126 @@
+"""The record of an index in the making: a killed packing or indexing goes on where it stopped.
+
+How it is used, in order:
+1. `with Journal(path, …)` reads `<path>.partial`, if a run of the same setting left one, and clears away the
+   temporary files of killed processes;
+2. `has` says which shards need no more work;
+3. `add` appends each shard as it is finished, one line of JSON:
+       [["train-000000.tar", 1250, 6543360, "d41d…"], {"0": 600, "1": 650}, {"member type .txt2": 3}]
+   its row in the index, its samples a class, and its members that were passed over, by reason;
+4. `finish` writes the index from all of them and deletes the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from data.files import write_whole
+from data.shards.index import SCHEMA, SUFFIX, Index, Shard, digest_of, load_index, shard_row
+
+
+class Record(NamedTuple):
+    """What is known about a finished shard."""
+
+    shard: Shard
+    class_counts: Mapping[int, int]  # class → samples
+    refused: Mapping[str, int]  # reason → members of the tar that were passed over
+
+
+class Journal:
+    """Shards finished so far, for the index at `path`; a context manager.
+
+    `setting` is whatever must be equal for the lines of an earlier run to be of use.
+    """
+
+    def __init__(self, path: Path, classes: int | None, setting: str = ""):
+        self.path = path
+        self.classes = classes
+        self.partial = path.with_name(path.name + ".partial")
+        self.header = json.dumps([SCHEMA, classes, setting])
+        self.records: dict[str, Record] = {}  # shard name → record
+
+    def __enter__(self) -> Journal:
+        lines = self.partial.read_text().splitlines() if self.partial.exists() else []
+        is_ours = bool(lines) and lines[0] == self.header
+        self.delete_temporaries()
+        write_whole(self.partial, self.header + "\n")
+        self.file = open(self.partial, "a")
+        if is_ours:
+            self.take_over(lines[1:])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def delete_temporaries(self) -> None:
+        """Delete what killed processes of this machine left half written, of this set alone.
+
+        Another host may be at work on another set in the same folder, and its processes are not ours to judge.
+        """
+        set_name = self.path.name.removesuffix(SUFFIX)
+        for path in self.path.parent.glob(".tmp-*-*"):
+            _, pid, *_, name = path.name.split("-", 3)  # see `data.files.temporary_name`
+            is_ours = name.startswith(set_name) and pid.isdigit()
+            if is_ours and not psutil.pid_exists(int(pid)):
+                path.unlink(missing_ok=True)
+
+    def take_over(self, lines: Iterable[str]) -> None:
+        """Add what an earlier run recorded."""
+        for line in lines:
+            try:
+                row, class_counts, refused = json.loads(line)
+            except ValueError:
+                return  # the line that the kill cut
+            counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
+            self.add(Shard(*row), counts, refused)
+
+    def has(self, shard: str, size: int) -> bool:
+        """Whether a shard of this name and size in bytes is finished."""
+        return shard in self.records and self.records[shard].shard.bytes == size
+
+    def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Mapping[str, int]) -> None:
+        """Record a finished shard."""
+        self.records[shard.name] = Record(shard, class_counts, refused)
+        print(json.dumps([shard_row(shard), class_counts, refused]), file=self.file, flush=True)
+
+    def keep(self, shards: Iterable[str]) -> None:
+        """Forget shards that an earlier try wrote but this one does not have."""
+        self.records = {name: self.records[name] for name in shards}
+
+    def finish(self, directory: Path | str) -> Index:
+        """Write the index of all recorded shards, which lie in `directory`, and delete the journal."""
+        shards = []
+        samples = 0
+        samples_of_class: Counter[int] = Counter()
+        refused: Counter[str] = Counter()
+        for _, record in sorted(self.records.items()):
+            shards.append(record.shard)
+            samples += record.shard.samples
+            samples_of_class.update(record.class_counts)
+            refused.update(record.refused)
+
+        classes = self.classes or max(samples_of_class, default=-1) + 1
+        class_counts = [samples_of_class[label] for label in range(classes)]
+        # A path is kept relative to the index, so that both can be moved or mounted elsewhere together.
+        place = str(directory)
+        if "://" not in place:
+            place = os.path.relpath(place, self.path.parent)
+        content = {
+            "schema": SCHEMA,
+            "directory": place,
+            "samples": samples,
+            "digest": digest_of(shards, class_counts),
+            "refused": dict(refused),
+            "class_counts": class_counts,
+            "shards": list(map(shard_row, shards)),
+        }
+        write_whole(self.path, json.dumps(content, indent=1))
+        self.partial.unlink()
+        return load_index(self.path)

@@ -1,0 +1,196 @@
+"""What the doctor has seen of one shard (`ShardReport`) and of a set (`Report`), with its lines for a terminal."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from data.images.decode import Header
+from data.shards.index import Index
+
+FEW_SHARDS = 16  # of so few, small ones are no trouble
+SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request
+LARGE_SHARD = 4 << 30  # bytes
+
+
+class Spread(Counter[float]):
+    """How often each value of some measure came; a few thousand counters, however many the images."""
+
+    def quantile(self, q: float) -> float:
+        """The least value that a part `q` of all does not exceed; raises IndexError where there is none."""
+        values = sorted(self)
+        reached = np.cumsum([self[value] for value in values])
+        return values[int(np.searchsorted(reached, q * reached[-1]))]
+
+
+def no_hashes() -> array[int]:
+    """An empty array of 64-bit hashes."""
+    return array("Q")
+
+
+class GridImage(NamedTuple):
+    """An image for the page."""
+
+    caption: str  # key and classes
+    encoded: bytes
+
+
+@dataclass
+class ShardReport:
+    """What is in one shard; all but `samples` is of the good ones."""
+
+    name: str
+    samples: int = 0
+    problem: str = ""  # of the shard as a whole: missing, short, changed, no tar
+    bad: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    classes: Counter[int] = field(default_factory=Counter)
+    most_labels: int = 0  # of one sample
+    damaged: int = 0  # JPEGs that decode, with warnings
+    first_bad: dict[str, str] = field(default_factory=dict)  # reason → the first key
+    good: int = 0
+    size: int = 0  # bytes of their images
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    hashes: array[int] = field(default_factory=no_hashes)  # of the encoded images, until they are compared
+    grid: list[GridImage] = field(default_factory=list)
+
+    def add_bad(self, key: str, reason: str) -> None:
+        """Count a bad sample; the first of each reason is named."""
+        self.bad[reason] += 1
+        self.first_bad.setdefault(reason, key)
+
+    def add_good(self, header: Header, image: bytes, labels: tuple[int, ...]) -> None:
+        """Count and measure a good sample."""
+        self.good += 1
+        self.size += len(image)
+        self.classes.update(set(labels))  # a label that is repeated counts once
+        self.most_labels = max(self.most_labels, len(labels))
+        for name, value in measures(header.height, header.width, len(image)).items():
+            self.spreads.setdefault(name, Spread())[value] += 1
+        self.hashes.frombytes(blake2b(image, digest_size=8).digest())
+
+
+@dataclass
+class Report:
+    """What is in a set."""
+
+    index: Index
+    shards: list[ShardReport]
+    classes: Counter[int] = field(default_factory=Counter)
+    spreads: dict[str, Spread] = field(default_factory=dict)  # sides, shape and size of the good images
+    duplicates: int = 0  # good samples whose very bytes another one has already
+
+    @property
+    def bad(self) -> Counter[str]:
+        """Bad samples by reason."""
+        total: Counter[str] = Counter()
+        for shard in self.shards:
+            total.update(shard.bad)
+        return total
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Members of the tars that were passed over, by reason."""
+        total: Counter[str] = Counter()
+        for shard in self.shards:
+            total.update(shard.refused)
+        return total
+
+    @property
+    def good(self) -> int:
+        """Good samples."""
+        return sum(shard.good for shard in self.shards)
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run would read every sample."""
+        return not self.bad and not any(shard.problem for shard in self.shards)
+
+    def add(self, shard: ShardReport) -> None:
+        """Keep a shard's report, its counters only as part of the whole set's."""
+        self.classes.update(shard.classes)
+        for name, spread in shard.spreads.items():
+            self.spreads.setdefault(name, Spread()).update(spread)
+        # Of tens of thousands of shards these would fill the memory.
+        shard.classes = Counter()
+        shard.spreads = {}
+        shard.hashes = no_hashes()
+        self.shards.append(shard)
+
+    def lines(self, world: int = 1) -> list[str]:
+        """The report for a terminal: one fact a line, always in the same order; advice for so many workers."""
+        size = sum(shard.size for shard in self.shards)
+        lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
+        lines += self.problem_lines()
+        lines += self.label_lines()
+        lines.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
+        lines.append(f"duplicates: {self.duplicates}")
+        lines += self.class_lines()
+        return lines + advice(self.index, world)
+
+    def problem_lines(self) -> list[str]:
+        """What is wrong with shards, then with samples, then with members."""
+        lines = []
+        first_bad: dict[str, str] = {}  # reason → the first sample and its shard
+        for shard in self.shards:
+            if shard.problem:
+                lines.append(f"shard {shard.name}: {shard.problem}")
+            for reason, key in shard.first_bad.items():
+                first_bad.setdefault(reason, f"{key} of {shard.name}")
+        for reason, count in self.bad.most_common():
+            lines.append(f"bad: {count} × {reason}, first {first_bad[reason]}")
+        for reason, count in self.refused.most_common():
+            lines.append(f"refused: {count} × {reason}")
+        return lines
+
+    def label_lines(self) -> list[str]:
+        """What a run must be told of samples with several labels, if there are any."""
+        most = max((shard.most_labels for shard in self.shards), default=1)
+        if most <= 1:
+            return []
+        return [f"labels: up to {most} a sample; a run needs data.max_labels={most}, or replaces the others"]
+
+    def class_lines(self) -> list[str]:
+        """How many classes there are, and how the samples are spread over them."""
+        empty = [label for label in range(self.index.classes) if self.classes[label] == 0]
+        line = f"classes: {self.index.classes}, empty {len(empty)}"
+        if empty:
+            line += f" (first: {empty[:8]})"
+        if not self.classes:
+            return [line]
+        counts = sorted(self.classes.values())
+        median = counts[len(counts) // 2]
+        return [line, f"samples a class: least {counts[0]}, median {median}, most {counts[-1]}"]
+
+
+def measures(height: int, width: int, size: int) -> dict[str, float]:
+    """What is counted of an image, under the names that reports show; coarse enough to repeat.
+
+    Sides are in pixels, `size` in bytes.
+    """
+    return {
+        "height": height,
+        "width": width,
+        "shorter side": min(height, width),
+        "width / height": round(width / height, 2),
+        "kB": round(size / 1000, 1),
+    }
+
+
+def advice(index: Index, world: int = 1) -> list[str]:
+    """What would read better, if anything."""
+    sizes = np.array([shard.bytes for shard in index.shards])
+    lines = []
+    if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:
+        mebibytes = np.median(sizes) / 2**20
+        lines.append(f"advice: shards of {mebibytes:.0f} MiB are small for a network; 256 MiB – 1 GiB read best")
+    if sizes.max(initial=0) > LARGE_SHARD:
+        lines.append("advice: shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB")
+    if world > 1 and len(sizes) < world:
+        lines.append(f"advice: {len(sizes)} shards for {world} workers: several read one shard, fine on local disks")
+    return lines
