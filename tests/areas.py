@@ -41,6 +41,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_probe.py",
         "test_telemetry.py",
         "test_train.py",
+        "test_twin.py",
         "test_watchdog.py",
     ),
     "jobs": (
