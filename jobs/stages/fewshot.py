@@ -1,6 +1,8 @@
 """Few-shot linear evaluation of frozen features (paper, section 4.1).
 
-python -m jobs.fewshot recipe.yaml [key=value …]
+1. Every worker computes the features of its part of both sets, and gathers those of the others.
+2. Rank 0 draws the shots and fits the closed form; the others wait.
+3. The accuracies of every number of shots, means and single draws, go to metrics.json.
 """
 
 import json
@@ -28,6 +30,8 @@ from pipeline.watchdog import Phases
 
 @dataclass(frozen=True)
 class Config:
+    """Which weights are probed on which sets."""
+
     init: str = "???"  # weights: a folder, or "@stage"
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # both sets are needed here
     preprocess: str | None = None  # None: resize(image_size), the squash of big_vision's evaluator
@@ -43,19 +47,23 @@ class Config:
         require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
 
 
+COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
+
 DEFAULTS: Config | None = None
 INPUTS = ("init", "probe.train", "probe.test")
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
-    """Features on the worker group, the closed form on its lead; results in metrics.json."""
+    """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
     require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
     make_task = partial(make_fewshot_task, cfg, context)
     ask_to_stop = partial(stop_at_once, context.name)
     results = supervise(worker, make_task, context, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
     write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
-    means = {k: v for k, v in results["metrics"].items() if "seed" not in k}
-    context.say("  ".join(f"{shots} {accuracy:.4f}" for shots, accuracy in means.items()))
+
+    # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
+    means = [f"{name} {value:.4f}" for name, value in results["metrics"].items() if "seed" not in name]
+    context.say("  ".join(means))
     return results
 
 
@@ -76,7 +84,7 @@ def stop_at_once(stage: str, attempt_folder: Path) -> None:
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:
-    """One worker's share of the features; the lead's return value is the result."""
+    """Do one worker's share: features of its part of the sets; rank 0 fits the probe, and its value is the result."""
     import torch
     import torch.distributed as dist
 
@@ -85,33 +93,42 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     cfg = config.build(Config, task["config"], "config")
     phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)
     phases.enter("join", 0)
-    device = join_group(1800.0)
+    device = join_group(COLLECTIVE_TIMEOUT_S)
+    rank = dist.get_rank()
+
     phases.enter("build", 0)
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
     state, model_config = models.load_weights(task["init"])
     model = models.from_config(model_config).eval()
     model.load_state_dict(state, strict=False)
     model.to(device, dtype)
-    ops = cfg.preprocess or f"resize({model_config.image_size})"
+
+    preprocess = cfg.preprocess or f"resize({model_config.image_size})"
     sets = []
     for path in (task["train"], task["test"]):
         samples = EvaluationSet(
             load_index(path),
-            ops,
+            preprocess,
             batch_size=cfg.micro_batch,
-            rank=dist.get_rank(),
+            rank=rank,
             world=dist.get_world_size(),
             cache=cfg.cache,
         )
         sets.append(evaluate.features(model, evaluate.watched(samples, phases), dtype, device))
-    with phases.led("probe", 0, dist.get_rank() == 0):
-        metrics = evaluate.probe(sets[0], sets[1], cfg.probe) if dist.get_rank() == 0 else {}
+    train_set, test_set = sets
+
+    metrics = {}
+    with phases.led("probe", 0, rank == 0):
+        if rank == 0:
+            metrics = evaluate.probe(train_set, test_set, cfg.probe)
     dist.barrier()
     phases.close()
     dist.destroy_process_group()
+    _, train_labels = train_set
+    _, test_labels = test_set
     return {
         "metrics": metrics,
-        "train_samples": len(sets[0][1]),
-        "test_samples": len(sets[1][1]),
+        "train_samples": len(train_labels),
+        "test_samples": len(test_labels),
         "probe": asdict(cfg.probe),
     }
