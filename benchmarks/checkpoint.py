@@ -23,11 +23,11 @@ import torch
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline import checkpoint
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config, join_group
-from pipeline.optimizer import OptimConfig
-from pipeline.saver import Saver
-from pipeline.telemetry import Telemetry
+from pipeline.monitoring.telemetry import Telemetry
+from pipeline.optimization.optimizer import OptimConfig
 
 
 def worker(task: dict[str, Any]) -> dict[str, list[float]]:

@@ -25,8 +25,8 @@ import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.exact import ExactEngine
-from pipeline.optimizer import OptimConfig
-from pipeline.telemetry import memory_gb
+from pipeline.monitoring.telemetry import memory_gb
+from pipeline.optimization.optimizer import OptimConfig
 
 
 def worker(task: dict[str, Any]) -> dict[str, Any]:

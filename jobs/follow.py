@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jobs.progress import live_bar
-from pipeline.telemetry import duration, last_metrics
+from pipeline.monitoring.telemetry import duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
 

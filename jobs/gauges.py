@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ray.util.metrics import Gauge
 
-from pipeline.telemetry import last_metrics
+from pipeline.monitoring.telemetry import last_metrics
 
 NAMES = ("step", "loss", "lr", "grad_norm", "images_per_s", "wait", "memory_gb", "eta_s", "samples_seen", "bad_samples")
 

@@ -17,7 +17,7 @@ import psutil
 
 from data.errors import RunOwned
 from data.files import create_exclusively, make_folder, take_lock
-from pipeline.checkpoint import newest_attempt
+from pipeline.checkpoints.checkpoint import newest_attempt
 
 OWNER_FILE = "owner.json"
 NAME_TRIES = 20  # looks at the owner's file, 0.1 s apart: a new owner has the lock before it has written its name

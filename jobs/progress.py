@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from pipeline.telemetry import amount, duration
+from pipeline.monitoring.telemetry import amount, duration
 
 
 class LiveBar:

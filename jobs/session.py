@@ -28,7 +28,7 @@ from jobs.cluster import backends
 from jobs.follow import Follower
 from jobs.ownership import owned
 from jobs.stage_run import changed_warnings, run_stage
-from pipeline.telemetry import duration
+from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
 

@@ -34,8 +34,8 @@ from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
 from jobs.ownership import claim_attempt
-from pipeline import checkpoint
-from pipeline.watchdog import Watch
+from pipeline.checkpoints import checkpoint
+from pipeline.monitoring.watchdog import Watch
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")

@@ -12,7 +12,7 @@ from data.errors import ConfigError
 from models import ModelConfig
 from models.cost import block_activation_bytes
 from pipeline.config import require
-from pipeline.optimizer import STATE
+from pipeline.optimization.optimizer import STATE
 from pipeline.training_config import TrainConfig
 
 BYTES_FP32 = 4

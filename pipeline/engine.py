@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from data.errors import ConfigError
 from pipeline.config import require
-from pipeline.optimizer import STATE, OptimConfig, build_optimizer
+from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from pipeline import config
 from pipeline.arithmetic import exact_gradient_bytes
 from pipeline.engine import Engine
-from pipeline.optimizer import OptimConfig
-from pipeline.telemetry import Telemetry, read_metrics
+from pipeline.monitoring.telemetry import Telemetry, read_metrics
+from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
 
 

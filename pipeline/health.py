@@ -24,8 +24,8 @@ import torch.distributed as dist
 from data.errors import DataError, Diverged, WentBack
 from data.files import write_whole
 from data.loader import Batch
-from pipeline import checkpoint
-from pipeline.telemetry import Telemetry
+from pipeline.checkpoints import checkpoint
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
 LEFT_OUT = "left-out.json"  # stretches [first, stop) of steps, counted from 0, that went non-finite; not tried again

@@ -15,7 +15,7 @@ from torch import Tensor
 import models
 from data.loader import Batch
 from pipeline import config
-from pipeline.losses import LOSSES, dense_targets, mixup
+from pipeline.optimization.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
 
 DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction

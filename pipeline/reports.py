@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import models
 from data.evaluation import EvaluationBatch, EvaluationSet
-from pipeline.evaluate import accuracy, features, probe, watched
+from pipeline.evaluation.evaluate import accuracy, features, probe, watched
+from pipeline.monitoring.telemetry import log_line, memory_gb, peak_flops
 from pipeline.start import Progress, Worker
-from pipeline.telemetry import log_line, memory_gb, peak_flops
 
 
 def report_training(worker: Worker, progress: Progress, rate: float) -> None:

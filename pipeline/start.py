@@ -27,15 +27,16 @@ from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
-from pipeline import checkpoint, config
+from pipeline import config
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
-from pipeline.saver import Saver
-from pipeline.telemetry import Telemetry, Window
+from pipeline.monitoring.telemetry import Telemetry, Window
+from pipeline.monitoring.watchdog import Phases
 from pipeline.training_config import TrainConfig, cache_line, training_order
-from pipeline.watchdog import Phases
 
 
 @dataclass(frozen=True)

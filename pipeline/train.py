@@ -26,15 +26,16 @@ import models
 from data.errors import Preempted
 from data.files import whole_file
 from models import ModelConfig
-from pipeline import checkpoint, config
-from pipeline.accounting import account
-from pipeline.evaluate import normalise
+from pipeline import config
+from pipeline.checkpoints import checkpoint
+from pipeline.evaluation.evaluate import normalise
 from pipeline.exact import ExactEngine
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
+from pipeline.optimization.schedule import learning_rate
 from pipeline.reports import evaluate, report_training
-from pipeline.schedule import learning_rate
 from pipeline.start import Job, Progress, Worker, micro_batches, set_up
-from pipeline.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 
 

@@ -18,8 +18,8 @@ from data.shards.index import Index, join, without
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
-from pipeline.evaluate import ProbeConfig, check_ops
-from pipeline.optimizer import OptimConfig
+from pipeline.evaluation.evaluate import ProbeConfig, check_ops
+from pipeline.optimization.optimizer import OptimConfig
 
 
 @dataclass(frozen=True)

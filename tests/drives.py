@@ -24,11 +24,13 @@ from data.errors import RunOwned
 from jobs.cluster import processes
 from jobs.cluster import worker_group as group
 from jobs.ownership import owned
-from pipeline import checkpoint, evaluate, objectives, reports, start, train
-from pipeline import saver as saving
+from pipeline import objectives, reports, start, train
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import saver as saving
+from pipeline.checkpoints.saver import Saver, WrittenFile
 from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
-from pipeline.optimizer import OptimConfig
-from pipeline.saver import Saver, WrittenFile
+from pipeline.evaluation import evaluate
+from pipeline.optimization.optimizer import OptimConfig
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
-from pipeline import checkpoint
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.exact import ExactEngine
-from pipeline.optimizer import OptimConfig
-from pipeline.saver import Saver
-from pipeline.telemetry import Telemetry, memory_gb
+from pipeline.monitoring.telemetry import Telemetry, memory_gb
+from pipeline.optimization.optimizer import OptimConfig
 
 LINEAR = F.linear
 BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7

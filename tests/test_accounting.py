@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.accounting import account
+from pipeline.monitoring.accounting import account
 
 
 def start(attempt: int, step: int, claimed: float, time: float) -> dict:

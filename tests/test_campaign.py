@@ -12,8 +12,8 @@ import models
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.commands.plan import GPU_FLOPS
-from pipeline import checkpoint
-from pipeline.telemetry import read_metrics
+from pipeline.checkpoints import checkpoint
+from pipeline.monitoring.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[1]
 MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {train: y, weight: 2}}}"

@@ -21,8 +21,8 @@ import torch
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline import checkpoint, saver
-from pipeline.checkpoint import Reader, choose, committed, prune, read_manifest, verify
+from pipeline.checkpoints import checkpoint, saver
+from pipeline.checkpoints.checkpoint import Reader, choose, committed, prune, read_manifest, verify
 from tests import drives
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))

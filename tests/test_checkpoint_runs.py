@@ -21,9 +21,9 @@ from data.order import Ledger, Order
 from data.shards.index import load_index
 from jobs.__main__ import main
 from jobs.commands.demo import step_losses
-from pipeline import checkpoint
-from pipeline.checkpoint import committed, read_manifest
-from pipeline.telemetry import read_metrics
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import committed, read_manifest
+from pipeline.monitoring.telemetry import read_metrics
 from tests import drives
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))

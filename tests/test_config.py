@@ -12,8 +12,8 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.stages import fewshot, pack, resize
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
-from pipeline.optimizer import OptimConfig
-from pipeline.schedule import ScheduleConfig
+from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}

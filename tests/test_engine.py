@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from data.errors import ConfigError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.engine import deepspeed_config
-from pipeline.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from tests import ranks
 
 CASES = [(0, "fp32", 2), (1, "fp32", 2), (2, "fp32", 2), (3, "fp32", 2), (2, "fp32", 1), (2, "bf16", 2), (3, "bf16", 2)]

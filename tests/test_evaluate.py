@@ -17,7 +17,7 @@ from data.evaluation import EvaluationSet
 from data.shards.index import load_index
 from data.shards.packing import pack
 from data.shards.sources import Sample, imagenet_real, labelled_images
-from pipeline.evaluate import accuracy
+from pipeline.evaluation.evaluate import accuracy
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
 CLASSES = 1000

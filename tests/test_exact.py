@@ -10,8 +10,8 @@ from torch import nn
 
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.exact import say_price
-from pipeline.optimizer import STATE, OptimConfig, build_optimizer
-from pipeline.telemetry import Telemetry
+from pipeline.monitoring.telemetry import Telemetry
+from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.training_config import TrainConfig
 from tests import ranks
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
-from pipeline.losses import LOSSES, dense_targets
-from pipeline.optimizer import OptimConfig, build_optimizer
-from pipeline.schedule import ScheduleConfig, learning_rate
+from pipeline.optimization.losses import LOSSES, dense_targets
+from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization.schedule import ScheduleConfig, learning_rate
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 softmax_loss = LOSSES["softmax"]

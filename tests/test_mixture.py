@@ -16,7 +16,8 @@ from data.shards.index import join, load_index, without
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.commands.replay import order_of, rebuild
-from pipeline import checkpoint, config
+from pipeline import config
+from pipeline.checkpoints import checkpoint
 from pipeline.training_config import TrainConfig
 
 RECIPE = """

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from data.errors import ConfigError
-from pipeline.losses import LOSSES, dense_targets, hits, mixup
-from pipeline.optimizer import OptimConfig, build_optimizer
-from pipeline.schedule import ScheduleConfig, learning_rate
+from pipeline.optimization.losses import LOSSES, dense_targets, hits, mixup
+from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization.schedule import ScheduleConfig, learning_rate
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.probe import few_shot_rows, linear_probe
+from pipeline.evaluation.probe import few_shot_rows, linear_probe
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "fewshot_lsr.npz"
 

@@ -17,8 +17,8 @@ from jobs.cluster.worker_group import records
 from jobs.commands.demo import step_losses
 from jobs.ownership import owned
 from jobs.session import run_campaign
-from pipeline import checkpoint
-from pipeline.telemetry import read_metrics
+from pipeline.checkpoints import checkpoint
+from pipeline.monitoring.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))

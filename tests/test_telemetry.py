@@ -12,7 +12,7 @@ from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
 from jobs.follow import Follower, waiting_for
 from jobs.session import table, write_status
-from pipeline.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
+from pipeline.monitoring.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
 REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}

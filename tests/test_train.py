@@ -11,9 +11,9 @@ from data.evaluation import EvaluationSet
 from data.shards.index import load_index
 from jobs import campaign
 from jobs.session import run_campaign
-from pipeline import checkpoint
-from pipeline.evaluate import accuracy
-from pipeline.telemetry import read_metrics
+from pipeline.checkpoints import checkpoint
+from pipeline.evaluation.evaluate import accuracy
+from pipeline.monitoring.telemetry import read_metrics
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:

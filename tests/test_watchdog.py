@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.watchdog import SLOW_LOOKS, Phases, Verdict, Watch
+from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Verdict, Watch
 
 
 class Clock:

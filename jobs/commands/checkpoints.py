@@ -15,8 +15,8 @@ import torch
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
-from pipeline import checkpoint
-from pipeline.checkpoint import Manifest, Reader, committed, read_manifest, step_of
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import Manifest, Reader, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.train import export
 

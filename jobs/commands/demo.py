@@ -18,8 +18,8 @@ from jobs.campaign import Campaign
 from jobs.cluster.worker_group import records
 from jobs.session import run_campaign
 from jobs.supervisor import last_step
-from pipeline import checkpoint
-from pipeline.telemetry import read_metrics
+from pipeline.checkpoints import checkpoint
+from pipeline.monitoring.telemetry import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
 VICTIM = 1  # rank of the worker that is killed

@@ -18,7 +18,7 @@ from data.shards.index import Index, load_index
 from jobs.campaign import Campaign, Stage
 from jobs.context import reference
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
-from pipeline.telemetry import PEAK, amount
+from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.training_config import TrainConfig, cache_line, training_order
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak

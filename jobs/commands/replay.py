@@ -23,7 +23,7 @@ from data.loader import TrainLoader
 from data.order import Mixture, Order
 from data.shards.index import Index, load_index
 from pipeline import config
-from pipeline.telemetry import read_metrics
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most

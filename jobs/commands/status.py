@@ -9,9 +9,9 @@ from typing import NotRequired, TypedDict
 import psutil
 
 from data.errors import CheckpointError, UsageError
-from pipeline import checkpoint
-from pipeline.accounting import account
-from pipeline.telemetry import amount, duration, last_metrics, read_metrics
+from pipeline.checkpoints import checkpoint
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
 
 
 class Outcome(TypedDict):

@@ -22,10 +22,11 @@ from data.shards.index import load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.supervisor import attempt_folder, supervise
-from pipeline import config, evaluate
+from pipeline import config
 from pipeline.config import Tags, require, tags
-from pipeline.evaluate import ProbeConfig
-from pipeline.watchdog import Phases
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.evaluate import ProbeConfig
+from pipeline.monitoring.watchdog import Phases
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Fine-tuning with a fresh zero head (paper, B.1.1 and table 4)."""
 
 from jobs.stages import training
-from pipeline.optimizer import OptimConfig
-from pipeline.schedule import ScheduleConfig
+from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.training_config import TrainConfig
 
 Config = TrainConfig

@@ -8,7 +8,7 @@ On disk, under `<stage>/checkpoints/`:
     .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
     bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
 
-`pipeline/saver.py` writes them. Loading, in order:
+`pipeline/checkpoints/saver.py` writes them. Loading, in order:
 1. rank 0 sweeps what died and reads every byte of the newest checkpoint (`choose`, `verify`);
 2. one that is not whole is renamed to `bad-…`, and the one before it is tried;
 3. all workers are told which it is, and each reads the fragments that it needs (`restore`, `Reader`): they know

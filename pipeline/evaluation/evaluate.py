@@ -19,9 +19,9 @@ from data.errors import ConfigError
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.images.preprocess import parse_ops
 from pipeline.config import require
-from pipeline.losses import hits
-from pipeline.probe import L2, linear_probe
-from pipeline.watchdog import Phases
+from pipeline.evaluation.probe import L2, linear_probe
+from pipeline.monitoring.watchdog import Phases
+from pipeline.optimization.losses import hits
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.config import Tags, require, tags
-from pipeline.schedule import ScheduleConfig
+from pipeline.optimization.schedule import ScheduleConfig
 
 # What the optimizer keeps per element of a parameter, fp32; a checkpoint holds it under these names of torch's.
 STATE = {

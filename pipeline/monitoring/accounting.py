@@ -10,7 +10,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from pipeline.telemetry import Record, duration
+from pipeline.monitoring.telemetry import Record, duration
 
 
 @dataclass

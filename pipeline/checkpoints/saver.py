@@ -9,7 +9,7 @@ A save, in order:
 5. rank 0 reports the checkpoint and deletes old ones.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
-Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (`pipeline/checkpoint.py` reads them)
+Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (checkpoint.py reads them)
 
 A save that fails costs that checkpoint, not the run; `max_failed_saves` in a row end the run.
 """
@@ -30,9 +30,9 @@ from torch import Tensor
 
 from data.errors import CheckpointError
 from data.files import make_folder, sync, write_durably
-from pipeline.checkpoint import MANIFEST, FileRecord, Manifest, newest_attempt, prune, seal
+from pipeline.checkpoints.checkpoint import MANIFEST, FileRecord, Manifest, newest_attempt, prune, seal
 from pipeline.engine import Engine
-from pipeline.telemetry import Telemetry
+from pipeline.monitoring.telemetry import Telemetry
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Accuracy of a model, its features, and the few-shot probe on them."""
