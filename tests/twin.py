@@ -1,0 +1,77 @@
+"""What the workers of tests/test_twin.py run: the product's training, fed with the batches of the original's own run.
+
+A module of its own, because workers import it by name. Only the loader is replaced: it gives the rows that the trace's
+index table names. Engine, model, loss, schedule, clipping, reduction and the loop itself are the product's.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.loader import Batch, Wait
+from pipeline import start, train
+from pipeline.engine import Engine
+from pipeline.exact import ExactEngine
+
+PARAMETERS_AFTER = (2, 10, 100)  # steps after which the trace holds the parameters
+
+
+class TraceLoader:
+    """The product's loader's place: iterates the micro-batches of this worker's slots, out of the trace."""
+
+    def __init__(
+        self, rows_of_steps: np.ndarray, images: np.ndarray, labels: np.ndarray, last_step: int, stop_file: Path
+    ) -> None:
+        self.rows_of_steps = rows_of_steps  # (steps, batch): rows of the pool
+        self.images = images  # (rows, S, S, 3) uint8
+        self.labels = labels  # (rows,)
+        self.last_step = last_step  # in which the product is asked to stop, by the file that its driver would touch
+        self.stop_file = stop_file
+        self.whole_steps: int | None = None  # after the last micro-batch of a step: how many steps have been given
+
+    def __call__(self, *_: object, slots: range, micro_batch: int, start_step: int, **__: object) -> Iterator[Batch]:
+        return self.micro_batches(slots, micro_batch, start_step)
+
+    def micro_batches(self, slots: range, micro_batch: int, start_step: int) -> Iterator[Batch]:
+        """Batches as `data.loader.TrainLoader` gives them, from `start_step` on."""
+        for step in range(start_step, len(self.rows_of_steps)):
+            if step == self.last_step:
+                self.stop_file.touch()
+            rows = self.rows_of_steps[step, slots.start : slots.stop]
+            for first in range(0, len(rows), micro_batch):
+                part = rows[first : first + micro_batch].astype(np.int64)
+                images = torch.from_numpy(self.images[part]).permute(0, 3, 1, 2)
+                labels = torch.from_numpy(self.labels[part].astype(np.int64))[:, None]
+                ids = torch.from_numpy(np.stack([np.zeros_like(part), np.zeros_like(part), part], axis=1))
+                is_last = first + micro_batch >= len(rows)
+                self.whole_steps = step + 1 if is_last else None
+                yield Batch(step, images, labels, ids, (), Wait())
+
+
+def train_on_trace(task: dict[str, Any]) -> dict[str, Any]:
+    """Run `pipeline.train.train` on the trace of `task["twin"]`; leaves this worker's fragments of the parameters."""
+    twin = task["twin"]
+    arrays = np.load(twin["arrays"])
+    stop_file = start.Job(**task["job"]).stop_file
+    loader = TraceLoader(arrays["rows"], arrays["images"], arrays["labels"], twin["steps"] - 1, stop_file)
+    start.TrainLoader = loader  # type: ignore[attr-defined, misc, assignment]
+    keep_parameters(loader, Path(twin["parameters"]))
+    return train.train({"config": task["config"], "job": task["job"]})
+
+
+def keep_parameters(loader: TraceLoader, folder: Path) -> None:
+    """Let the engine write what it owns of the masters after the updates that the trace holds parameters of."""
+    for engine_class in (Engine, ExactEngine):
+        original = vars(engine_class)["end_micro_batch"]
+
+        def end_micro_batch(self: Engine, rate: float, original: Any = original) -> None:
+            original(self, rate)
+            if loader.whole_steps in PARAMETERS_AFTER:
+                for fragment in self.fragments(("master",)):
+                    values = fragment.tensors["master"].detach().clone().numpy()
+                    np.save(folder / f"{loader.whole_steps}!{fragment.name}!{fragment.start}.npy", values)
+
+        engine_class.end_micro_batch = end_micro_batch  # type: ignore[method-assign]
