@@ -94,6 +94,7 @@ class Layout:
     def arrays(self, memory: mmap | bytearray, offset: int = 0) -> Arrays:
         """The arrays of the micro-batch that begins at `offset` of some memory."""
         side = self.image_size
+        # The int64 arrays come first: they begin at multiples of 8 there, and bytes may begin anywhere.
         ids = np.ndarray((self.b, 3), np.int64, memory, offset)
         offset += ids.nbytes
         labels = np.ndarray((self.b, self.max_labels), np.int64, memory, offset)
@@ -104,7 +105,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Done:
-    """What a task came to, besides its arrays; seconds of this process."""
+    """The answer to a task: the bad samples, and where this process spent its time; the pixels are in the arrays."""
 
     bad: tuple[BadSample, ...]
     storage_s: float
@@ -147,6 +148,8 @@ class Decoder:
         start = perf_counter()
         self.storage_s = 0.0
         self.encoded = []
+        # The global batch is computed whole (0.6 ms for 4,096 slots, docs/order.md) and kept for the other tasks of
+        # its step.
         if task.step != self.step:
             self.step = task.step
             self.ids = np.stack(self.order.batch(task.step), 1)
@@ -172,6 +175,8 @@ class Decoder:
             if problem is None:
                 return bad
             bad.append(problem)
+            # The id says which sample the row really holds. Crop and flip are drawn from that sample's own key: they
+            # do not depend on the slot that it fills.
             arrays.ids[row] = self.order.replacement(task.step, task.first + row, attempt)
             key = int(self.keys(arrays.ids[row : row + 1])[0])
         raise DataError(
@@ -182,6 +187,8 @@ class Decoder:
     def fill(self, row: int, key: int, arrays: Arrays) -> BadSample | None:
         """Read and decode the sample that a row's id names; returns what is wrong with it, if anything is."""
         _, shard, sample = arrays.ids[row].tolist()
+        # Reading is timed apart from decoding, so that a slow step can be put down to the one or the other. What the
+        # reader raises is not caught: a shard that is missing or not the one that was indexed ends the run.
         start = perf_counter()
         name, encoded, raw_labels = self.reader.read(shard, sample)
         self.storage_s += perf_counter() - start
@@ -194,18 +201,22 @@ class Decoder:
                 augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
         except BadImage as error:
             return BadSample(self.index.shards[shard].name, name, str(error))
+        # The memory still has the labels of the sample that was here some batches ago.
         arrays.labels[row] = -1
         arrays.labels[row, : len(labels)] = labels
         return None
 
     def leave(self, row: int, data: bytes, key: int, image: np.ndarray) -> bool:
         """Copy a JPEG into its row, with its draws beside it; False where it does not fit or is out of the ordinary."""
+        # The row of shared memory bounds what may be left encoded; grey and CMYK are decoded here, as are images that
+        # would take much of the GPU's memory.
         header = read_header(data)
         if header.kind != "jpeg" or header.channels != 3 or header.height * header.width > MOST_PIXELS:
             return False
         if len(data) > image.nbytes:
             return False
         image.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+        # The same draws as in `augment`: the crop does not depend on who decodes.
         box, flip = draw(header, Draws(key), self.cfg)
         self.encoded.append(Encoded(row, len(data), (header.height, header.width), box, flip))
         return True
@@ -221,6 +232,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: in
         return None
     shard = int(filled_shards[0])
     images = min(most, index.shards[shard].samples)
+    # `plan` asks this: it must not wait until a whole shard has been hashed.
     reader = Reader(index, verify=False)
     out = np.empty((image_size, image_size, 3), np.uint8)
     try:
@@ -236,6 +248,7 @@ def measure_decoding(reader: Reader, shard: int, images: int, cfg: AugmentConfig
     """Processor seconds that the first images of a shard take; `out` (S, S, 3) holds each in turn."""
     start = process_time()
     for sample in range(images):
+        # A bad image costs time in training too, so it counts.
         with suppress(BadImage):
             _, encoded, _ = reader.read(shard, sample)
             augment(encoded, len(out), Draws(sample), cfg, out)
@@ -246,7 +259,7 @@ def measure_decoding(reader: Reader, shard: int, images: int, cfg: AugmentConfig
 
 
 def tell(connection: Connection) -> None:
-    """Give the loader a sign of life, unless so many are unread that it would be waited for, holding a lock."""
+    """Send the loader a sign of life, unless the pipe is full: sending would block, with a lock on a shard held."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
         connection.send(None)
@@ -257,20 +270,25 @@ def main(connection: Connection, memory: mmap) -> None:
     # A mapped shard holds a file, and many shards are open at once: ask for as many files as we may have.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    cv2.setNumThreads(1)  # the loader chose how many processes there are
+    # The loader chose how many processes there are; each of them is to use one core.
+    cv2.setNumThreads(1)
 
     decoder: Decoder = connection.recv()
-    decoder.reader.cache.progress = partial(tell, connection)  # a slow storage is no hang
+    # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
+    decoder.reader.cache.progress = partial(tell, connection)
     while True:
         task, offset = connection.recv()
         answer: Done | Exception
         try:
             answer = decoder.run(task, decoder.layout.arrays(memory, offset))
-        except Exception as error:  # whatever it is, the loader raises it
+        # An exception is an answer too: the loader raises it. If it ended this process, the loader would start others
+        # on the same task, in vain.
+        except Exception as error:
             answer = error
         connection.send(answer)
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, OSError, KeyboardInterrupt):  # the loader ended, and so does this
+    # When the loader has ended, its end of the pipe is closed; Ctrl-C reaches this process as well as the loader.
+    with suppress(EOFError, OSError, KeyboardInterrupt):
         main(Connection(int(sys.argv[1])), mmap(int(sys.argv[2]), 0))

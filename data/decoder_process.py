@@ -36,6 +36,7 @@ class DecoderProcess:
     def __init__(self, decoder: Decoder, prefetch: int):
         self.decoder = decoder
         batch_bytes = decoder.layout.bytes
+        # Memory without a name: nothing can be left behind in /dev/shm, whoever is killed.
         self.file = os.memfd_create("patchline-batches")
         os.ftruncate(self.file, prefetch * batch_bytes)
         self.memory = mmap(self.file, 0)
@@ -44,11 +45,17 @@ class DecoderProcess:
         self.start()
 
     def start(self) -> None:
-        """Start the process; it knows nothing yet."""
+        """Start the process, which then waits for its decoder."""
+        # The command may have been typed in any folder, so the module path leads to the repository; -P keeps the
+        # current folder off it. OMP_NUM_THREADS: the loader chose how many processes there are, each of them is to
+        # use one core.
         python_path = str(ROOT)
         if os.environ.get("PYTHONPATH"):
             python_path += os.pathsep + os.environ["PYTHONPATH"]
         ours, theirs = socketpair()
+        # Our copy of the child's end is closed after the start, or its death would not end the stream on our side.
+        # The child inherits these two files alone: it has no copy of our end, and so its stream ends when we are
+        # gone.
         with theirs:
             self.child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "data.decoder", str(theirs.fileno()), str(self.file)],
@@ -59,15 +66,18 @@ class DecoderProcess:
         self.connection = Connection(ours.detach())
 
     def brief(self) -> None:
-        """Say what there is to decode; apart from `start`, so that all processes start side by side."""
-        with suppress(OSError):  # it is dead, which `answer` will find
+        """Send the decoder; a step of its own, so that all processes are started before the first one is waited for."""
+        # The index may be larger than what a socket holds: sending then lasts until the process has started and
+        # reads. A process that is dead already is found by `answer`.
+        with suppress(OSError):
             self.connection.send(self.decoder)
 
     def give(self, task: Task) -> None:
         """Queue a task; one that a dead process cannot take is given to the next."""
         offset = self.free_offsets.popleft()
         self.pending.append((task, offset))
-        with suppress(OSError):  # it is dead, which `answer` will find
+        # A process that is dead is found by `answer`, which gives all pending tasks to the next one.
+        with suppress(OSError):
             self.connection.send((task, offset))
 
     def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
@@ -80,6 +90,7 @@ class DecoderProcess:
         if isinstance(answer, Exception):
             raise answer
         self.pending.popleft()
+        # The caller copies the arrays before it gives the next task, which may overwrite them.
         self.free_offsets.append(offset)
         return task, offset, answer
 
@@ -105,7 +116,8 @@ class DecoderProcess:
         return None
 
     def restart(self) -> None:
-        """Replace the process by one that has all pending tasks before it."""
+        """Replace the process by a new one, which gets all pending tasks."""
+        # What the old process had written is written again: a task gives the same bytes whoever runs it.
         self.stop()
         self.start()
         self.brief()

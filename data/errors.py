@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
 
 class PatchlineError(Exception):
-    """One line what was found, one line what was expected, one line what to type next."""
+    """An error whose text says what was found, what was expected and what to type next, one line each."""
 
     exit_code: int | None = ExitCode.INTERNAL
 

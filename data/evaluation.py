@@ -82,7 +82,9 @@ class EvaluationSet:
         self.batches = -(-samples_of_worker // batch_size)
         self.starts = np.cumsum([0, *index.shard_samples])
 
-        example = preprocess(np.zeros((1024, 1024, 3), np.uint8), ops)  # all images come out like it
+        # The ops alone decide the shape of the images. The example is large, because central_crop refuses an image
+        # that is smaller than the crop.
+        example = preprocess(np.zeros((1024, 1024, 3), np.uint8), ops)
         self.shape = example.shape
         self.dtype = example.dtype
 
@@ -92,6 +94,7 @@ class EvaluationSet:
     def __iter__(self) -> Iterator[EvaluationBatch]:
         running: deque[list[Future[Row]]] = deque()  # the batch in hand and the next one
         with ThreadPoolExecutor(self.threads) as pool:
+            # A worker whose samples have run out goes on with batches of padding: all workers give equally many.
             for first in range(0, self.batches * self.batch_size, self.batch_size):
                 running.append(self.submit(pool, self.rows[first : first + self.batch_size]))
                 if len(running) > 1:
@@ -101,6 +104,7 @@ class EvaluationSet:
 
     def submit(self, pool: ThreadPoolExecutor, rows: range) -> list[Future[Row]]:
         """Read the bytes of a batch here, in order, and have the threads decode them."""
+        # One thread reads: the reader closes the longest unused shard, which another thread might be reading from.
         futures = []
         for row in rows:
             place = self.place(row)
@@ -136,6 +140,7 @@ class EvaluationSet:
         for number, future in enumerate(futures):
             row = future.result()
             ids[number] = row.place
+            # A bad sample keeps its id, but its pixels stay 0 and its mask False, so that it does not count.
             if row.image is not None:
                 images[number] = row.image
                 labels[number, : len(row.labels)] = row.labels

@@ -77,6 +77,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
+    # Ctrl-C too must not leave the temporary file behind.
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
@@ -99,10 +100,13 @@ def create_exclusively(path: Path, content: str) -> bool:
     temporary = temporary_name(path)
     write_durably(temporary, content.encode())
     try:
-        os.link(temporary, path)  # fails where the name exists
+        # A rename would replace the other's file in silence, and O_EXCL would show a file that is still empty. A link
+        # fails where the name exists, and the file is whole when it appears.
+        os.link(temporary, path)
     except FileExistsError:
         return False
     except OSError as error:
+        # Linux answers EPERM where a file system has no hard links (man 2 link), EMLINK where one name is the limit.
         if error.errno in {errno.EPERM, errno.EMLINK, *NOT_SUPPORTED}:
             raise lacking(path, "hard links", error) from None
         raise
@@ -125,6 +129,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
     """Lock an open file until it is closed; False where another process has it and we do not wait."""
+    # flock, because a POSIX lock would go as soon as this process closes any other handle of the same file.
     operation = fcntl.LOCK_EX
     if not wait:
         operation |= fcntl.LOCK_NB

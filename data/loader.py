@@ -107,6 +107,7 @@ class TrainLoader:
         self.cache = cache or CacheConfig()
 
         self.parts = cut(slots, micro_batch, accumulation)
+        # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
         largest = max(len(part) for part in self.parts)
         self.layout = Layout(largest, image_size, max_labels)
         reader = Reader(index, cache=self.cache)
@@ -115,7 +116,8 @@ class TrainLoader:
         if decode == "gpu":
             self.decode_jpegs = torchcodec()
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.decoder_of_refused = copy(self.decoder)  # decodes here what the GPU did not
+            # Decodes here what the GPU refused. A shallow copy, so that it shares the reader and its open shards.
+            self.decoder_of_refused = copy(self.decoder)
             self.decoder_of_refused.leave_encoded = False
 
     def __iter__(self) -> Generator[Batch]:
@@ -138,6 +140,7 @@ class TrainLoader:
             raise
         finally:
             ahead.stop()
+            # This ends the decoding processes, which the generator holds.
             batches.close()
 
     def tasks(self) -> Iterator[Task]:
@@ -148,6 +151,7 @@ class TrainLoader:
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""
+        # One place is enough: `take` copies each micro-batch out of it.
         memory = bytearray(self.layout.bytes)
         for task in self.tasks():
             done = self.decoder.run(task, self.layout.arrays(memory))
@@ -160,6 +164,8 @@ class TrainLoader:
         try:
             for process in crew:
                 process.brief()
+            # In turn, not to whoever is free first: so we know which process has the next micro-batch, and no order
+            # has to be restored.
             for _ in range(self.prefetch):
                 for process in crew:
                     process.give(next(tasks))
@@ -180,6 +186,7 @@ class TrainLoader:
         start = perf_counter()
         rows = task.stop - task.first
         arrays = self.layout.arrays(memory, offset)
+        # The place in memory is overwritten by a coming task, so the batch gets memory of its own.
         images = copied(torch.from_numpy(arrays.images[:rows]))
         labels = copied(torch.from_numpy(arrays.labels[:rows]))
         ids = copied(torch.from_numpy(arrays.ids[:rows]))
@@ -188,8 +195,11 @@ class TrainLoader:
             images, refused_bad = self.decode_on_device(task, done, images, labels, ids)
             bad += refused_bad
 
+        # The wait is what the step lost. The process worked ahead meanwhile: its own seconds only tell in which
+        # proportion the wait was for storage and for decoding.
         share_of_wait = waited_s / max(done.storage_s + done.decode_s, 1e-9)
         wait = Wait(done.storage_s * share_of_wait, done.decode_s * share_of_wait, perf_counter() - start)
+        # A view: the pixels of an image stay interleaved in memory, which is torch's channels-last.
         return Batch(task.step, images.permute(0, 3, 1, 2), labels, ids, bad, wait)
 
     def decode_on_device(
@@ -202,6 +212,7 @@ class TrainLoader:
         if not done.encoded:
             return images.to(self.device), ()
         images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode_jpegs, self.device)
+        # One slot alone is a task too, and gives the same sample or the same replacement as in the whole micro-batch.
         arrays = self.layout.arrays(bytearray(self.layout.bytes))
         bad: tuple[BadSample, ...] = ()
         for row in refused:
@@ -222,6 +233,7 @@ def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]
         return [slots[first : first + micro_batch] for first in range(0, len(slots), micro_batch)]
     if accumulation * micro_batch < len(slots):
         raise ValueError(f"{accumulation} micro-batches of {micro_batch} do not hold {len(slots)} slots")
+    # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
     edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
     return [slots[first:stop] for first, stop in pairwise(edges)]
 

@@ -64,6 +64,8 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 def key_of(*parts: np.ndarray | int) -> np.ndarray:
     """Fold integers (or arrays of them) into one uint64 key each."""
+    # An array of one number, not a scalar: the hash needs products to wrap around at 2⁶⁴, and NumPy warns of it in
+    # scalars.
     key = np.zeros(1, np.uint64)
     for part in parts:
         number = np.asarray(part, np.int64).astype(np.uint64)
@@ -77,6 +79,7 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     A Feistel network permutes the a·b numbers of Z_a × Z_b, a little more than `size` (Black & Rogaway 2002).
     """
     size = size.astype(np.uint64)
+    # `a` need not be the exact root: `b` is made so that a·b is at least `size`, whatever floating point gave.
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
 
@@ -133,6 +136,7 @@ class Order:
 
         self.samples_per_epoch = self.samples
         if tail == "drop":
+            # With whole batches in every epoch none is left to be carried: `_places` needs no other rule.
             self.samples_per_epoch = self.samples // batch_size * batch_size
 
     def batch(self, step: int) -> Ids:
@@ -142,6 +146,7 @@ class Order:
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
         """The sample to use where the one in `slot` is bad: the attempt-th after it, lane after lane."""
+        # The replacement keeps its own place in the order as well: without it, all later steps would change.
         epochs, positions = self._places(step)
         epoch = epochs[slot : slot + 1]
         position = (positions[slot : slot + 1] + attempt) % self.samples
@@ -220,6 +225,7 @@ class Order:
         if known is not None:
             return known
         shards = np.flatnonzero(self.shard_samples)
+        # Sorted by our own hash, because the streams of NumPy's permutations may change between versions.
         shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
         counts = self.shard_samples[shards]
         starts = np.cumsum(counts) - counts
@@ -283,7 +289,9 @@ class Mixture:
         for group, share in enumerate(self.shares):
             first = self.starts[group]
             stop = self.starts[group + 1]
-            set_seed = int(key_of(seed, first)[0] >> np.uint64(2))  # 62 bits: `key_of` takes int64 in turn
+            # Each set has a seed of its own, or sets of equal sizes would be shuffled alike. Its 62 bits fit the
+            # int64 that `key_of` takes.
+            set_seed = int(key_of(seed, first)[0] >> np.uint64(2))
             order = Order(
                 shard_samples[first:stop],
                 seed=set_seed,
@@ -309,6 +317,7 @@ class Mixture:
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
         """As `Order.replacement`, from the same set."""
+        # From the slot back to the set that fills it, and to the slot of that set's own batch.
         place = int(self.order_of_slots[slot])
         ends = np.cumsum(self.shares)
         group = int(np.searchsorted(ends, place, side="right"))
@@ -323,6 +332,7 @@ def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
     counts = [int(share) for share in exact]
     remainders = np.subtract(exact, counts)
     largest_first = np.argsort(-remainders, kind="stable")  # of equal ones, the set that is named first
+    # What rounding down left goes out one by one, so that the shares add up to the batch.
     for group in largest_first[: batch_size - sum(counts)]:
         counts[group] += 1
     if min(counts) == 0:

@@ -93,6 +93,7 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
         w = round(h * aspect)
         inside = 0 < h <= height and 0 < w <= width
         if inside and h * w >= min_pixels:
+            # `height - h` and not one more: the original never draws the last offset, and neither do we.
             y = draws.below(height - h)
             x = draws.below(width - w)
             return Box(y, x, h, w)
@@ -106,6 +107,7 @@ def draw_flip(draws: Draws, cfg: AugmentConfig) -> bool:
 
 def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
     """The box of a training crop (all of the image for `crop: none`), and whether to flip it."""
+    # First the box, then the flip, on every path: in another order the same key would give other pixels.
     box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
         box = inception_box(header.height, header.width, draws, cfg)
@@ -119,6 +121,7 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
     """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
     header = read_header(data)
     if cfg.crop == "random":
+        # This crop is cut from the resized image, so that its offsets can only be drawn when all of it is decoded.
         image = random_crop(data, image_size, draws)
         flip = draw_flip(draws, cfg)
     else:
@@ -128,7 +131,8 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
     fit(image, flip, out)
 
     if cfg.randaug_layers:
-        from data.images.randaug import randaug  # Pillow, which nothing else here needs
+        # It imports Pillow, which nothing else here needs.
+        from data.images.randaug import randaug
 
         out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)
 
@@ -144,6 +148,7 @@ def random_crop(data: bytes, image_size: int, draws: Draws) -> np.ndarray:
 
 def fit(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
     """Resize `image` (h, w, 3) to the size of `out` and write it there, mirrored if `flip`."""
+    # Wherever it can, OpenCV writes straight into the row of the batch, which saves a copy of the image.
     height, width = out.shape[:2]
     if image.shape[:2] == (height, width):
         out[:] = image[:, ::-1] if flip else image

@@ -1,4 +1,4 @@
-"""Encoded bytes to RGB pixels, whole or only the crop that training wants; what is odd is refused by reason.
+"""Encoded bytes to RGB pixels, whole or only the crop that training wants; a bad image is refused with a reason.
 
 Orientation tags are ignored, as TensorFlow's decoders do; 16-bit images lose their low byte, alpha is
 dropped, grey becomes three equal channels, CMYK is converted.
@@ -65,9 +65,11 @@ def read_header(data: bytes) -> Header:
             header = read_webp(data)
         else:
             raise BadImage("not a JPEG, PNG or WebP")
+    # The parsers read past the end where a header is cut; one place here instead of a check at every field.
     except (struct.error, IndexError):
         raise BadImage("truncated") from None
 
+    # Refused before decoding: a few bytes may claim an image that fills the memory.
     pixels = header.height * header.width
     if pixels == 0:
         raise BadImage("image without pixels")
@@ -97,6 +99,7 @@ def read_jpeg(data: bytes) -> Header:
         at += 2 + length
     if header is None or header.channels not in (1, 3, 4):
         raise BadImage("broken JPEG header")
+    # libjpeg decodes a file that was cut short and fills up with grey, with no more than a warning.
     if data.rfind(END_OF_IMAGE) < at:
         raise BadImage("truncated")
     return header
@@ -160,6 +163,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
     # The binding knows JPEGs of one or three channels; anything else is decoded whole and cut.
     if header.kind != "jpeg" or header.channels == 4:
         image = decode_whole(data)
+        # The box was drawn from the header; in an image of other sides it would lie elsewhere or outside.
         if image.shape[:2] != (header.height, header.width):
             raise BadImage("sides other than in its header")
         return image[y : y + h, x : x + w]

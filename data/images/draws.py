@@ -14,6 +14,7 @@ class Draws:
 
     def uniform(self) -> float:
         """A number in [0, 1)."""
+        # Python's integers do not wrap around as the uint64 of the original do: MASK keeps the lower 64 bits.
         self.state = (self.state + GOLDEN) & MASK
         x = self.state
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK

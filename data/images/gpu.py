@@ -47,6 +47,7 @@ def decode_rows(
     images: Tensor, encoded: Sequence[Encoded], reduced: bool, decode: Decode, device: torch.device
 ) -> tuple[Tensor, list[int]]:
     """`images` (b, S, S, 3) on the device, their encoded rows decoded; and the rows that were refused."""
+    # The rows lie in the loader's memory, padded by whatever stood there before: only the first bytes are the JPEG.
     sources = []
     for jpeg in encoded:
         row_bytes = images[jpeg.row].flatten()
@@ -68,7 +69,8 @@ def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> S
     """Every image (3, H, W), None where it is refused."""
     try:
         return decode(sources, device)
-    except RuntimeError:  # one bad image costs the whole call: find it
+    except RuntimeError:
+        # One bad image costs the whole call: each is decoded alone, to find it.
         return [decode_alone(source, decode, device) for source in sources]
 
 
@@ -88,7 +90,9 @@ def crop(whole: Tensor, jpeg: Encoded, size: int, reduced: bool) -> Tensor:
     y, x, h, w = jpeg.box
     part = whole[None, :, y : y + h, x : x + w].float()
     covering = size if reduced else 0
+    # The processes decode a JPEG at a reduced scale, which averages the pixels that it merges.
     part = avg_pool2d(part, reduction(min(h, w), covering))
+    # As cv2.INTER_LINEAR in `augment.fit`: half-pixel centres, no antialiasing.
     part = interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
     part = part.round_().clamp_(0, 255).to(torch.uint8)
     return part.flip(2) if jpeg.flip else part

@@ -72,6 +72,7 @@ def compile_binding() -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "c++")
+    # rpath, because libjpeg-turbo lies inside Pillow's wheel, where the linker does not look by itself.
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{libjpeg.parent}"]
     # Other processes compile it at the same moment: each writes a file of its own, and the last one stays.
     with whole_file(path) as temporary:
@@ -89,7 +90,7 @@ def bundled_libjpeg() -> Path:
 
 
 def require_binding() -> None:
-    """Raise OSError where there is none."""
+    """Raise OSError where the binding cannot be compiled or loaded."""
     if library() is None:
         raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
 
@@ -99,6 +100,7 @@ def require_binding() -> None:
 
 def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
     """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
+    # Without the binding nothing is lost but time: the pixels are the same, bit for bit (docs/decoding.md).
     binding = library()
     if binding is None:
         return cut_from_whole(data, denominator, region)
@@ -116,6 +118,7 @@ def cut_from_whole(data: bytes, denominator: int, region: Region) -> np.ndarray 
         return None
     if image is None:
         return None
+    # There is no flag that gives both RGB and a reduced scale.
     if denominator > 1:
         image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
     y, x, h, w = region
@@ -145,5 +148,6 @@ def rewritten(data: bytes) -> bytes | None:
     size = ctypes.c_ulong()
     failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
     jpeg = None if failed else ctypes.string_at(out, size.value)
+    # The bytes were allocated by C++, which must free them itself.
     binding.release(out)
     return jpeg

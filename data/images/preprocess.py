@@ -36,7 +36,7 @@ def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
-    """The functions and arguments that an op string names; raises ValueError where it names no such op."""
+    """The functions and arguments that an op string names; raises ValueError where an op is unknown."""
     parsed = []
     for part in ops.split("|"):
         text = part.strip()
@@ -50,7 +50,7 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
 
 
 def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
-    """The plain values between the brackets of an op: "224" → (224,); raises ValueError where they are no such."""
+    """The plain values between the brackets of an op: "224" → (224,); raises ValueError on anything else."""
     if not arguments:
         return ()
     # The one argument that the original's strings name.
@@ -73,6 +73,7 @@ def resize(image: np.ndarray, size: int | tuple[int, int], antialias: bool = Fal
     """Squash to a square of `size` (or to (h, w)): bilinear, half-pixel centres, truncated to uint8."""
     h, w = both_sides(size)
     resized = triangle(image, h, w) if antialias else bilinear(image, h, w)
+    # astype truncates, as the original's tf.cast to uint8 does (SPEC 2.5).
     return resized.astype(image.dtype)
 
 
@@ -97,6 +98,7 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
     w = round(W * factor)
     if h * w > MOST_PIXELS:
         raise BadImage("image too narrow")
+    # float32 between the two passes: rounding to uint8 after each would lose what the original keeps.
     resized = area(image, h, axis=0)
     resized = area(resized, w, axis=1)
     return resized.astype(np.uint8)
@@ -120,6 +122,7 @@ def both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
 
 def value_range(image: np.ndarray, low: float, high: float) -> np.ndarray:
     """Map 0 … 255 to low … high as float32."""
+    # First divided, then scaled, as in the original: float32 would round otherwise.
     return image.astype(np.float32) / np.float32(255) * np.float32(high - low) + np.float32(low)
 
 
@@ -211,6 +214,7 @@ def area_taps(size: int, new: int) -> Taps:
     start = np.arange(new) * scale
     end = (np.arange(new) + 1) * scale
     count = int((np.ceil(end) - np.floor(start)).max())  # K, the most that a new row overlaps
+    # A new row that overlaps fewer than K old ones has the weight 0 for the rest; those may lie outside the image.
     rows = np.floor(start).astype(int) + np.arange(count)[:, None]
     overlap = np.minimum(rows + 1, end) - np.maximum(rows, start)
     factors = (np.maximum(overlap, 0) / scale).astype(np.float32)

@@ -23,6 +23,7 @@ Operation = Callable[[Image.Image, float, Draws], Image.Image]  # image, level =
 
 def randaug(image: np.ndarray, layers: int, magnitude: float, draws: Draws) -> np.ndarray:
     """(H, W, 3) uint8 after `layers` random operations at `magnitude` (10 is the customary full strength)."""
+    # One number picks the operation, the next ones are the operation's own: the order of draws is part of the result.
     operations = tuple(OPERATIONS.values())
     picture = Image.fromarray(image)
     for _ in range(layers):
@@ -78,6 +79,7 @@ def cutout(picture: Image.Image, level: float, draws: Draws) -> Image.Image:
     y = draws.below(picture.height)
     x = draws.below(picture.width)
     box = (max(x - pad, 0), max(y - pad, 0), min(x + pad, picture.width), min(y + pad, picture.height))
+    # `paste` works in place, and the image that was given must stay as it is.
     picture = picture.copy()
     picture.paste(FILL, box)
     return picture
@@ -103,6 +105,7 @@ def invert(picture: Image.Image, level: float, draws: Draws) -> Image.Image:
 
 def posterize(picture: Image.Image, level: float, draws: Draws) -> Image.Image:
     """Keep 4 · level bits; where the original asks for 0, TensorFlow, which shifts by 7 at most, keeps one."""
+    # At magnitudes over 20, 4 · level is more than the 8 bits of a value.
     bits = min(max(int(4 * level), 1), 8)
     return ImageOps.posterize(picture, bits)
 

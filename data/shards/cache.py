@@ -56,7 +56,8 @@ class CacheConfig:
     fetchers: int = 4  # downloads at once
 
     def __post_init__(self) -> None:
-        if self.directory and not Path(self.directory).expanduser().is_absolute():  # workers live in other folders
+        # Workers run in folders of their own, where a relative path would be another one for each.
+        if self.directory and not Path(self.directory).expanduser().is_absolute():
             raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
         for name in ("limit_bytes", "attempts", "timeout_s", "fetchers"):
             value = getattr(self, name)
@@ -69,12 +70,12 @@ class CacheConfig:
 
 
 def never() -> bool:
-    """The answer of a cache that nobody stops."""
+    """The default of `Cache.stopped`: somebody always waits for what is fetched."""
     return False
 
 
 def nobody_to_tell() -> None:
-    """What a cache does about progress that nobody waits for."""
+    """The default of `Cache.progress`: progress is not told to anybody."""
 
 
 class Cache:
@@ -103,9 +104,11 @@ class Cache:
         if not is_whole(path, shard):
             self.make_directory()
             with self.turn(path):
-                if not is_whole(path, shard):  # nor has another process fetched it while we waited
+                # Another process may have fetched it while we waited for our turn.
+                if not is_whole(path, shard):
                     self.fetch_or_explain(url, shard, path)
-        os.utime(path)  # last use
+        # The time of last use, by which shards are evicted: the mtime, because many mounts do not keep the atime.
+        os.utime(path)
         return path
 
     def make_directory(self) -> None:
@@ -120,6 +123,8 @@ class Cache:
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
         """Hold the lock on one shard; while another process fetches it, pass on that its file grows."""
+        # The lock is asked for again and again instead of waited for: a blocked call could neither be stopped nor
+        # tell the loader that the shard is growing.
         part = path.with_suffix(".part")
         known_size = -1
         with open(path.with_suffix(".lock"), "w") as file:
@@ -148,7 +153,8 @@ class Cache:
     def fetch(self, url: str, shard: Shard, path: Path) -> None:
         """Download to `.part`, going on where it broke off; rename when size and digest are right."""
         part = path.with_suffix(".part")
-        for _ in range(2):  # a digest can be wrong because of the transfer: try once more from the start
+        # A digest can be wrong because of the transfer: it is tried once more from the start.
+        for _ in range(2):
             self.make_room(shard.bytes)
             if self.download(url, shard.bytes, part) == shard.sha256:
                 os.replace(part, path)
@@ -168,14 +174,16 @@ class Cache:
                 file.flush()
                 digest.update(piece)
                 self.progress()
-            os.fsync(file.fileno())  # or a power cut may leave its name with nothing under it
+            # A power cut might otherwise leave the final name with nothing under it.
+            os.fsync(file.fileno())
         return digest.hexdigest()
 
     @contextmanager
     def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
-        """A remote shard that no index knows yet, on local disk for as long as it is looked at, or we live."""
+        """Give the block a local file with a remote shard that is in no index yet; the file goes when it ends."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
+        # A file without a name: the system removes it with this process, however that ends.
         with TemporaryFile(dir=self.directory) as file:
             while file.tell() < size:
                 file.write(self.read(url, file.tell(), min(file.tell() + PIECE, size)))
@@ -207,8 +215,10 @@ class Cache:
                 raise
             except PermissionError as error:
                 reason = type(error).__name__
-                forget_credentials()  # they may have expired: the next attempt reads them again
-            except Exception as error:  # clients raise many kinds; none of their texts is safe to show
+                # The credentials may have expired: the next attempt reads what the environment says by then.
+                forget_credentials()
+            # Clients raise many kinds of errors, and any of their texts may hold a secret: only the kind is shown.
+            except Exception as error:
                 reason = type(error).__name__
             if attempt == WARN_AT_ATTEMPT:
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
@@ -262,12 +272,12 @@ class CachedFile:
 
 
 def last_use(file: CachedFile) -> int:
-    """What files are evicted by: the longest unused first."""
+    """The key by which files are sorted for eviction: the longest unused first."""
     return file.used_at_ns
 
 
 def files(directory: Path, pattern: str) -> list[CachedFile]:
-    """What is there now: others rename and delete meanwhile."""
+    """The files of a folder that match a pattern, without those that another process deletes meanwhile."""
     there = []
     for path in directory.glob(pattern):
         with suppress(FileNotFoundError):
@@ -295,6 +305,7 @@ def is_whole(path: Path, shard: Shard) -> bool:
 def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
     """(remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
     shards: set[int] = set()
+    # The shards of all these steps must fit the cache at once, or it would evict what it has just fetched.
     for later in range(step, step + cfg.ahead + 1):
         shards.update(shards_of(order, slots, later))
     remote_shards = 0
@@ -350,11 +361,13 @@ class Ahead:
         step = first_step
         with ThreadPoolExecutor(self.cfg.fetchers) as pool:
             while self.may_fetch(step):
+                # The shards of one step are waited for before the next step's are asked for: they are needed first.
                 list(pool.map(self.fetch, shards_of(self.order, self.slots, step)))
                 step += 1
 
     def may_fetch(self, step: int) -> bool:
         """Wait until a step is within the window; False where nobody waits any more."""
+        # One lock for step and stop: a change between the check and the wait would otherwise be missed.
         with self.changed:
             while not self.stopped and step > self.step + self.cfg.ahead:
                 self.changed.wait()

@@ -65,6 +65,7 @@ def check(
         # Shares of the page's images that add up to GRID: none of most shards where there are many.
         shown_before = number * GRID // len(index.shards)
         shown_after = (number + 1) * GRID // len(index.shards)
+        # The job is sent to another process: with the whole index each would carry all shards.
         alone = replace(index, shards=(shard,), class_counts=())
         jobs.append(CheckJob(alone, shown_after - shown_before, decode))
     whole = Report(index, [])
@@ -80,18 +81,20 @@ class Repeated:
     """Counts what comes again among any number of 64-bit hashes, kept on disk in 256 parts by their last byte."""
 
     def __init__(self) -> None:
+        # On disk, because the hashes of 300 million images are 2.4 GB.
         self.folder = TemporaryDirectory(prefix="patchline-hashes-")
 
     def add(self, hashes: array[int]) -> None:
         """Append hashes to their parts."""
         values = np.array(hashes, np.uint64)
         parts = values % np.uint64(HASH_PARTS)
+        # Equal hashes land in the same part, so that each part can be counted by itself.
         for part in np.unique(parts):
             with open(Path(self.folder.name, str(part)), "ab") as file:
                 file.write(values[parts == part].tobytes())
 
     def count(self) -> int:
-        """Hashes that came before; this is the end of the files."""
+        """Count the hashes that had come before, and delete the files."""
         repeated = 0
         with self.folder:
             for path in Path(self.folder.name).iterdir():
@@ -115,7 +118,8 @@ def check_shard(job: CheckJob) -> ShardReport:
                 check_sample(sample, job, report)
     except OSError as error:
         report.problem = str(error.strerror)
-    except DataError as error:  # of a remote shard: gone, or another one
+    # What is behind a URL may be gone, or be another shard; the report goes on with the others.
+    except DataError as error:
         report.problem = str(error)
     return report
 
@@ -125,9 +129,11 @@ def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
     key, image, raw_labels = sample
     try:
         header = read_header(image)
+        # As many labels as there are classes are allowed here: the report says which `max_labels` a run needs.
         labels = read_labels(raw_labels, job.index.classes, job.index.classes)
         if job.decode:
             decode_whole(image)
+            # libjpeg decodes some damaged files with no more than a warning; training uses them, so they are not bad.
             if header.kind == "jpeg" and is_damaged(image):
                 report.damaged += 1
     except BadImage as error:
@@ -198,6 +204,7 @@ def good_samples(index: Index, unique: bool) -> Iterator[Sample]:
     for number, shard in enumerate(index.shards):
         try:
             file = open_shard(index, number)
+        # Repairing leaves out a shard that cannot be read, and keeps the others.
         except (OSError, DataError):
             continue
         stem = Path(shard.name).stem
@@ -211,6 +218,7 @@ def good_samples(index: Index, unique: bool) -> Iterator[Sample]:
                 except BadImage:
                     continue
                 if unique:
+                    # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
                     digest = blake2b(image, digest_size=16).digest()
                     if digest in digests:
                         continue

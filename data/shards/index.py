@@ -85,6 +85,7 @@ class Index:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again") from None
+        # The table of another shard would give offsets into the middle of images.
         if len(table) != self.shards[shard].samples:
             raise DataError(
                 f"{path}: {len(table)} rows, the index says {self.shards[shard].samples}; "
@@ -104,6 +105,7 @@ class JoinedIndex(Index):
 
     def table(self, shard: int) -> np.ndarray:
         """A shard's table, out of the set that the shard comes from."""
+        # The joined index numbers the shards of all sets one after the other: we count down to the set that has it.
         number = shard  # within the set that is looked at
         for index in self.sets:
             if number < len(index.shards):
@@ -135,7 +137,8 @@ def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
     A name may have folders in front, as far as it takes to tell shards apart. Raises DataError unless each is of one
     shard.
     """
-    if not names:  # as nearly always: nothing to look through, nor to digest anew
+    # As nearly always: there is nothing to look through, nor a digest to compute anew.
+    if not names:
         return list(sets)
     dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
     for name in names:
@@ -161,12 +164,13 @@ def emptied(index: Index, numbers: set[int]) -> Index:
     """An index whose shards of these numbers have no samples and no bytes."""
     shards = list(index.shards)
     for number in numbers:
+        # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
         shards[number] = replace(shards[number], samples=0, bytes=0)
     return replace(index, shards=tuple(shards), digest=digest_of(shards, index.class_counts))
 
 
 def shortest(sets: Sequence[Index], place: str) -> str:
-    """The least of a shard's path, its name and folders before it, that tells it from all others."""
+    """The shortest end of a shard's path that no other shard's path ends with."""
     parts = place.split("/")
     for count in range(1, len(parts)):
         name = "/".join(parts[-count:])
@@ -180,6 +184,7 @@ def called(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
     places = []
     for set_number, index in enumerate(sets):
         for number in range(len(index.shards)):
+            # With a slash before both, so that `1.tar` does not name `train-1.tar`.
             if f"/{index.location(number)}".endswith(f"/{name}"):
                 places.append((set_number, number))
     return places
@@ -213,6 +218,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.
     if digest != digest_of(shards, class_counts):
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
+    # A path is kept relative to the index, so that both can be moved together.
     if "://" not in directory:
         directory = str((path.parent / directory).resolve())
     refused = content.get("refused", {})
@@ -237,6 +243,7 @@ def the_only_index_in(folder: Path) -> Path:
 
 def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
     """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts."""
+    # The directory is not part of it: the same shards elsewhere are the same set.
     content = [SCHEMA, list(map(shard_row, shards)), list(class_counts)]
     return sha256(json.dumps(content).encode()).hexdigest()
 
@@ -264,7 +271,8 @@ def write_table(output: Path, shard: str, table: np.ndarray) -> None:
 @contextmanager
 def mapped(file: IO[bytes]) -> Iterator[memoryview]:
     """The bytes of an open file without reading them first."""
-    if os.fstat(file.fileno()).st_size == 0:  # mmap refuses an empty file
+    # mmap refuses an empty file.
+    if os.fstat(file.fileno()).st_size == 0:
         yield memoryview(b"")
         return
     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -272,6 +280,7 @@ def mapped(file: IO[bytes]) -> Iterator[memoryview]:
     try:
         yield view
     finally:
-        with suppress(BufferError):  # parts of it live on in an error's frames, and it with them
+        # Where an error is on its way, its frames still hold parts of the view, and the mapping cannot be closed yet.
+        with suppress(BufferError):
             view.release()
             mapping.close()

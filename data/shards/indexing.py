@@ -117,6 +117,7 @@ def record_all(results: Iterable[Record | str], journal: Journal) -> None:
     """Add the records to the journal; raises DataError at the end, with the first errors and how many there are."""
     errors = []
     for result in results:
+        # Errors are raised when all shards have been looked at: otherwise each run of the command would find one more.
         if isinstance(result, Record):
             journal.add(*result)
         else:
@@ -128,20 +129,23 @@ def record_all(results: Iterable[Record | str], journal: Journal) -> None:
         raise DataError("\n".join(lines))
 
 
-# ------------------------------------------------------------------------------------- what may not be
+# ------------------------------------------------------------------------------------- what is refused
 
 
 def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
     """Raise DataError where two shards would share a table, or one would replace that of other tars."""
+    # Tables have flat names, so two tars of different folders could come to the same one.
     tables = Counter(map(table_name, shards))
     for table, count in tables.items():
         if count > 1:
             raise DataError(f"two shards would share the table {table}; rename one, or index their folders apart")
     for other_path in path.parent.glob(f"*{SUFFIX}"):
-        if other_path == path:  # the index that this one replaces
+        # The index that this one replaces.
+        if other_path == path:
             continue
         other = load_index(other_path)
-        if other.directory == directory:  # these very tars under another name
+        # These very tars, under another name.
+        if other.directory == directory:
             continue
         for shard in other.shards:
             if table_name(shard.name) in tables:
@@ -151,7 +155,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 
 
 def check_stopped(partial: Path) -> None:
-    """Raise DataError where a packing was stopped, whose tars are not all there."""
+    """Raise DataError where a packing was stopped: not all of its tars are there."""
     setting = ""
     with suppress(OSError, ValueError), open(partial) as file:
         setting = json.loads(file.readline())[2]
@@ -183,6 +187,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
 
+    # Resolved, or a `..` or a link would hide which folder they have in common.
     paths = [path.resolve() for path in paths]
     tars = TarList(os.path.commonpath({path.parent for path in paths}), {})
     for path in paths:
@@ -212,7 +217,8 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
                 named.append(url)
             else:
                 sizes.update(listed(url))
-    with ThreadPoolExecutor(4 * workers) as pool:  # asking for a size is one short request
+    # Asking for a size is one short request, most of which is waiting.
+    with ThreadPoolExecutor(4 * workers) as pool:
         sizes.update(zip(named, pool.map(asked_size, named), strict=True))
     if not sizes:
         raise DataError(f"{', '.join(urls)}: no *.tar there")
@@ -225,6 +231,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
 
 def common_folder(urls: Sequence[str]) -> str:
     """The longest URL of a folder that holds all of these; raises DataError where they share no bucket or host."""
+    # By whole folders, not by letters: `…/train-0` is no folder.
     shared = urls[0].split("/")[:-1]  # scheme, nothing, bucket or host, folders
     for url in urls[1:]:
         folders = url.split("/")[:-1]
@@ -232,6 +239,7 @@ def common_folder(urls: Sequence[str]) -> str:
         while same < min(len(shared), len(folders)) and folders[same] == shared[same]:
             same += 1
         shared = shared[:same]
+    # The first three parts are the scheme, nothing, and the bucket or host, which an index needs to find its shards.
     if len(shared) < 3:
         raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
     return "/".join(shared)
@@ -272,6 +280,7 @@ def index_shard(job: IndexJob) -> Record | str:
     try:
         with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file:
             return index_file(file, job.name, job.output, job.classes)
+    # Returned instead of raised, so that the other shards are looked at too.
     except (DataError, OSError) as error:
         return str(error)
 
@@ -299,6 +308,7 @@ def count_classes(
         try:
             labels = parse_labels(raw)
         except ValueError:
+            # It stays a sample: training replaces it, and counts it as bad.
             unlabelled["no label"] += 1
             continue
         if max(labels) >= limit:

@@ -48,8 +48,11 @@ class Journal:
 
     def __enter__(self) -> Journal:
         lines = self.partial.read_text().splitlines() if self.partial.exists() else []
+        # The records of another setting, with shards cut elsewhere say, are of no use here.
         is_ours = bool(lines) and lines[0] == self.header
         self.delete_temporaries()
+        # Written anew instead of appended to: its last line may be one that a kill cut, and the next would be glued
+        # to it.
         write_whole(self.partial, self.header + "\n")
         self.file = open(self.partial, "a")
         if is_ours:
@@ -68,6 +71,7 @@ class Journal:
         for path in self.path.parent.glob(".tmp-*-*"):
             _, pid, *_, name = path.name.split("-", 3)  # see `data.files.temporary_name`
             is_ours = name.startswith(set_name) and pid.isdigit()
+            # A process that lives may still be writing its file.
             if is_ours and not psutil.pid_exists(int(pid)):
                 path.unlink(missing_ok=True)
 
@@ -88,6 +92,7 @@ class Journal:
     def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Mapping[str, int]) -> None:
         """Record a finished shard."""
         self.records[shard.name] = Record(shard, class_counts, refused)
+        # Flushed line by line, so that a kill costs the shards at work and no finished one.
         print(json.dumps([shard_row(shard), class_counts, refused]), file=self.file, flush=True)
 
     def keep(self, shards: Iterable[str]) -> None:
@@ -100,6 +105,7 @@ class Journal:
         samples = 0
         samples_of_class: Counter[int] = Counter()
         refused: Counter[str] = Counter()
+        # By name, whatever order they were finished in: the numbers of the shards decide the order of samples.
         for _, record in sorted(self.records.items()):
             shards.append(record.shard)
             samples += record.shard.samples

@@ -59,7 +59,8 @@ def pack(
     directory.mkdir(parents=True, exist_ok=True)
     setting = f"{shard_samples} {shard_bytes} {restarts}"
     if restarts:
-        require_binding()  # before threads would compile it side by side
+        # Before the threads start, which would compile it side by side.
+        require_binding()
     with (
         Journal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
@@ -78,16 +79,20 @@ def pack(
                 journal.add(*running.popleft().result())
             if report:
                 report(len(shard_names) - len(running), finished_samples)
+        # The source has ended, but the last shards are still being written.
         while running:
             journal.add(*running.popleft().result())
         if not shard_names:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
+        # An earlier try with other samples may have recorded shards that this one does not have.
         journal.keep(shard_names)
         return replace_set(journal, directory)
 
 
 def replace_set(journal: Journal, directory: Path) -> Index:
     """Write the index, and delete what only the set that it replaces had."""
+    # The old shards go last: after a kill in between, some tars are too many, and none that an index names is
+    # missing.
     replaced = load_index(journal.path).shards if journal.path.exists() else ()
     index = journal.finish(directory)
     shard_names = {shard.name for shard in index.shards}
@@ -104,7 +109,8 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
     group_bytes = 0
     for sample in samples:
         is_full = len(group) == shard_samples or group_bytes + sample.size > shard_bytes
-        if group and is_full:  # a sample that is larger than a shard may be gets one of its own
+        # A sample that is larger than a shard may be gets a shard of its own.
+        if group and is_full:
             yield group
             group = []
             group_bytes = 0
@@ -122,6 +128,8 @@ def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: boo
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False
     table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
+    # The journal knows names and sizes alone, which a corrected label or image may leave as they were: the contents
+    # are compared too.
     if len(table) != len(group):
         return False
     written_at = path.stat().st_mtime
@@ -142,6 +150,7 @@ def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, rest
     if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
         return False
     if isinstance(sample.image, Path):
+        # Its bytes need not be read again where the file has not changed since.
         return sample.image.stat().st_mtime <= written_at
     image = tar[row["image"] :][: row["image_size"]]
     return restarts or image == sample.image
@@ -152,11 +161,13 @@ def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, rest
 
 def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restarts: bool) -> Record:
     """Write one tar and its table; owner, times and modes are fixed. Raises DataError as `check_samples` does."""
-    from webdataset import TarWriter  # importing it takes a second, and only writing needs it
+    # Importing it takes a second, and only writing needs it.
+    from webdataset import TarWriter
 
     class_counts = check_samples(path.name, group, classes)
     with whole_file(path) as temporary, open(temporary, "wb") as new_tar:
-        # PAX: its extra headers appear only for names over 100 bytes, so that usual tars stay plain ustar
+        # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when.
+        # PAX, because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
         writer = TarWriter(new_tar, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT")
         for sample in group:
             image = sample.read()
@@ -178,7 +189,7 @@ def label_of(sample: Sample) -> bytes:
 
 
 def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> Counter[int]:
-    """Samples per class; raises DataError on keys and labels that cannot be."""
+    """Samples per class; raises DataError on keys and labels that cannot be used."""
     keys: set[str] = set()
     class_counts: Counter[int] = Counter()
     for sample in group:

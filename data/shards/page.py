@@ -18,6 +18,7 @@ from data.shards.report import Report, ShardReport, Spread
 MOST_SHARDS = 1000  # rows of the table
 THUMBNAIL = 112  # pixels of the longer side
 CHARTED = ("shorter side", "width / height", "kB")  # names of `report.measures`
+# Keys and names come out of tars that others made: autoescape keeps them from being read as HTML.
 TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
 <meta charset="utf-8"><title>{{ name }}</title>
 <style>
@@ -51,6 +52,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     more = ""
     if len(shards) > MOST_SHARDS:
         more = f": the first {MOST_SHARDS} of {len(shards)}, the worst first"
+    # The images stay in the order of the shards, so that the grid shows the whole set and not its worst part.
     thumbnails = []
     for shard in report.shards:
         for image in shard.grid:
@@ -68,7 +70,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
 
 
 def worst_first(shard: ShardReport) -> tuple[bool, int]:
-    """What shards are sorted by: those with a problem as a whole, then those with the most bad samples."""
+    """The key by which shards are sorted: problems of a whole shard first, then the most bad samples."""
     return not shard.problem, -shard.bad.total()
 
 
@@ -104,7 +106,9 @@ def thumbnail(encoded: bytes) -> str:
     """A small JPEG in base64."""
     image = decode(encoded)  # H, W, RGB
     longer_side = max(image.shape[:2])
+    # A sliver of an image would otherwise come out with no rows or columns.
     height = max(1, image.shape[0] * THUMBNAIL // longer_side)
     width = max(1, image.shape[1] * THUMBNAIL // longer_side)
+    # OpenCV takes the channels as BGR when it encodes.
     small = cv2.resize(image[..., ::-1], (width, height), interpolation=cv2.INTER_AREA)
     return b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode()

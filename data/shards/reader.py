@@ -30,7 +30,8 @@ MOST_DROPPED = 100  # shards that an error offers to leave out; with more missin
 def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
     """Raise DataError naming every local shard that is missing or not of the size it was indexed with.
 
-    `option` is what leaves shards out, `dropped` those that it leaves out already; "" where none can be.
+    `option` is the key of the config that leaves shards out, "" where there is none; `dropped` are those that it
+    leaves out already.
     """
     problems: dict[str, str] = {}  # path → what is wrong with it
     shards = 0
@@ -44,12 +45,14 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     if not problems:
         return
 
+    # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
     lines = [f"{len(problems)} of {shards} shards cannot be used:"]
     for place in list(problems)[:MOST_LINES]:
         lines.append(f"{place}: {problems[place]}")
     if len(problems) > MOST_LINES:
         lines.append(f"… and {len(problems) - MOST_LINES} more")
     way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
+    # The option is given whole, with what it leaves out already, so that it can be typed as it stands.
     if option and len(problems) <= MOST_DROPPED:
         names = list(dropped)
         for place in problems:
@@ -92,7 +95,7 @@ class Reader:
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number, the longest unused first
 
     def __getstate__(self) -> dict[str, object]:
-        """Open shards stay where they are when a reader goes to another process."""
+        """The reader without its open shards, for another process: a mapping cannot be sent to it."""
         return self.__dict__ | {"_open": OrderedDict()}
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
@@ -104,7 +107,8 @@ class Reader:
         row = table[sample]
         image = int(row["image"])
         label = int(row["label"])
-        image_size = min(int(row["image_size"]), MAX_BYTES + 1)  # the decoder refuses more
+        # The decoder refuses more: what is too large is not even copied.
+        image_size = min(int(row["image_size"]), MAX_BYTES + 1)
         label_size = int(row["label_size"])
         key = row["key"].decode("utf-8", "replace")
         return key, tar[image : image + image_size], tar[label : label + label_size]
@@ -119,7 +123,8 @@ class Reader:
         is_remote = "://" in place
         with self._fetched(place, shard) if is_remote else open_local(place) as file:
             tar = map_shard(file, place, shard.bytes)
-        if self.verify and not is_remote:  # the cache has verified what it fetched
+        # The cache has verified what it fetched.
+        if self.verify and not is_remote:
             verify_once(tar, place, shard.sha256)
         self._open[number] = OpenShard(tar, self.index.table(number))
         if len(self._open) > most_open():
@@ -137,6 +142,7 @@ class Reader:
 
 def most_open() -> int:
     """Shards to keep open: each holds two files, itself and its table, of those that this process may have."""
+    # With two files a shard, a quarter leaves half of the files for everything else.
     files_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return min(MOST_OPEN, max(8, files_allowed // 4))
 
@@ -151,6 +157,7 @@ def open_local(place: str) -> BinaryIO:
 
 def map_shard(file: BinaryIO, place: str, expected_size: int) -> mmap.mmap:
     """Map a shard after comparing its size in bytes; raises DataError."""
+    # Of the open file, not of its name, which may be another file's by now.
     size = os.fstat(file.fileno()).st_size
     if size != expected_size:
         raise DataError(f"{place}: {size} bytes, the index says {expected_size}; restore it, or index it again")
@@ -162,6 +169,7 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     # The mark names the very file: one that is replaced or written again is verified again.
     status = os.stat(place)
     mark = state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
+    # A shard is hashed once a node, not once a process: the hash reads all of it.
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
@@ -170,6 +178,7 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
             f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
             f"restore it, index it again, or train without it: data.drop=[{name}]"
         )
-    with suppress(OSError):  # without a mark the next process looks for itself
+    # Without a mark, say on a full disk, the next process looks for itself.
+    with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

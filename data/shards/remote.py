@@ -1,6 +1,7 @@
 """Byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
-Three questions can be asked of an address, whatever its scheme, and each is asked once: patience is the caller's part.
+Three questions can be asked of an address, whatever its scheme. Each is asked once: asking again is left to the
+caller (`Cache.patiently`).
 
     size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
@@ -132,12 +133,14 @@ def forget_credentials() -> None:
     client.cache_clear()
 
 
+# Kept from call to call: a client holds its connections and its login.
 @lru_cache(maxsize=8)
 def client(scheme: str, timeout_s: float) -> Client:
     """fsspec's file system for a scheme; our own retries are the only ones.
 
     Raises DataError where its package is not installed, or is of a version that keeps its retries elsewhere.
     """
+    # Imported here, because only shards behind s3, gs or az need it.
     import fsspec
 
     package = CLIENTS[scheme]
@@ -146,6 +149,7 @@ def client(scheme: str, timeout_s: float) -> Client:
     except ImportError:
         raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
     try:
+        # A client that keeps its retries elsewhere would go on retrying unseen, so it is refused by name.
         ask_once(scheme, filesystem)
     except AttributeError as error:
         raise DataError(
@@ -157,10 +161,13 @@ def client(scheme: str, timeout_s: float) -> Client:
 
 def options_of(scheme: str, timeout_s: float) -> dict[str, object]:
     """What a client is made with: time limits in seconds, and nothing kept from one client to the next."""
+    # fsspec would otherwise hand out the client it made before, with its old credentials, and share with others the
+    # one whose retries we turn off.
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "gs":
         options["requests_timeout"] = timeout_s
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else it asks what kind each bucket is
+        # Without this gcsfs first asks the store what kind each bucket is.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     elif scheme == "az":
         options["connection_timeout"] = timeout_s
         options["read_timeout"] = timeout_s
@@ -197,11 +204,13 @@ def ask_once(scheme: str, filesystem: Any) -> None:
 def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Bytes start … stop−1, or fewer; raises Refused where the server would send all from the first byte on."""
     with ask_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
+        # A server that ignores the range sends the file from its first byte on, which is only right for start 0.
         if answer.status != http.client.PARTIAL_CONTENT and start > 0:
             raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
         try:
             return answer.read(stop - start)
         except http.client.IncompleteRead as error:
+            # What did arrive is kept: the caller asks for the rest.
             return error.partial
 
 
@@ -226,6 +235,7 @@ def ask_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.clie
     except urllib.error.HTTPError as error:
         raise error_of(error.code) from None
     except http.client.HTTPException as error:
+        # Without its text, which may hold the URL and a secret in it.
         raise OSError(type(error).__name__) from None
     except urllib.error.URLError as error:
         if isinstance(error.reason, OSError):
@@ -245,6 +255,7 @@ def error_of(code: int) -> OSError:
 
 def opener() -> urllib.request.OpenerDirector:
     """An opener that speaks https alone, also after a redirect, and only with public addresses."""
+    # Put together by hand, because `build_opener` would add file:, ftp: and data: to it.
     director = urllib.request.OpenerDirector()
     director.add_handler(PublicHandler())
     director.add_handler(urllib.request.HTTPRedirectHandler())
@@ -280,5 +291,6 @@ def connect_public(
     for *_, place in resolved:
         if not is_allowed and not ipaddress.ip_address(place[0]).is_global:
             raise Refused(f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}")
+    # The address itself and not the name: asked again, the name might resolve to another one.
     first_ip, first_port = resolved[0][4][:2]
     return socket.create_connection((str(first_ip), int(first_port)), timeout, source_address)

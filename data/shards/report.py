@@ -13,7 +13,7 @@ import numpy as np
 from data.images.decode import Header
 from data.shards.index import Index
 
-FEW_SHARDS = 16  # of so few, small ones are no trouble
+FEW_SHARDS = 16  # so few shards are no trouble if they are small
 SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request
 LARGE_SHARD = 4 << 30  # bytes
 
@@ -42,7 +42,7 @@ class GridImage(NamedTuple):
 
 @dataclass
 class ShardReport:
-    """What is in one shard; all but `samples` is of the good ones."""
+    """What the doctor saw in one shard; classes, sizes, spreads and hashes are of the good samples alone."""
 
     name: str
     samples: int = 0
@@ -72,6 +72,7 @@ class ShardReport:
         self.most_labels = max(self.most_labels, len(labels))
         for name, value in measures(header.height, header.width, len(image)).items():
             self.spreads.setdefault(name, Spread())[value] += 1
+        # 64 bits of each image: among 300 million the chance that any two different ones meet is under 1 %.
         self.hashes.frombytes(blake2b(image, digest_size=8).digest())
 
 
@@ -173,6 +174,7 @@ def measures(height: int, width: int, size: int) -> dict[str, float]:
 
     Sides are in pixels, `size` in bytes.
     """
+    # Rounded, so that a few thousand counters are enough for any number of images.
     return {
         "height": height,
         "width": width,
@@ -183,7 +185,7 @@ def measures(height: int, width: int, size: int) -> dict[str, float]:
 
 
 def advice(index: Index, world: int = 1) -> list[str]:
-    """What would read better, if anything."""
+    """Lines that say how the shards could be read better, if there is anything to say."""
     sizes = np.array([shard.bytes for shard in index.shards])
     lines = []
     if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:

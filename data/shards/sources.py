@@ -75,6 +75,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     for label, class_name in enumerate(folder_classes(root)):
         folder = Path(root, class_name)
         is_empty = True
+        # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
         for path in sorted(folder.rglob("[!.]*")):
             if not path.is_file():
                 continue
@@ -117,6 +118,8 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
     for row in rows:
         name = str(row["path"])
         try:
+            # Through text, because a CSV has only that: parquet's numbers and lists read the same as `7` and `[3,
+            # 17]`.
             labels = parse_labels(str(row[label_column]).encode())
         except ValueError as error:
             raise DataError(f"{path}: {name}: {error}") from None
@@ -131,7 +134,8 @@ def read_rows(path: Path) -> list[dict[str, object]]:
 
         return parquet.read_table(path).to_pylist()
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:  # Excel begins with a byte order mark
+        # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a column's name.
+        with open(path, newline="", encoding="utf-8-sig") as file:
             return list(csv.DictReader(file))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
@@ -141,6 +145,7 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterat
     """Samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
     for name, labels in sorted(entries, key=by_hash_of_name):
         path = Path(root, name)
+        # A file name is bytes to Linux; a key has to be text.
         is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
         if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
@@ -153,7 +158,7 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterat
 
 
 def by_hash_of_name(entry: Entry) -> bytes:
-    """What lists of files are sorted by: in effect at random, and always the same."""
+    """The key by which lists of files are sorted: the order looks random and is always the same."""
     return sha256(os.fsencode(entry.name)).digest()
 
 
@@ -163,7 +168,7 @@ def extension_of(path: Path) -> str:
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The first of some names that a table has a column of, or None."""
+    """The first of these names that is a column of the table, or None."""
     for name in names:
         if name in columns:
             return name
@@ -184,7 +189,8 @@ def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
             for row in walk(tar, path.name).rows:
                 try:
                     labels = parse_labels(bytes(tar[row.label : row.label + row.label_size]))
-                except ValueError:  # the index and the doctor count what has no label
+                # The index and the doctor count what has no label; here it is left out.
+                except ValueError:
                     continue
                 is_labelled = True
                 encoded = bytes(tar[row.image : row.image + row.image_size])
@@ -235,6 +241,7 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
             raise DataError(f"{path}: expected columns image and label, found {', '.join(columns)}")
         stem = path.stem.replace(".", "_")
         row_number = 0
+        # A few rows at a time: a file may hold more images than fit the memory.
         for batch in parquet.ParquetFile(path).iter_batches(256, columns=[image_column, label_column]):
             for row in batch.to_pylist():
                 image = row[image_column]
@@ -260,13 +267,14 @@ def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
             class_tar = outer[class_offset : class_offset + class_size]
             for member, offset, size in members(class_tar, f"{tar}: {class_name.decode()}", Counter()):
                 images.append((member.decode(), class_offset + offset, size, label))
+        # The inner tars hold one class each: by the hash of their names, the images of all classes mix.
         for name, offset, size, label in sorted(images, key=by_hash_of_first):
             key = name.partition(".")[0]
             yield Sample(key, bytes(outer[offset : offset + size]), (label,))
 
 
 def by_hash_of_first(image: tuple[str, int, int, int]) -> bytes:
-    """What the images of a tar are sorted by: the hash of their names."""
+    """The key by which the images of a tar are sorted: the hash of their names."""
     return sha256(image[0].encode()).digest()
 
 
@@ -295,6 +303,7 @@ def labelled_images(
     Raises DataError unless there are as many labels as images; `source` is where the labels are from.
     """
     with open(tar, "rb") as file, mapped(file) as content:
+        # The labels come in the order of the names, which need not be the order of the tar.
         images = sorted(members(content, str(tar), Counter()))
         if len(images) != len(labels):
             raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
@@ -316,7 +325,8 @@ def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
 
     for path in map(Path, files):
         content = np.fromfile(path, np.uint8)
-        label_bytes = 2 if path.stem in ("train", "test") else 1  # CIFAR-100: coarse, fine
+        # CIFAR-100's files are called train.bin and test.bin; each record has a coarse label before the fine one.
+        label_bytes = 2 if path.stem in ("train", "test") else 1
         record_bytes = label_bytes + CIFAR_PIXELS
         if len(content) % record_bytes:
             raise DataError(f"{path}: {len(content)} bytes are no whole number of records; take the binary version")
@@ -344,11 +354,13 @@ def digits(
     for number, (pixels, target) in enumerate(zip(dataset.images, dataset.target, strict=True)):
         label = int(target)
         seen[label] += 1
+        # Counted within each digit, so that both parts have about the same share of every digit.
         is_for_testing = seen[label] % 5 == 0
         is_kept = classes is None or label in classes
         if is_for_testing == train or not is_kept:
             continue
-        grey = np.round(pixels * (255 / 16)).astype(np.uint8)  # the originals are 8×8 with values 0 … 16
+        # The originals are 8×8 with values 0 … 16.
+        grey = np.round(pixels * (255 / 16)).astype(np.uint8)
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
         colour = cv2.cvtColor(large, cv2.COLOR_GRAY2BGR)
         encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()

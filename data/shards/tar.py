@@ -64,6 +64,7 @@ class Walk:
         """Add the row of a sample, given (offset, size) of its members by extension."""
         image, image_size = first_of(IMAGES, parts)
         label, label_size = first_of(LABELS, parts)
+        # The sample stays without a label, so that it is counted as bad and not lost in silence.
         if label_size > MAX_LABEL:
             self.refused["label too large"] += 1
             label, label_size = ABSENT
@@ -154,11 +155,13 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterat
         header = bytes(tar[position : position + BLOCK])
         if len(header) < BLOCK:
             raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
-        if header == bytes(BLOCK):  # a block of zeros ends a tar
+        # A block of zeros ends a tar.
+        if header == bytes(BLOCK):
             return
         size = read_number(header[124:136], name, position) if long_size is None else long_size
         check_header(header, name, position)
         start = position + BLOCK
+        # A slice past the end would be short without a word, and an image cut in half.
         if start + size > len(tar):
             raise DataError(
                 f"{name}: member at byte {position} wants {size} bytes, the file ends before; copy it again"
@@ -178,8 +181,10 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterat
 
         if kind in (b"0", b"\0"):
             yield long_name or member_name(header), start, size
-        elif kind != b"5":  # folders are nothing to look at, and nothing to report
+        # Folders are nothing to look at, and nothing to report.
+        elif kind != b"5":
             refused["link, device or sparse member"] += 1
+        # What an extension header told was about this one member.
         long_name = None
         long_size = None
 
@@ -198,7 +203,8 @@ def check_header(header: bytes, name: str, position: int) -> None:
 
 def read_number(digits: bytes, name: str, position: int) -> int:
     """A number of a header: octal digits, or base 256 where the first byte says so; raises DataError."""
-    if digits[0] == 0x80:  # base 256, for sizes of 8 GiB and more
+    # Eleven octal digits end below 8 GiB; larger sizes are in base 256.
+    if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
     stripped = digits.strip(b"\0 ") or b"0"
     # int() would take a sign or an underscore, and a negative size would lead back to the same header for ever.
@@ -206,7 +212,8 @@ def read_number(digits: bytes, name: str, position: int) -> int:
         raise no_header(name, position)
     try:
         return int(stripped, 8)
-    except ValueError:  # an 8 or a 9
+    # isdigit lets an 8 and a 9 through, which are no octal digits.
+    except ValueError:
         raise no_header(name, position) from None
 
 
@@ -219,6 +226,7 @@ def member_name(header: bytes) -> bytes:
     """The name in a header; ustar keeps the first folders of a long one in a field of their own."""
     base = header[:100].rstrip(b"\0")
     prefix = header[345:500].rstrip(b"\0")
+    # GNU tar keeps other things where ustar keeps the prefix.
     is_ustar = header[257:263] == b"ustar\0"
     if prefix and is_ustar:
         return prefix + b"/" + base
@@ -269,6 +277,7 @@ def json_labels(text: str) -> list:
     """The values that JSON text gives as labels, whatever they are; raises ValueError where it is no JSON."""
     try:
         content = json.loads(text)
+    # A few thousand brackets are enough for Python's parser to give up with this, which is no ValueError.
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if isinstance(content, dict):
