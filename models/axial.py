@@ -48,7 +48,7 @@ class AxialBlock(nn.Module):
         self.grid = config.grid
         self.row = Block(config, drop_path)
         self.column = Block(config, drop_path)
-        # Block makes an ordinary Attention; this one has the same parameters under the same names.
+        # Block makes an ordinary Attention. This one has the same parameters under the same names, and attends by row.
         for block in (self.row, self.column):
             block.attention = AxisAttention(config.width, config.heads)
 

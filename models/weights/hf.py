@@ -62,7 +62,7 @@ def layout(classifier: bool) -> weights_map.Layout:
 def load(
     stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config; without a config.json beside the file, the defaults of transformers hold.
+    """Return state dict and config; without a config.json, activation and epsilon are the defaults of transformers.
 
     Raises ValueError where the model computes what none here does.
     """

@@ -22,7 +22,7 @@ from models.transfer import Shape, tensor_shapes
 from models.vit import SIZES, ViTConfig
 from models.weights.layout import Layout
 
-CHANNELS_PER_HEAD = 64  # of every variant in the paper's table 1 but H
+CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H
 
 
 class StoredShapes:

@@ -90,7 +90,7 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
     for ours, theirs in TOLD:
         if theirs in arguments:
             known[ours] = arguments[theirs]
-    # timm writes the pooling at the top of config.json; an argument, where one was given, is what the model was made with.
+    # An argument wins over the entry at the top of config.json: the model was made with it.
     pooling_name = arguments.get("global_pool") or described.get("global_pool")
     if pooling_name:
         if pooling_name not in POOLS:
