@@ -34,7 +34,7 @@ def vit_of(model: nn.Module) -> ViT:
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return one (B, H, T, T) of softmax weights a block, query before key, in float32; use a model in eval mode.
+    """Return the softmax weights (B, H, T, T) of each block, query before key, in float32; use a model in eval mode.
 
     Recomputed from what enters each attention, because the fused kernels never form them.
     """
@@ -55,6 +55,7 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     for block in vit.blocks:
         assert isinstance(block, Block)
         hooks.append(block.attention.register_forward_pre_hook(record))
+    # A hook that stayed would compute attention a second time in every later forward pass and keep the results alive.
     try:
         vit.encode(vit.embed(images))  # of all tokens, also those that pooling leaves unread
     finally:
@@ -72,18 +73,21 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
     tokens = weights[0].shape[-1]
     residual = torch.eye(tokens, dtype=torch.float64, device=weights[0].device)
     mixed = residual
+    # Later layers multiply from the left: their keys are the tokens that the layers before them gave out.
     for layer in weights:
         mean = layer.double().mean(1)
         if identity:
+            # Without the identity, the rollout would leave out what a block passes on unchanged.
             mean = mean + residual
         mixed = mean / mean.sum(-1, keepdim=True) @ mixed
     return mixed
 
 
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
-    """Figure 6: what rollout sends from each patch to what is pooled, (B, rows, columns), the largest 1."""
+    """Figure 6: how much of each patch is in what is pooled, by rollout; (B, rows, columns), the largest entry 1."""
     mixed = rollout(weights)
-    pooled = mixed[:, 0]  # the class token's row
+    # The class token is what the head sees; without one the head sees the mean over the patches.
+    pooled = mixed[:, 0]
     if config.pool != "token":
         pooled = mixed[:, config.prefix_tokens :].mean(1)
     patches = pooled[:, config.prefix_tokens :]
@@ -113,7 +117,7 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 def position_similarity(model: nn.Module) -> Tensor:
     """Figure 7, centre: cosine similarity of each patch's position to all, (rows, columns, rows, columns).
 
-    Of the first table where every layer has one; ValueError where nothing is added to the patches.
+    Where every layer has a table, the first one is taken. Raises ValueError where nothing is added to the patches.
     """
     vit = vit_of(model)
     config = vit.config
@@ -135,6 +139,7 @@ def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Ten
         raise ValueError("expected a patch embedding that sees RGB pixels; this model has a ResNet before it")
     filters = vit.embedding.weight.detach().double()  # (D, C, h, w)
     rows = filters.flatten(1)
+    # Principal components are those of centred rows; SVD gives them without forming a covariance matrix.
     _, values, components = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
     # A component and its negative are the same one: the sign is fixed so that pictures can be compared.
     largest = components.gather(1, components.abs().argmax(1, keepdim=True))

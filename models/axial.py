@@ -1,6 +1,6 @@
 """Axial ViT (paper D.6): each block attends along the rows, then along the columns, each followed by an MLP.
 
-The tokens form a 2-D grid, which a class token or registers would not fit: pooling is by mean or MAP.
+The tokens form a 2-D grid. A class token or a register has no place on it, so that pooling is by mean or MAP.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class AxisAttention(Attention):
 
     def forward(self, x: Tensor, relative: Relative | None = None, queries: int | None = None) -> Tensor:
         batch, rows = x.shape[:2]
+        # The config refuses relative positions and the class token, so that neither argument is ever given here.
         mixed = super().forward(x.flatten(0, 1))  # each row is a sequence of its own: (B rows, columns, D)
         return mixed.unflatten(0, (batch, rows))
 
@@ -47,10 +48,12 @@ class AxialBlock(nn.Module):
         self.grid = config.grid
         self.row = Block(config, drop_path)
         self.column = Block(config, drop_path)
+        # Block makes an ordinary Attention. This one has the same parameters under the same names, and attends by row.
         for block in (self.row, self.column):
             block.attention = AxisAttention(config.width, config.heads)
 
     def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
+        # The norms and the MLP work on each token alone: they take the grid as they take a sequence.
         by_row = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
         by_column = self.column(by_row.transpose(1, 2))  # (B, columns, rows, D)
         return by_column.transpose(1, 2).flatten(1, 2)

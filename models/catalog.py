@@ -29,6 +29,8 @@ ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
 Config = TypeVar("Config", bound=ModelConfig)
 
+# The paper writes "ViT-B/16", so that "ViT-" may stand before a size. In the name of a hybrid the number after the
+# slash is the total stride, not a patch size (SPEC 1.6).
 NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
@@ -46,6 +48,7 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     if parts is None:
         examples = '"B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32" or "Masked-B/16"'
         raise ValueError(f"{name!r} is not a model name; write it as {examples}")
+    # The caller's fields come last in each merge, so that they win over what the name stands for.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
         return checked(resnet.BiTConfig, {**bit_fields(parts), **caller_fields})
@@ -60,6 +63,7 @@ def vit_fields(parts: re.Match[str]) -> ConfigFields:
     width, depth, mlp, heads = vit.SIZES[size]
     named: ConfigFields = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
     if parts["stem"]:
+        # STEMS tells which patch on the stem's map makes this total stride; most often it is 1.
         stem = (parts["stem"], int(parts["patch"]))
         if stem not in resnet.STEMS:
             known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in resnet.STEMS)
@@ -108,6 +112,7 @@ def empty(config: ModelConfig) -> Model:
     """Return the module on the meta device: names and shapes, no memory."""
     module: Any  # mypy cannot know that the table pairs each config with a module that takes it
     _, module = FAMILIES[config.family]
+    # torch's layers draw first values of their own when they are made. On meta that costs nothing.
     with torch.device("meta"):
         return module(config)
 
@@ -117,6 +122,7 @@ def from_config(config: ModelConfig, generator: Generator | None = None) -> Mode
     model = empty(config)
     device = torch.get_default_device()
     if device.type != "meta":
+        # No module keeps a buffer (models/positions.py): once the parameters are drawn, the model is whole.
         model.to_empty(device=device)
         initial.initialize(model, generator)
     return model
@@ -129,6 +135,7 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """`torch.compile` each block in place, names unchanged: one block's compilation serves all of them."""
+    # `torch.compile(model)` would put `_orig_mod.` before all names of the state dict; `Module.compile` leaves them.
     for module in model.modules():
         if isinstance(module, (vit.Block, resnet.StemUnit, resnet.BiTUnit)):
             module.compile(**options)
@@ -139,5 +146,6 @@ def decayed(model: nn.Module) -> set[str]:
 
     Goes by module type, not by rank: ZeRO-3 flattens the parameters it has partitioned.
     """
+    # Norms, biases, tokens, probes and position tables are left out, as in the original.
     kernels = (nn.Linear, nn.Conv2d, PatchEmbedding)
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kernels)}

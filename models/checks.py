@@ -13,6 +13,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
     Raises ValueError unless there are one or two positive whole numbers.
     """
+    # JSON and YAML give lists, a command line one number; integers of NumPy would later stop `json.dumps`.
     values: tuple[Any, ...] = (value, value)
     if isinstance(value, list | tuple):
         values = tuple(value)
@@ -52,6 +53,7 @@ def rates(config: object, names: tuple[str, ...]) -> None:
 def nearest_multiples(value: int, step: int) -> str:
     """Name the closest multiples of `step` below and above `value`: "208 or 224" for 210 and 16."""
     below = value // step * step
+    # Zero is a multiple too, but nobody can use it as a size.
     if below == 0:
         return str(step)
     return f"{below} or {below + step}"
@@ -77,6 +79,7 @@ def image_size(size: tuple[int, int], stride: tuple[int, int]) -> None:
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the closest known name, or "; known: …" with all where none is close."""
     names = sorted(known)
+    # Capitals count as one slip each to difflib: without this, "b" would not be close to "B".
     by_lower_case = {name.lower(): name for name in names}
     # difflib compares letter by letter; half of them in common finds a slip and leaves out other words.
     close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)

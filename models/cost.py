@@ -39,12 +39,17 @@ def macs_of(config: ModelConfig) -> int:
     Counted as the paper counts: with the last block's work on tokens that pooling does not read.
     """
     model = catalog.empty(config).eval()
-    model.requires_grad_(False)  # else the counter hooks onto a MAP probe
+    # The counter hooks onto a MAP probe that requires a gradient. None are recorded here, so that the hook would fail
+    # with "Expected gradient function to be set".
+    model.requires_grad_(False)
     if isinstance(model, ViT):
+        # The published figures count all tokens of the last block; a model that skips them would count about 6 % less
+        # with 12 layers (docs/models.md).
         model.skip_unread = False
     images = torch.empty(1, 3, *config.image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images)
+    # The counter takes a multiplication and an addition as two operations.
     return counter.get_total_flops() // 2
 
 
@@ -59,10 +64,11 @@ def training_flops(config: ModelConfig, images: int) -> int:
 
 
 def block_activation_bytes(config: ViTConfig, bytes_per_number: int = 2) -> tuple[int, int]:
-    """Return the bytes one image leaves in one block for the backward pass: kept whole, and recomputed (input alone).
+    """Return the bytes a block keeps of one image for the backward pass: of all activations, and of its input alone.
 
-    A token keeps both norms' inputs and outputs, q, k, v, the mixed values, and the MLP's middle before and
-    after GELU; fused attention keeps no matrix of T x T. An Axial block is two of these.
+    The second number is for a block that recomputes. Otherwise a token keeps both norms' inputs and outputs, q, k, v,
+    the mixed values, and the MLP's middle before and after GELU; fused attention keeps no matrix of T x T. An Axial
+    block is two of these.
     """
     tokens = math.prod(config.grid) + config.prefix_tokens
     numbers_per_token = 8 * config.width + 2 * config.mlp
@@ -81,6 +87,7 @@ def recomputed_blocks_for(config: ViTConfig, micro_batch: int, budget_bytes: int
     whole_of_image, recomputed_of_image = block_activation_bytes(config, bytes_per_number)
     whole = micro_batch * whole_of_image
     recomputed = micro_batch * recomputed_of_image
+    # Recomputing costs a second forward pass of a block, so that the answer is the fewest blocks that will do.
     if config.depth * whole <= budget_bytes:
         return 0
     # In the backward pass one recomputed block at a time is whole again, so that one is counted with the kept ones.

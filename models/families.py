@@ -15,6 +15,7 @@ from models.vit import ViT, ViTConfig
 ModelConfig = ViTConfig | BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
 Model = ViT | MaskedViT | BiT  # AxialViT is a ViT
 
+# The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
 FAMILIES: dict[str, tuple[type[ModelConfig], type[Model]]] = {  # family: (config, module)
     "vit": (ViTConfig, ViT),
     "bit": (BiTConfig, BiT),

@@ -26,15 +26,18 @@ CUT_NORMAL_STD = 0.87962566103423978
 
 def lecun_normal(weight: Tensor, config: ModelConfig, generator: Generator | None) -> None:
     """Draw from a normal cut at two sigma, with variance 1 / inputs of one output: JAX's `lecun_normal`."""
+    # Filters are (outputs, channels, rows, columns): one output reads everything behind the first axis.
     inputs = weight[0].numel()
     sigma = 1 / math.sqrt(inputs) / CUT_NORMAL_STD
     nn.init.trunc_normal_(weight, std=sigma, a=-2 * sigma, b=2 * sigma, generator=generator)
 
 
 def xavier(parts: int) -> Fill:
-    """Return Xavier uniform on each of `parts` stacked matrices: the packed one would get too small a bound."""
+    """Return a rule that draws Xavier uniform for each of `parts` stacked matrices, with the bound of one of them."""
 
     def fill_parts(weight: Tensor, config: ModelConfig, generator: Generator | None) -> None:
+        # The original draws q, k and v apart, with a bound of 0.0625 in B/16. Drawn as one packed matrix, as torch's
+        # MultiheadAttention and timm do it, the bound would be 0.0442 (SPEC 1.2).
         for part in weight.chunk(parts):
             nn.init.xavier_uniform_(part, generator=generator)
 
@@ -47,7 +50,7 @@ def xavier_probe(probe: Tensor, config: ModelConfig, generator: Generator | None
 
 
 def normal(std: float) -> Fill:
-    """Return a normal of mean 0 with this standard deviation."""
+    """Return a rule that draws from a normal of mean 0 with this standard deviation."""
 
     def fill_normal(tensor: Tensor, config: ModelConfig, generator: Generator | None) -> None:
         tensor.normal_(0.0, std, generator=generator)
@@ -76,6 +79,7 @@ def head_bias(bias: Tensor, config: ModelConfig, generator: Generator | None) ->
 
 
 RULES: tuple[tuple[str, Fill], ...] = (  # first match wins, on the parameter's full name
+    # The special cases stand before the patterns that would also fit them: the head and the stem's gn3 first.
     (r"\bhead\.bias$", head_bias),
     (r"\bhead\.weight$|\bcls$", constant(0.0)),
     (r"\bstem\..*\bgn3\.weight$", constant(0.0)),  # units start as shortcuts: vit_jax models_resnet.py:89
@@ -99,6 +103,7 @@ def fill(name: str, tensor: Tensor, config: ModelConfig, generator: Generator | 
         if re.search(pattern, name):
             rule(tensor, config, generator)
             return tensor
+    # A parameter without a rule would keep whatever its memory held: `empty` and `to_empty` fill in nothing.
     raise AssertionError(f"no rule in models/initial.py fits parameter {name}")
 
 

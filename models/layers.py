@@ -44,6 +44,7 @@ class Prefix(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         tokens = []
+        # The class token is the first: pooling reads token 0, and the last block may compute that one alone.
         for token in (self.cls, self.registers):
             if token is not None:
                 tokens.append(token.expand(patches.shape[0], -1, -1))
@@ -59,6 +60,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def unpack_heads(packed: Tensor, parts: int, heads: int) -> list[Tensor]:
     """One projection (B, T, parts x D) to each of its parts (B, H, T, D/H)."""
+    # Cut by `chunk` and not by a permuted view: so the backward pass copies once, not twice (benchmarks/README.md).
     return [split_heads(part, heads) for part in packed.chunk(parts, dim=-1)]
 
 
@@ -70,12 +72,14 @@ def merge_heads(x: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # The fused kernel here costs a fifth of the whole step more (benchmarks/README.md).
+        # Two plain products: with the fused kernel a whole step of S/16 takes 1.22 times as long in bfloat16 on a CPU,
+        # in float32 0.99 times (benchmarks/README.md).
         logits = torch.bmm(q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1).mT)  # (B H, T, T)
         if bias is not None:
             logits = logits + bias.flatten(0, 1)
         mixed = torch.bmm(logits.softmax(-1), v.flatten(0, 1))
         return mixed.unflatten(0, q.shape[:2])
+    # It scales by d**-0.5 itself and adds the mask to the logits, so that a bias is passed as one.
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
@@ -89,7 +93,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
-        """Tokens (B, T, D) to as many, or with `queries` to that many first ones."""
+        """Return a mixed vector for each of the tokens (B, T, D), or with `queries` only for that many first ones."""
+        # Fewer queries still attend to all tokens: only q is cut, never k and v. `[:None]` keeps everything.
         q, k, v = unpack_heads(self.qkv(x), 3, self.heads)  # each (B, H, T, D/H)
         bias = None
         if relative is not None:
@@ -123,6 +128,8 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
+        # One draw for a sample, whatever the axes behind: an Axial block passes (B, rows, columns, D).
         one_per_sample = (x.shape[0], *[1] * (x.ndim - 1))
         keep = x.new_empty(one_per_sample).bernoulli_(1 - self.rate)
+        # Divided by the share that is kept, so that the mean is that of evaluation, where nothing is dropped.
         return x * keep / (1 - self.rate)

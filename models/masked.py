@@ -1,7 +1,7 @@
 """Masked patch prediction (paper B.1.2, SPEC 2.7): corrupt half the patch embeddings, predict the patches.
 
 1. the ordinary ViT embeds the images;
-2. `Corruption` replaces half of the embeddings: by the mask embedding, by another patch's, or by nothing;
+2. `Corruption` picks half of the embeddings: most become the mask embedding, some another patch's, some stay;
 3. the ViT's blocks run over all tokens, and a linear layer predicts each corrupted patch from its own token;
 4. `objective` compares the predictions with what the patches were, their mean colours or their pixels.
 
@@ -42,13 +42,16 @@ class MaskedConfig(ViTConfig):
     family = "masked"
 
     def __post_init__(self) -> None:
+        # `config_of` passes a number of classes to every model: here it is ignored, not refused.
         object.__setattr__(self, "classes", 0)
         super().__post_init__()
+        # The loss reads tokens before pooling, so that a MAP head or a tanh layer would never get a gradient.
         checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
         if self.representation:
             raise ValueError(f"a masked model has no classifier: leave out representation={self.representation}")
         if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
             raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
+        # With a single patch there is no other one to swap with.
         if math.prod(self.grid) < 2:
             raise ValueError(f"masked prediction needs 2 patches or more, found a grid of {self.grid}")
 
@@ -72,6 +75,7 @@ class Corruption(nn.Module):
     def __init__(self, config: MaskedConfig) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.empty(1, 1, config.width))
+        # A fixed count keeps shapes static. At least one, because the loss of no patch is 0 / 0.
         self.count = max(round(config.corrupted * math.prod(config.grid)), 1)
         self.masked = config.masked
         self.swapped = config.swapped
@@ -83,6 +87,7 @@ class Corruption(nn.Module):
         # The order of the three draws is part of what a seed means.
         order = torch.rand(batch, patch_count, generator=generator, device=device).argsort(dim=1)
         places = order[:, : self.count]
+        # A walk of 1 to N - 1 patches around the sequence ends at each other patch equally often.
         distance = torch.randint(1, patch_count, places.shape, generator=generator, device=device)
         others = (places + distance) % patch_count  # any patch of the image but this one
         fate = torch.rand(places.shape, generator=generator, device=device)[..., None]
@@ -100,7 +105,7 @@ def pick(values: Tensor, places: Tensor) -> Tensor:
 
 
 class MaskedViT(nn.Module):
-    """Images to predictions and targets of their corrupted patches."""
+    """Turns images into predictions and targets for their corrupted patches."""
 
     def __init__(self, config: MaskedConfig) -> None:
         super().__init__()
@@ -119,7 +124,7 @@ class MaskedViT(nn.Module):
         self.vit.recomputed_blocks = blocks
 
     def features(self, images: Tensor) -> Tensor:
-        """What a classifier would see, of the uncorrupted image."""
+        """Return what a classifier would see of the image, nothing corrupted."""
         return self.vit.features(images)
 
     def forward(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -128,6 +133,7 @@ class MaskedViT(nn.Module):
         Colours: logits (B, K, S, 512) and classes (B, K, S). Pixels: both (B, K, 3 x patch height x width).
         """
         patches, places = self.corruption(self.vit.embed(images), generator)
+        # Prefix tokens take part in attention but stand for no patch: they are cut off before places are looked up.
         tokens = self.vit.encode(patches)[:, self.config.prefix_tokens :]  # (B, N, D)
         predictions = self.prediction(pick(tokens, places))
         if self.config.target != "pixels":
@@ -136,13 +142,14 @@ class MaskedViT(nn.Module):
 
 
 def targets(images: Tensor, config: MaskedConfig) -> Tensor:
-    """Every patch's answer: pixels (B, N, 3hw) in [-1, 1], or colour classes (B, N, S), 64 r + 8 g + b."""
+    """Return what to predict for each patch: pixels (B, N, 3hw) in [-1, 1], or classes 64 r + 8 g + b (B, N, S)."""
     if config.target == "pixels":
         return F.unfold(images, config.stride, stride=config.stride).transpose(1, 2)
     cells = CELLS[config.target]
     rows, columns = config.grid
     mean = F.adaptive_avg_pool2d(images.float(), (rows * cells, columns * cells))
-    bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()  # 0..255 in eight bins of 32
+    # [-1, 1] back to 0..255, in eight bins of 32: the paper names no bin edges, and these are our choice (SPEC 2.7).
+    bits = ((mean + 1) * (127.5 / 32)).floor().clamp(0, 7).long()
     color = 64 * bits[:, 0] + 8 * bits[:, 1] + bits[:, 2]  # (B, rows x cells, columns x cells)
     by_patch = color.unflatten(2, (columns, cells)).unflatten(1, (rows, cells)).transpose(2, 3)
     return by_patch.flatten(3).flatten(1, 2)  # each patch's cells in reading order
@@ -154,9 +161,11 @@ def objective(predict: Predict, images: Tensor, generator: Generator | None = No
     `predict` is a MaskedViT or an engine around it; `generator` lies on the images' device.
     """
     predictions, answers = predict(images, generator)
+    # Pixels are regressed, colours are classes: the type of the answers tells which.
     if answers.is_floating_point():
         total = F.mse_loss(predictions.float(), answers.float(), reduction="sum")
     else:
         total = F.cross_entropy(predictions.float().flatten(0, 2), answers.flatten(), reduction="sum")
-    # No mean over the images: a micro-batch may hold none.
+    # The mean over what one image predicts, the sum over the images: a micro-batch may hold none, and a mean over
+    # no images would be 0 / 0.
     return total / math.prod(answers.shape[1:]), len(images)

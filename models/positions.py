@@ -1,6 +1,6 @@
 """Position embeddings (SPEC 1.1, 1.4, 2.7): tables that are added, relative attention, and their resizing.
 
-No module here keeps a buffer, so a model built on the meta device is whole once its parameters are.
+No module here keeps a buffer, so a model built on the meta device is whole once its parameters are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Grid = tuple[int, int]  # (rows, columns)
 
 
 class TableConfig(Protocol):
-    """What of a config tells a position table's kind and size; models.vit.ViTConfig has it all."""
+    """The fields of a config that tell a position table's kind and size; models.vit.ViTConfig has it all."""
 
     @property
     def positions(self) -> str: ...
@@ -46,17 +46,18 @@ class Added(nn.Module):
         self.slots = slots
 
     def entries(self, like: Tensor) -> Tensor:
-        """The table (1, S, D), where the kind is computed on the device and in the dtype of `like`."""
+        """Return the table (1, S, D); one that is computed, not learned, has the device and the dtype of `like`."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = self.entries(tokens)
-        without_entry = tokens.shape[1] - table.shape[1]  # prefix tokens that get zeros
+        # Prefix tokens come first, so that those without an entry are the first ones: they get zeros.
+        without_entry = tokens.shape[1] - table.shape[1]
         return tokens + F.pad(table, (0, 0, without_entry, 0))
 
 
 class Learned(Added):
-    """One free entry a position: `table` (1, S, D)."""
+    """A learned entry for each position: `table` (1, S, D)."""
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__(grid, width, slots)
@@ -87,18 +88,21 @@ class Learned2d(Added):
 
 
 class Sincos2d(Added):
-    """The fixed table of big_vision; it knows no prefix slot and holds no parameter."""
+    """The fixed table of big_vision; it has no entries for prefix tokens, and no parameters."""
 
     def entries(self, like: Tensor) -> Tensor:
         return sincos2d(self.grid, self.width, like.device).to(like.dtype)
 
 
+# Cached, because every forward pass asks for the table and no module keeps it.
 @functools.lru_cache(maxsize=32)
 def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
     """(1, N, D) with channels sin x, cos x, sin y, cos y and the denominator D/4 - 1 (SPEC 1.4)."""
     rows, columns = grid
     row = torch.arange(rows, dtype=torch.float64, device=device)
     column = torch.arange(columns, dtype=torch.float64, device=device)
+    # A quarter of the width each for sin x, cos x, sin y and cos y. The denominator is D/4 - 1, not D/4, as in
+    # big_vision; `max` is for a width of 4, which has a single frequency.
     frequencies = width // 4
     exponent = torch.arange(frequencies, dtype=torch.float64, device=device) / max(frequencies - 1, 1)
     omega = 10_000.0**-exponent
@@ -108,7 +112,7 @@ def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tens
 
 
 class Relative(nn.Module):
-    """Bias of the attention logits: queries against one key embedding for each offset p_q - p_k (paper D.4).
+    """Biases attention logits by each query's product with a key embedding of the offset p_q - p_k (paper D.4).
 
     `table` (1, 2S - 1, D); offsets run from -(S - 1) to S - 1 over row-major positions.
     """
@@ -139,10 +143,12 @@ KINDS: dict[str, type[nn.Module]] = {**ADDED, "relative": Relative}
 
 
 def whole_table(state: dict[str, Tensor], config: TableConfig) -> Tensor:
-    """What the first added table of a state dict comes to: (1, S, D)."""
+    """Return the first added table of a state dict as one tensor (1, S, D), whatever parameters its kind has."""
+    # Built from the config and not taken from a model: weights in a file can be looked at without making one.
     module = ADDED[config.positions](config.grid, config.width, config.position_slots)
     parameters = {}
     for name, tensor in state.items():
+        # "in", because the ViT inside a masked model has "vit." before all its names.
         if "positions.0." in name:
             parameters[name.rpartition(".")[2]] = tensor
     module.load_state_dict(parameters)
@@ -165,10 +171,13 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
             f"position table has {table.shape[-2]} entries; grid {old_grid[0]}x{old_grid[1]} with "
             f"{prefix_tokens} prefix tokens needs {expected}; check old_grid and prefix_tokens"
         )
+    # The same grid keeps its table to the last bit.
     if old_grid == new_grid:
         return table.clone()
     prefix = table[..., :prefix_tokens, :]
     grid = table[..., prefix_tokens:, :]
+    # SciPy's zoom to 4e-6 in float32 and 1e-7 in float64. Without aligned corners, as in timm and transformers, entries
+    # of unit variance are off by 0.3 to 1.6 (SPEC 3).
     image = grid.reshape(*old_grid, -1).permute(2, 0, 1)[None].double()  # (1, D, rows, columns)
     resized = F.interpolate(image, size=new_grid, mode="bilinear", align_corners=True)
     resized = resized[0].permute(1, 2, 0).reshape(*table.shape[:-2], -1, table.shape[-1])
@@ -180,6 +189,7 @@ def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, n
 
     A row-major offset stands for dy = round(offset / columns), dx = the rest; corners stay aligned.
     """
+    # Stretched as a flat list, the offset for "one row down" would come to mean something else (docs/models.md).
     old_reach = slots + math.prod(old_grid) - 1
     new_reach = new_slots + math.prod(new_grid) - 1
     # 1. Each new offset as a step (dy, dx) on the new grid ...
@@ -210,6 +220,7 @@ def neighbour_similarity(table: Tensor, grid: Grid) -> float:
     down = (image[1:] * image[:-1]).sum(-1)
     across = (image[:, 1:] * image[:, :-1]).sum(-1)
     pairs = torch.cat([down.flatten(), across.flatten()])
+    # A grid of a single patch has no neighbours, and the mean over nothing is not a number.
     if pairs.numel() == 0:
         return 1.0
     return pairs.mean().item()

@@ -1,7 +1,7 @@
 """ResNets with GroupNorm and weight standardisation: the stem of the hybrids (SPEC 1.6) and BiT (SPEC 1.8).
 
-The two differ in everything small: the stem is post-activation (v1) with TF's SAME padding, BiT is
-pre-activation (v2) with symmetric padding, and each has its own epsilons.
+The stem is post-activation (v1) with TF's SAME padding, BiT is pre-activation (v2) with the same padding on all
+sides. Each has its own epsilons, and each adds them in another place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_
     ("R50", 16): ((3, 4, 9), 1),
     ("R50", 32): ((3, 4, 6, 3), 1),
     ("R26", 32): ((2, 2, 2, 2), 1),
-    ("R", 16): ((), 8),  # the published name; the stem's stride is 4, so that the tokens are 32 pixels apart
+    # The original says that its stem makes this /16. The code halves twice, so that it is /32: 49 tokens at 224 pixels
+    # (SPEC 1.6).
+    ("R", 16): ((), 8),
 }
 EXPANSION = 4  # a bottleneck gives out 4 times its inner channels: He et al. 2016
 GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
@@ -74,7 +76,9 @@ def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Ten
 
 def padded_pixels(size: int, kernel: int, stride: int) -> tuple[int, int]:
     """How many pixels SAME adds before and after one axis of this size."""
+    # Torch's padding is the same on both sides; that alone changes a hybrid's logits by 0.2 to 1.7 (SPEC 1.1).
     outputs = -(-size // stride)  # rounded up
+    # A stride longer than the kernel would leave a negative number, which F.pad would take as an order to crop.
     missing = max((outputs - 1) * stride + kernel - size, 0)
     return missing // 2, missing - missing // 2
 
@@ -99,9 +103,10 @@ class StdConv(nn.Conv2d):
 
 
 class StemConv(StdConv):
-    """The stem's: an epsilon added to the deviation, and TF's padding."""
+    """The stem's convolution: its epsilon is added to the deviation, and it pads as TF does."""
 
     def standardized(self) -> Tensor:
+        # correction=0: JAX divides by the number of entries, torch by one less unless told.
         deviation, mean = torch.std_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
         return (self.weight - mean) / (deviation + 1e-5)
 
@@ -110,9 +115,10 @@ class StemConv(StdConv):
 
 
 class BiTConv(StdConv):
-    """BiT's: an epsilon added to the variance, and the same padding on all sides."""
+    """BiT's convolution: its epsilon is added to the variance, and it pads all sides alike."""
 
     def standardized(self) -> Tensor:
+        # correction=0, as in the stem.
         variance, mean = torch.var_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
         return (self.weight - mean) * torch.rsqrt(variance + 1e-10)
 
@@ -142,6 +148,7 @@ class StemUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
         if self.conv_proj is not None and self.gn_proj is not None:
+            # There is no ReLU on the shortcut: it comes after the sum.
             shortcut = self.gn_proj(self.conv_proj(x))
         y = F.relu(self.gn1(self.conv1(x)))
         y = F.relu(self.gn2(self.conv2(y)))
@@ -166,6 +173,7 @@ class BiTUnit(nn.Module):
             self.conv_proj = BiTConv(inside, outside, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The projection reads the activated input, the plain shortcut the input as it came (bit_pytorch models.py).
         y = F.relu(self.gn1(x))
         shortcut = x
         if self.conv_proj is not None:
@@ -176,7 +184,7 @@ class BiTUnit(nn.Module):
 
 
 class Stages(nn.Module):
-    """`block1.unit1` ...: channels double and the map halves from stage to stage."""
+    """The stages of a ResNet, `block1.unit1` and so on: from stage to stage channels double and the map halves."""
 
     def __init__(self, units: tuple[int, ...], width: int, unit: type[nn.Module], name: str) -> None:
         super().__init__()
@@ -189,6 +197,7 @@ class Stages(nn.Module):
                 stride = 1
                 if stage > 0 and number == 0:
                     stride = 2
+                # The names are those of the published files: unit1 in a hybrid, unit01 in a BiT (SPEC 6.1).
                 block.add_module(name.format(number + 1), unit(inside, stage_width, stride))
                 inside = stage_width * EXPANSION
             self.add_module(f"block{stage + 1}", block)
@@ -199,7 +208,7 @@ class Stages(nn.Module):
 
 
 class Stem(nn.Module):
-    """Images to the map (B, C, rows, columns) a hybrid cuts into patches."""
+    """Turns images into the map (B, C, rows, columns) that a hybrid cuts into patches."""
 
     def __init__(self, units: tuple[int, ...], width: int) -> None:
         super().__init__()
@@ -210,6 +219,7 @@ class Stem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.gn_root(self.conv_root(images)))
+        # TF's SAME is uneven at even sizes, which `max_pool2d` cannot pad by itself: 0 before and 1 behind.
         x = F.max_pool2d(same_padding(x, 3, 2, value=float("-inf")), 3, 2)
         for unit in self.stages:
             x = unit(x)
@@ -224,14 +234,15 @@ def stem_channels(units: tuple[int, ...], width: int) -> int:
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Pixels between neighbours on the stem's map: 4 of the root, doubled by each stage but the first; else 1."""
+    """Pixels between neighbours on the stem's map: 4 after the root, doubled by each later stage; 1 without a stem."""
     if units is None:
         return 1
     return 4 * 2 ** max(len(units) - 1, 0)
 
 
 def run(unit: nn.Module, x: Tensor, recompute: bool) -> Tensor:
-    """What the unit makes of x; with `recompute` its activations are dropped and made anew in the backward pass."""
+    """Run the unit on x; with `recompute` its activations are dropped and computed again in the backward pass."""
+    # The reentrant form gives no gradients at all where no input requires one.
     if recompute:
         return checkpoint(unit, x, use_reentrant=False)
     return unit(x)
@@ -251,8 +262,11 @@ class BiT(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """What enters the head: the mean over the last map, (B, C)."""
+        # Without a backward pass there is nothing to recompute for.
         recompute = self.training and torch.is_grad_enabled()
         border = 0.0 if self.config.pool_padding == "zero" else float("-inf")
+        # No norm and no ReLU stand before this pool, so that values may be negative and the border shows: zero and -inf
+        # differ by 3e-3 to 5e-3 in the golden logits (SPEC 1.8). `max_pool2d` itself pads with -inf alone.
         x = F.max_pool2d(F.pad(self.conv_root(images), (1, 1, 1, 1), value=border), 3, 2)
         for number, unit in enumerate(self.stages):
             x = run(unit, x, recompute and number < self.recomputed_blocks)

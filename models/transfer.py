@@ -84,15 +84,16 @@ def transfer(
         return unmask(weights, source, target, generator)
     check_comparable(source, target)
 
-    # In the order of the target's parameters: a draw from the generator depends on those before it.
     not_carried = changed_prefixes(source, target, new_head)
     state: dict[str, Tensor] = {}
     kept: list[Change] = []
     resized: list[Change] = []
     new: list[Change] = []
     carried: set[str] = set()
+    # In the order of the target's parameters: a draw from the generator depends on those before it.
     for name, shape in shapes_of(target).items():
         old = weights.get(name)
+        # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
         if old is None or name.startswith(not_carried):
             state[name] = initial.fill(name, torch.empty(shape), target, generator)
             new.append((name, None, shape))
@@ -100,6 +101,7 @@ def transfer(
         state[name] = resize(name, old, source, target)
         carried.add(name)
         change = (name, tuple(old.shape), shape)
+        # By value, not by identity: a table that stays on its grid comes back as a copy.
         if torch.equal(state[name], old):
             kept.append(change)
         else:
@@ -109,6 +111,7 @@ def transfer(
     for name, weight in weights.items():
         if name not in carried:
             dropped.append((name, tuple(weight.shape), None))
+    # The rules above know which fields may differ; this finds a parameter that none of them made fit.
     check_weights(state, target)
     report = TransferReport(
         kept=tuple(kept),
@@ -131,6 +134,7 @@ def unmask(
             inside[name.removeprefix("vit.")] = weight
         else:
             around.append((name, tuple(weight.shape), None))
+    # `new_head` need not be passed on: a masked model has no classes, so that the target's head is new in any case.
     state, report = transfer(inside, source.vit, target, generator=generator)
     return state, replace(report, dropped=report.dropped + tuple(around))
 
@@ -140,6 +144,8 @@ def check_comparable(source: ModelConfig, target: ModelConfig) -> None:
     if source.family != target.family:
         raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
     differences = []
+    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
+    # function: that is why everything is refused that is not in FREE.
     for field in fields(source):
         old = getattr(source, field.name)
         new = getattr(target, field.name)
@@ -166,7 +172,8 @@ def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
 
 
 def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
-    """Raise ValueError naming every key of `shapes` that is missing, unknown or another than expected."""
+    """Raise ValueError naming every key of `shapes` that is missing, unknown or shaped otherwise than expected."""
+    # All of them at once: who mends a file by hand should not need a run for each key.
     wrong = []
     for name, shape in expected.items():
         if name not in shapes:
@@ -195,6 +202,7 @@ def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> 
     """Return one parameter of the source as the target needs it, most often the tensor itself."""
     if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
         return old  # nothing in a ResNet depends on the size of the image
+    # From one masked model to another, the ViT's names have this before them.
     name = name.removeprefix("vit.")
     if name == "embedding.weight" and source.patch != target.patch:
         return resize_patches(old, target.patch)
@@ -211,13 +219,15 @@ def resize_table(leaf: str, old: Tensor, source: ViTConfig, target: ViTConfig) -
     new_slots = target.position_slots
     if leaf == "slot":
         return old
+    # The two axes of learned2d are resized apart, each as a grid of one row or one column.
     if leaf == "x":
         return positions.resize_positions(old, (1, columns), (1, new_columns), 0)
     if leaf == "y":
         return positions.resize_positions(old, (rows, 1), (new_rows, 1), 0)
     if source.positions == "relative":
         return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
-    # The entries of prefix tokens that go are cut off, those of new ones start at zero.
+    # Registers are not in FREE, so that only the class token can come or go. It stands first: its entry is cut off, or
+    # starts at zero.
     without_slots = old[:, max(slots - new_slots, 0) :]
     with_slots = F.pad(without_slots, (0, 0, max(new_slots - slots, 0), 0))
     return positions.resize_positions(with_slots, source.grid, target.grid, new_slots)
@@ -226,9 +236,10 @@ def resize_table(leaf: str, old: Tensor, source: ViTConfig, target: ViTConfig) -
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
     """Patch filters (D, C, h, w) for another size: the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
 
-    A patch enlarged bilinearly gives the enlarged filter the same answer the old patch gave the old filter.
+    The new filter answers to a bilinearly enlarged patch as the old filter answered to the patch itself.
     """
     old = tuple(weight.shape[2:])
+    # Enlarging is linear: what it makes of each single pixel is its whole matrix.
     basis = torch.eye(math.prod(old), dtype=torch.float64).view(-1, 1, *old)  # one patch for each old pixel
     enlarge = F.interpolate(basis, size=patch, mode="bilinear", align_corners=False).flatten(1)  # (old, new)
     filters = weight.flatten(2).double() @ torch.linalg.pinv(enlarge).T

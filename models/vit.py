@@ -84,6 +84,7 @@ class ViTConfig:
     family = "vit"
 
     def __post_init__(self) -> None:
+        # First of all: the checks below calculate with pairs.
         self._complete()
         checks.choices(self, CHOICES)
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
@@ -149,7 +150,7 @@ class ViTConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); with `queries`, of that many first tokens."""
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); with `queries`, only for that many first tokens."""
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
@@ -162,6 +163,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
         mixed = self.attention(self.norm1(x), relative, queries)
+        # The residual is cut to the queries too; `[:None]` keeps all tokens.
         x = x[:, :queries] + self.drop_path(self.dropout(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
@@ -184,12 +186,13 @@ class MapHead(nn.Module):
         probe = self.probe.expand(tokens.shape[0], -1, -1)
         q = split_heads(self.q(probe), self.heads)  # (B, H, 1, D/H)
         k, v = unpack_heads(self.kv(tokens), 2, self.heads)  # each (B, H, T, D/H)
+        # No residual around the attention and no norm before it, as in big_vision: the ViT's last norm has run.
         y = self.out(merge_heads(attend(q, k, v)))  # (B, 1, D)
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 
 class ViT(nn.Module):
-    """Images to logits; `embed`, `encode`, `features` are the stations on the way."""
+    """Turns images into logits, in the steps `embed`, `encode`, `features` and the head."""
 
     block: type[nn.Module] = Block  # made from (config, rate of stochastic depth)
 
@@ -211,6 +214,7 @@ class ViT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.depth):
+            # `max` is for a ViT of one block, such as mu.
             rate = config.drop_path * layer / max(config.depth - 1, 1)
             self.blocks.append(self.block(config, rate))
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
@@ -221,6 +225,7 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """Images to patch embeddings (B, N, D), before positions and prefix tokens."""
+        # Without positions, another size would be computed without a word; with them, torch would only name shapes.
         if images.shape[1:] != (3, *self.config.image_size):
             expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
@@ -234,8 +239,9 @@ class ViT(nn.Module):
     def encode(self, patches: Tensor, queries: int | None = None) -> Tensor:
         """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
 
-        With `queries`, only that many first tokens come out: the last block leaves out the others' work.
+        With `queries`, only that many first tokens come out: the last block does not compute the others.
         """
+        # Without a backward pass there is nothing to recompute for.
         recompute = self.training and torch.is_grad_enabled()
         last = self.config.depth - 1
         x = self.prefix(patches)
@@ -243,20 +249,24 @@ class ViT(nn.Module):
             added, relative = self.positions_of_layer(layer)
             if added is not None:
                 x = added(x)
+            # Once, after the first addition, also where every layer adds positions (docs/models.md).
             if layer == 0:
                 x = self.dropout(x)
+            # Earlier blocks need all tokens: their outputs are the keys and values of the next one.
             block_queries = queries if layer == last else None
             if recompute and layer < self.recomputed_blocks:
                 x = checkpoint(block, x, relative, block_queries, use_reentrant=False)
             else:
                 x = block(x, relative, block_queries)
+        # Over all tokens and before pooling, as in the original: timm's fc_norm, after pooling, is another function.
         return self.norm(x)
 
     def positions_of_layer(self, layer: int) -> tuple[nn.Module | None, nn.Module | None]:
-        """The table this layer adds to its input, and the one that biases its attention; at most one is there."""
+        """Return the table this layer adds to its input and the one that biases its attention; one or both are None."""
         config = self.config
         if config.positions == "none" or (config.positions_at == "stem" and layer > 0):
             return None, None
+        # "stem" and "shared" have one table. It lies in a list too, so that a first table is always called positions.0.
         table = self.positions[layer if config.positions_at == "every" else 0]
         if config.positions == "relative":
             return None, table
@@ -266,6 +276,7 @@ class ViT(nn.Module):
         """Tokens (B, T, D) to one vector an image (B, D)."""
         if self.config.pool == "token":
             return tokens[:, 0]
+        # Registers are there to be attended to, and pooling leaves them out.
         patches = tokens[:, self.config.prefix_tokens :]
         if self.map_head is not None:
             return self.map_head(patches)
@@ -274,6 +285,7 @@ class ViT(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """What enters the head: the pooled token, through the tanh layer where there is one."""
         queries = None
+        # Nothing reads the last block's other tokens: logits and gradients stay the same (tests/test_models_vit.py).
         if self.config.pool == "token" and self.skip_unread:
             queries = 1  # the class token is the first
         tokens = self.encode(self.embed(images), queries)
@@ -287,7 +299,7 @@ class ViT(nn.Module):
 
 
 def position_tables(config: ViTConfig) -> list[nn.Module]:
-    """No table where there are no positions, one for each layer where each has its own, else one."""
+    """Return no table where there are no positions, one for each layer where each has its own, else one."""
     if config.positions == "none":
         return []
     count = config.depth if config.positions_at == "every" else 1

@@ -63,6 +63,7 @@ def save_weights(
     check_weights(state, config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    # model.json comes last: a save that was cut off in a new directory has none, and is refused.
     write_tensors(directory / WEIGHTS, state, writing)
     with writing(directory / CONFIG) as target:
         target.write_text(json.dumps(catalog.to_dict(config), indent=2) + "\n")
@@ -94,8 +95,10 @@ def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]
 def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
     """Return the float32 module in eval mode that holds these tensors."""
     check_weights(state, config)
+    # On meta, so that no first values are drawn that the next lines would replace.
     model = catalog.empty(config)
-    # Copied, because a safetensors file is mapped and its tensors start at any byte: MKL's last bit depends on that.
+    # Copied, because a safetensors file is mapped into memory and its tensors may start at any byte. MKL's last bit
+    # depends on where they start, so that the same weights would give other bits.
     in_float32 = {name: tensor.to(torch.float32, copy=True) for name, tensor in state.items()}
     model.load_state_dict(in_float32, assign=True)
     return model.eval()
@@ -109,9 +112,11 @@ def load(path: str | Path, **config: object) -> Model:
     """
     file = Path(path)
     directory = file if file.is_dir() else file.parent
+    # "in" and not the suffix: big_vision's `file.npz:img` names a part of a file.
     if ".npz" in file.name:
         return module(*weights_npz.load(path, config))
     if (directory / CONFIG).is_file():
+        # The caller's fields win; `module` then refuses those that the tensors do not fit.
         state, saved = load_weights(directory)
         return module(state, catalog.from_dict({**catalog.to_dict(saved), **config}))
     if file.is_dir():
@@ -130,9 +135,11 @@ def load_foreign(file: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor]
 
     stored = {key: tensor.float() for key, tensor in load_file(file).items()}
     config_file = file.parent / THEIR_CONFIG
+    # A bare file is read too: then shapes and the other library's defaults tell what config.json would.
     described = {}
     if config_file.is_file():
         described = json.loads(config_file.read_text())
+    # This key is in every ViT of transformers, with and without a classifier, and in none of timm.
     if any("embeddings.patch_embeddings.projection." in key for key in stored):
         return weights_hf.load(stored, described, overrides)
     return weights_timm.load(stored, described, overrides)

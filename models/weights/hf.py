@@ -40,9 +40,11 @@ MODEL = (  # names on disk, which transformers 5 keeps although it renames them 
 BARE = (*MODEL, (r"^pre_logits\.", "pooler.dense."))
 CLASSIFIER = (  # knows no pooler
     *MODEL,
+    # A look-ahead matches no letters: it puts "vit." before these names and leaves the head's alone.
     (r"^(?=embeddings|encoder|layernorm)", "vit."),
     (r"^head\.", "classifier."),
 )
+# They keep q, k and v apart; the renames above lead to one name, and this piece of it stands for three.
 QKV = ((".qkv.", (".query.", ".key.", ".value.")),)
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
@@ -60,10 +62,11 @@ def layout(classifier: bool) -> weights_map.Layout:
 def load(
     stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config; without a config.json beside the file, the defaults of transformers hold.
+    """Return state dict and config; without a config.json, activation and epsilon are the defaults of transformers.
 
     Raises ValueError where the model computes what none here does.
     """
+    # Their defaults are not ours: erf GELU and epsilon 1e-12 change the logits by 4.6e-4 (SPEC 6.2).
     activation = described.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -76,6 +79,7 @@ def load(
     for ours, theirs in TOLD:
         if theirs in described:
             known[ours] = described[theirs]
+    # ViTModel has no "vit." before its names, and it alone has the pooler.
     is_classifier = any(key.startswith("vit.") for key in stored)
     their_layout = layout(is_classifier)
     config = weights_infer.vit_config(stored, their_layout, known | overrides)
@@ -89,6 +93,7 @@ def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tenso
         raise ValueError(f"transformers' ViT has no {', no '.join(reasons)}; save as npz or safetensors")
     assert isinstance(config, ViTConfig)
     described = fields_of(config)
+    # Theirs is always a learned table with an entry for the class token: slots=1.
     state, config = weights_map.with_learned_positions(state, config, slots=1)
     tensors = weights_map.write(state, config, layout(classifier=config.classes > 0))
     return tensors, json.dumps(described, indent=2) + "\n"
@@ -111,6 +116,7 @@ def fields_of(config: ViTConfig) -> ForeignConfig:
         "intermediate_size": config.mlp,
         "hidden_act": THEIR_ACTIVATIONS[config.activation],
         "hidden_dropout_prob": config.dropout,
+        # The original drops no attention weights: every config sets this rate to zero (SPEC 1.3).
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": config.norm_eps,
         "image_size": square(config.image_size),

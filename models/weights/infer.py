@@ -22,7 +22,7 @@ from models.transfer import Shape, tensor_shapes
 from models.vit import SIZES, ViTConfig
 from models.weights.layout import Layout
 
-CHANNELS_PER_HEAD = 64  # of every variant in the paper's table 1 but H
+CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H
 
 
 class StoredShapes:
@@ -38,14 +38,14 @@ class StoredShapes:
         return self.shapes.get(first_key)
 
     def size(self, name: str) -> int | None:
-        """Numbers in the parameter's first part, whatever leading ones its shape has."""
+        """How many numbers the parameter's first part has; leading ones in its shape do not matter."""
         shape = self.shape(name)
         if shape is None:
             return None
         return math.prod(shape)
 
     def depth(self) -> int:
-        """Blocks from the first to the last that follows without a gap."""
+        """How many blocks there are, counted up to the first number that is missing."""
         depth = 0
         while self.shape(f"blocks.{depth}.norm1.bias") is not None:
             depth += 1
@@ -77,6 +77,7 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
     if embedding is None or shapes.shape("blocks.0.mlp.up.bias") is None:
         key = layout.keys("embedding.weight")[0]
         raise ValueError(f"no {key} and blocks among {len(stored)} keys: this is no ViT known here")
+    # JAX keeps (rows, columns, in, out), torch (out, in, rows, columns).
     if layout.kernels_last:
         rows, columns, _, width = embedding
     else:
@@ -102,6 +103,7 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
 
 def usual_heads(width: int) -> int:
     """Return the heads of the variant of this width, else one for 64 channels; ValueError where that leaves a rest."""
+    # H has heads of 80 channels, so that the table is asked before the usual 64 (SPEC 1.7).
     for size, _, _, heads in SIZES.values():
         if size == width:
             return heads
@@ -118,6 +120,7 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     if table is None:
         if "image_size" not in config:
             raise ValueError("no position table tells the image size: pass image_size=(height, width)")
+        # A fixed table is not stored: no table and a known size mean big_vision's sincos2d.
         return {"positions": "sincos2d", "class_slot": False, **config}
     length = table[1]
     class_tokens = 1 if config["pool"] == "token" else 0
@@ -131,6 +134,7 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
         config["image_size"] = (side * rows_stride, side * columns_stride)
     height, width = config["image_size"]
     patches = (height // rows_stride) * (width // columns_stride)
+    # A table has entries for all prefix tokens or for none of them (docs/models.md).
     if length not in (patches, patches + prefix):
         raise ValueError(
             f"image_size {config['image_size']} has {patches} patches and {prefix} prefix tokens, the file has "
@@ -141,6 +145,7 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
 
 def square_side(length: int, prefix: int) -> int:
     """Return the side of the square grid in a table with entries for all `prefix` tokens, else with none for them."""
+    # 197 is 14 x 14 patches and a class token; 196 beside a class token are 14 x 14 without an entry for it.
     for slots in (prefix, 0):
         side = math.isqrt(length - slots)
         if side**2 + slots == length:

@@ -45,7 +45,8 @@ class Layout:
     shape_of: Callable[[str, Shape, ModelConfig], Shape] = same_shape  # of a part there, from that in this order
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Where the parts of our parameter `name` are stored."""
+        """Return the keys under which the parts of our parameter `name` are stored."""
+        # Each rename sees what those before it made of the name, so that their order matters.
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         for piece, parts in self.packed:
@@ -73,6 +74,7 @@ class Part(NamedTuple):
 def parts_of(config: ModelConfig, layout: Layout) -> dict[str, list[Part]]:
     """Return the parts of each of our parameters, in the module's order."""
     parts_by_name: dict[str, list[Part]] = {}
+    # The module on meta is the list of parameters: a table of shapes beside it could drift from the code.
     for name, parameter in catalog.empty(config).named_parameters():
         keys = layout.keys(name)
         parts = []
@@ -91,6 +93,7 @@ def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
         for part in parts:
             expected[part.key] = squeezed(part.there)
     shapes = {key: squeezed(tuple(tensor.shape)) for key, tensor in stored.items()}
+    # Unknown keys are an error too: a layer that no model here has would be left out without a word.
     check_shapes(shapes, expected, config.family)
 
     state: dict[str, Tensor] = {}
@@ -111,6 +114,8 @@ def squeezed(shape: Shape) -> Shape:
 
 def in_our_order(tensor: Tensor, shape: Shape, layout: Layout) -> Tensor:
     """Return a stored part in our shape: the inverse of `Layout.kernel`, whatever the shape it is stored in."""
+    # JAX's attention kernels keep heads as an axis. It lies beside the inputs or beside the outputs, so that the same
+    # reshape closes it up for all of them.
     if layout.kernels_last and len(shape) == 2:
         outputs, inputs = shape
         return tensor.reshape(inputs, outputs).T
@@ -125,6 +130,7 @@ def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
     stored: dict[str, Tensor] = {}
     for name, parts in parts_of(config, layout).items():
         for part, tensor in zip(parts, state[name].chunk(len(parts)), strict=True):
+            # safetensors refuses what is not contiguous, and a transposed tensor is not.
             stored[part.key] = layout.kernel(tensor.detach().cpu()).reshape(part.there).contiguous()
     return stored
 
@@ -132,9 +138,10 @@ def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 def with_learned_positions(
     state: dict[str, Tensor], config: ViTConfig, slots: int
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return the same function with one free table where positions were fixed, factored or had no prefix slots."""
+    """Return weights and config of the same function with one learned table; `slots` prefix tokens have an entry."""
     if config.positions == "none":
         return state, config
+    # A prefix token without an entry gets zeros added: an entry of zeros is the same function.
     missing_slots = slots - config.position_slots
     table = F.pad(positions.whole_table(state, config), (0, 0, missing_slots, 0))
     learned: dict[str, Tensor] = {}

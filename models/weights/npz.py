@@ -1,7 +1,7 @@
 """The official flat `.npz` files (SPEC 6.1): vit_jax, big_vision and BiT, in all generations of names.
 
 How a file is read:
-1. the prefix of its generation goes, `opt/target/` or `params/`, and with it what lies beside the model;
+1. the prefix of its generation, `opt/target/` or `params/`, is cut off; keys without it are not the model's;
 2. names of all generations become those of today's code: layers apart, numbers of each class from 0;
 3. keys and shapes tell the config, and the config which of the layouts below it is;
 4. that layout reads every key, or names those that do not fit.
@@ -104,17 +104,19 @@ def convolutional_head(key: str, shape: Shape, config: ModelConfig) -> Shape:
 
 def layout_of(config: ModelConfig) -> weights_map.Layout:
     """Return how the code base that knows this config stores it."""
+    # The pool's padding tells whose BiT it is: -inf is big_vision's, zeros are the published code's (SPEC 1.8).
     if isinstance(config, BiTConfig) and config.pool_padding == "zero":
         return weights_map.Layout(BIT, kernels_last=True, shape_of=convolutional_head)
     if isinstance(config, BiTConfig):
         return weights_map.Layout(BIG_VISION_BIT, kernels_last=True, shape_of=convolutional_head)
+    # vit_jax has no MAP head, and its class token has an entry.
     if config.class_slot and config.pool != "map":
         return vit_layout(VIT_JAX_POSITIONS)
     return vit_layout(BIG_VISION_POSITIONS)
 
 
 def vit_layout(positions: str) -> weights_map.Layout:
-    """`positions` is the key of the table: vit_jax and big_vision differ in nothing else."""
+    """Return the layout of a ViT; vit_jax and big_vision differ only in the key of the table, `positions`."""
     renames = ((r"^positions\.0\.table$", positions), *VIT)
     return weights_map.Layout(renames, PACKED, kernels_last=True, shape_of=split_heads)
 
@@ -124,6 +126,7 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
     file, _, part = str(path).partition(".npz:")
     if part:
         file += ".npz"
+    # np.load reads an array when it is asked for: the optimizer's beside the model are never read.
     with np.load(file, allow_pickle=False) as arrays:
         stored = {name: tensor_of(arrays[key], key) for name, key in model_keys(arrays.files, part).items()}
     stored = canonical(stored)
@@ -132,7 +135,7 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
 
 
 def model_keys(keys: list[str], part: str) -> dict[str, str]:
-    """Return each parameter's name without the prefix of its file, and its key, without what lies beside the model."""
+    """Return the key of each parameter by its name without prefixes; what lies beside the model is left out."""
     prefixes = ["opt/target/", "params/"]
     if part:
         prefixes.append(f"{part}/")
@@ -178,7 +181,7 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def renumber(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pre-Linen names counted all submodules of a parent together; Linen counts each class from 0.
+    """Number the submodules of each block as Linen does, each class from 0; before Linen all were counted together.
 
     A block's LayerNorm_0, MultiHead..._1, LayerNorm_2, MlpBlock_3 become LayerNorm_0, MultiHead..._0, LayerNorm_1,
     MlpBlock_0; names that are Linen's already stay.
@@ -196,6 +199,7 @@ def renumber(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         match = numbered.fullmatch(key)
         if match:
             block, kind, number, parameter = match.groups()
+            # The order of the numbers stays and the gaps close: LayerNorm_0 and LayerNorm_2 become 0 and 1.
             rank = sorted(numbers[block, kind]).index(int(number))
             key = f"{block}/{kind}_{rank}/{parameter}"
         renumbered[key] = tensor
@@ -204,6 +208,7 @@ def renumber(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
     """Return the config these keys and shapes belong to; `overrides` wins."""
+    # A hybrid has a ResNet too, but its root is called conv_root.
     if any(key.startswith(("resnet/", "root_block/")) for key in stored):
         return infer_bit(stored, overrides)
     known: ConfigFields = {}
@@ -214,6 +219,8 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
     if root in stored:
         known["stem"] = weights_infer.units_of(stored)
         known["stem_width"] = stored[root].shape[-1]
+    # The place of the table tells the code base, and with it whether the class token has an entry. A table that is not
+    # there at all is a sincos2d one, which `vit_config` finds with either layout.
     layout = vit_layout(VIT_JAX_POSITIONS)
     if BIG_VISION_POSITIONS in stored:
         known["class_slot"] = False
@@ -254,6 +261,7 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
     tensors = weights_map.write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().numpy() for key, tensor in tensors.items()}
+    # An open file: np.savez adds .npz to a name that ends otherwise, such as the temporary name of a whole write.
     with open(path, "wb") as file:
         np.savez(file, **arrays)
 

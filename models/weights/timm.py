@@ -62,11 +62,14 @@ def load(
     Without a config beside it, a class token counts as the one that is pooled: pass pool="gap" where it is not.
     Raises ValueError where the model computes what none here does.
     """
+    # A norm after pooling is another function than one before it. `read` would list the key; this says what it means.
     if any(key.startswith("fc_norm.") for key in stored):
         raise ValueError("this timm model normalises after pooling (fc_norm), which no model here does")
     known = told_fields(described) | overrides
+    # timm stores every table it has, so that no table means no positions, not sincos2d as in big_vision.
     if "pos_embed" not in stored:
         known.setdefault("positions", "none")
+    # timm keeps a class token under mean or MAP pooling too. Tokens attend to it all the same, so that it cannot go.
     if "cls_token" in stored and known.get("pool", "token") != "token":
         stored = with_class_token_as_register(stored)
     config = weights_infer.vit_config(stored, LAYOUT, known)
@@ -79,6 +82,7 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
     changed = [name for name in CHANGES if arguments.get(name)]
     if changed:
         raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
+    # What timm itself fixes comes first, then the arguments, which win over it as they do in timm.
     known: ConfigFields = {"activation": "gelu"}
     for pattern, ours, value in FIXED:
         if re.match(pattern, described.get("architecture", "")):
@@ -86,6 +90,7 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
     for ours, theirs in TOLD:
         if theirs in arguments:
             known[ours] = arguments[theirs]
+    # An argument wins over the entry at the top of config.json: the model was made with it.
     pooling_name = arguments.get("global_pool") or described.get("global_pool")
     if pooling_name:
         if pooling_name not in POOLS:
@@ -128,6 +133,7 @@ def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tenso
             "classifier": "head",
         },
     }
+    # The number of entries stays: timm's no_embed_class says whether prefix tokens have any.
     state, config = weights_map.with_learned_positions(state, config, config.position_slots)
     return weights_map.write(state, config, LAYOUT), json.dumps(described, indent=2) + "\n"
 
