@@ -68,9 +68,8 @@ class Stage:
     parents: dict[str, str]  # input field → what the recipe says: "@stage/part", or a path
     model: Any  # the architecture that the stage ends with; None for pack
     key: str
-    inputs: dict[
-        str, str
-    ]  # inputs that the key is of → digest of their content, or the key of the stage that makes them
+    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
+    inputs: dict[str, str]
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
 
     @property
@@ -114,6 +113,7 @@ class Campaign:
     def done(self, stage: Stage) -> dict[str, Any] | None:
         """What a finished stage left behind; None where it has not finished."""
         marker = self.directory(stage) / "done.json"
+        # It is written last: where it lies, everything else of the stage is whole.
         if not marker.exists():
             return None
         return json.loads(marker.read_text())
@@ -125,16 +125,19 @@ class Campaign:
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.plain_yaml(config.read_yaml(recipe, overrides))
+    # These two belong to the whole campaign; whatever is left is a stage.
     run = Path(values.pop("run", None) or Path("runs") / recipe.stem).resolve()
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
     sections = {name: read_section(name, section) for name, section in values.items()}
+    # Parents first, because a stage's key and its model come from the stages that it reads.
     stages: dict[str, Stage] = {}
     for name in order_of_stages(sections):
         kind, stage_config = sections[name]
         stages[name] = resolve_stage(name, kind, stage_config, stages)
 
+    # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     for stage in stages.values():
         if isinstance(stage.config, TrainConfig):
             check_training(stage, cluster)
@@ -177,6 +180,7 @@ def inputs_of(kind: str, stage_config: Any) -> dict[str, str]:
 def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
     """Dotted names and values of the config's fields behind a pattern; "*" stands for every name of a section."""
     reached = {"": stage_config}
+    # One level of the config a round: "data.mixture.*.train" goes to data, to mixture, to each set, to its train.
     for part in pattern.split("."):
         deeper = {}
         for path, section in reached.items():
@@ -198,6 +202,7 @@ def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
             link = reference(value)
             if link is None:
                 continue
+            # The sorter would take a name that does not exist for one more stage: refuse it here.
             parent, _ = link
             require(
                 parent in sections,
@@ -229,6 +234,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     parents = inputs_of(kind, stage_config)
     keys: dict[str, str] = {}
     missing: list[str] = []
+    # The key of a parent stands for its output, which need not exist yet: so `plan` knows all keys before a run.
     for field, value in parents.items():
         link = reference(value)
         if link is None:
@@ -244,6 +250,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     forbidden = config.tagged(stage_config, "forbid")
     inputs = {field: key for field, key in keys.items() if field in forbidden}
     input_fields = {*parents, *KINDS[kind].INPUTS}
+    # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
     key = config.digest({"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs})
     model = model_of_stage(name, kind, stage_config, earlier)

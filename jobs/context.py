@@ -47,6 +47,7 @@ def code_version() -> str:
             if path.suffix in SOURCES:
                 sources.append(path)
     total = hashlib.sha256()
+    # Sorted, because rglob follows the order of the file system, which differs from machine to machine.
     for path in sorted(sources):
         name = str(path.relative_to(ROOT))
         total.update(name.encode() + path.read_bytes())

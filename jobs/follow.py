@@ -24,7 +24,8 @@ class Follower:
         self.spoke = time.monotonic()
         if self.quiet:
             return
-        with suppress(OSError):  # whoever read it is gone; log.txt has it
+        # A closed terminal or pipe must not end the run; the workers' lines are in log.txt.
+        with suppress(OSError):
             if self.bar is not None:
                 self.bar.say(text)
             else:
@@ -37,6 +38,7 @@ class Follower:
 
     def tick(self, attempt_folder: Path, number: int) -> None:
         """Show what the worker group has logged since the last call; after a long silence, what is being waited for."""
+        # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
         directory = attempt_folder.parents[1]
         lines = self.new_lines(directory / "log.txt")
         if lines is not None:
@@ -84,6 +86,8 @@ def waiting_for(directory: Path, attempt_folder: Path) -> str:
     if not started:
         return "waiting for the workers to start"
     last = last_metrics(directory)
+    # The newest report may be of the attempt before, which says nothing about these workers.
     if last is None or last["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
         return f"{len(started)} workers are up, waiting for the first step"
+    # The time is that of rank 0's clock, which may be ahead of this one.
     return f"working: step {last['step']}/{last['steps']} was {duration(max(0.0, time.time() - last['time']))} ago"

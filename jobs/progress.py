@@ -39,6 +39,7 @@ class LiveBar:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        # Brackets in a path are no markup, numbers get no colour, and a long line is not broken.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

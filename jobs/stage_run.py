@@ -46,6 +46,7 @@ def run_stage(
     config.
     """
     began = time.time()
+    # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
     check_parents(campaign, stage)
     changes = changes_since_half_done(campaign, stage)
     if changes and not fresh:
@@ -56,6 +57,7 @@ def run_stage(
 
     directory = campaign.directory(stage)
     directory.mkdir(parents=True, exist_ok=True)
+    # 3. Compare first: the new stage.json takes the place of the one that tells what the last start was given.
     warnings = changed_warnings(directory, stage)
     if warnings:
         say(f"{stage.name}: resuming with a changed {'; '.join(warnings)}")
@@ -74,8 +76,10 @@ def run_stage(
         tick=tick,
         stopping=stopping,
     )
+    # 4. A stage that raises leaves no done.json, so the same command goes on with it.
     outcome = stage.module.run(stage.config, context)
 
+    # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
     inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
     provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
     write_whole(directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
@@ -99,11 +103,13 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
 
 def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
     """What changed, and may not, since an unfinished stage of this name was last run; empty where nothing did."""
+    # A folder is named by the key: where this key's is there, nothing has changed that may not.
     if campaign.directory(stage).exists():
         return []
     folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
     # Attempts are numbered over the whole run; the clock may have jumped, so times would not tell which is the newest.
     for folder in sorted(folders, key=newest_attempt_name, reverse=True):
+        # A finished stage stays under its own key, and one without a checkpoint loses nothing: neither is a conflict.
         record_path = folder / "stage.json"
         is_finished = (folder / "done.json").exists()
         has_checkpoints = any((folder / "checkpoints").glob("step-*"))
@@ -154,6 +160,7 @@ def forbidden_fields(stage: Stage) -> dict[str, Any]:
             fields[f"model.{name}"] = value
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
+    # Through JSON, because this is compared with a stage.json, where tuples have become lists.
     return json.loads(json.dumps(fields, default=str))
 
 

@@ -171,6 +171,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     # All images have the size of the first: they were squashed to the model's.
     row_height = 2 * height / width  # inches; both columns together are four wide
     figure = Figure(figsize=(4, row_height * len(shown) + 0.3), layout="constrained")
+    # squeeze=False: a single image must give a row of two axes as well.
     rows = figure.subplots(len(shown), 2, squeeze=False)
     rows[0][0].set_title("Input")
     rows[0][1].set_title("Attention")
@@ -186,7 +187,8 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
 def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
     """A map at the size of its image, bicubic, from 0 to 1."""
     large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
-    large = large.clamp(min=0)  # bicubic overshoots
+    # Bicubic interpolation overshoots, here below zero.
+    large = large.clamp(min=0)
     spread = (large.max() - large.min()).clamp(min=1e-12)
     return ((large - large.min()) / spread).numpy()
 
@@ -228,6 +230,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
     # Maps of neighbours get a line of NaN between them, which imshow leaves white.
     rows, columns = similarity.shape[:2]
     framed = F.pad(similarity.double(), (0, 1, 0, 1), value=float("nan"))  # (rows, columns, rows + 1, columns + 1)
+    # (rows, columns, rows + 1, columns + 1) → one picture, less the NaN after the last row and column.
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
     drawn = axes.imshow(picture.numpy(), vmin=-1, vmax=1, interpolation="nearest")
     axes.set_xticks(*position_ticks(columns))
@@ -238,6 +241,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
 
 def position_ticks(count: int) -> tuple[list[float], list[str]]:
     """Where the middles of the maps of a row lie, and their numbers from 1 on; as many as have room."""
+    # Rounded up. A map is `count` wide and has one line of NaN after it.
     every = -(-count // POSITION_LABELS)
     places = []
     labels = []
@@ -256,4 +260,5 @@ def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
     tiles = F.pad(scaled, (1, 1, 1, 1), value=1.0)  # (count, 3, h + 2, w + 2)
     missing = -len(tiles) % columns  # white tiles that fill the last row
     tiles = torch.cat([tiles, tiles.new_ones(missing, *tiles.shape[1:])]).unflatten(0, (-1, columns))
+    # (tile rows, tile columns, 3, h + 2, w + 2) → (tile rows · (h + 2), tile columns · (w + 2), 3)
     return tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).cpu().numpy()

@@ -96,6 +96,7 @@ def list_line(folder: Path) -> str:
         f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
         f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
     )
+    # A few-shot probe saves its single draws ("…seed…") too; a list shows their mean.
     for name, value in manifest.metrics.items():
         if "seed" not in name:
             line += f"  {name} {value:.4f}"
@@ -104,6 +105,7 @@ def list_line(folder: Path) -> str:
 
 def verify_all(path: Path, step: int | None) -> Iterator[str]:
     """Read every byte of every checkpoint meant. Raises CheckpointError in the end where one is bad."""
+    # A bad one does not end the reading: whoever asks wants to know which are whole.
     bad = 0
     for folder in selected(path, step):
         began = time.monotonic()
@@ -154,6 +156,7 @@ def compare(path: Path, step: int | None, other_path: Path, other_step: int | No
     """What differs from the other checkpoint (the first) to ours (the second): manifests, then states."""
     second = newest(path, step)
     first = newest(other_path, other_step)
+    # Verified first: a damaged byte would look like a difference in training.
     first_manifest = checkpoint.verify(first)
     second_manifest = checkpoint.verify(second)
     yield f"{first} → {second}"

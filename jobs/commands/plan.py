@@ -41,6 +41,7 @@ def plan(campaign: Campaign) -> list[str]:
         f"run directory  {campaign.run}",
         f"cluster        {cluster.workers} workers ({cluster.backend})",
     ]
+    # Stages come parents first: when one is judged, it is known whether those that it reads would run.
     would_run: set[str] = set()
     for stage in campaign.stages:
         if campaign.done(stage) is None:
@@ -187,6 +188,7 @@ def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
     )
     if cfg.data.decode == "gpu":
         return line + "data.decode=gpu, not judged"
+    # More decoding processes than cores decode no faster.
     if min(cfg.data.processes, cores_per_worker) >= cores:
         return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
     overrides = f"{stage.name}.data.processes={cores}"

@@ -54,6 +54,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     recorded = config.build(TrainConfig, task["config"], "config")
     cfg = with_recorded_drop(recorded, folder, number)
     index, order = order_of(cfg, job)
+    # The loader makes square images, so one side is enough.
     image_size = models.from_dict(job["model"]).image_size[0]
 
     # The log counts steps from 1, the order from 0.
@@ -99,6 +100,8 @@ def parse_step(step: str) -> int:
 
 def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
     """The batch of a step, counted from 0, by one loader that takes the slots of all workers."""
+    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so the pixels are the same
+    # whoever decodes them.
     loader = TrainLoader(
         index,
         order,

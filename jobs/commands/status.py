@@ -47,6 +47,7 @@ def ending(run: Path) -> str:
     if last["exit_code"] is not None:
         return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
     started = f"started {last['time']}: {last['command']}"
+    # A command that was killed could not write its end: status.json says "running" for ever.
     if owner_is_gone(run):
         return f"killed, or lost with its machine: run the same command again; it was {started}"
     return f"running, {started}"
@@ -70,6 +71,7 @@ def stage_line(folder: Path) -> str:
     last = last_metrics(folder)
     if last is None:
         return "started, no step yet"
+    # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "

@@ -65,7 +65,7 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
 
 
 def refuse_existing(target: str) -> None:
-    """Raises UsageError where something lies already."""
+    """Raise UsageError where the target is a file, or a folder that holds something."""
     path = Path(target)
     holds_something = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if holds_something:
@@ -134,6 +134,7 @@ def read_back(model: models.Model, exported: models.Model) -> list[str]:
     lines = []
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         lines.append(f"becomes  {change}")
+    # Values from −1 to 1, as those of normalised images.
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
     largest = (outputs(model, image) - outputs(exported, image)).abs().max()

@@ -119,6 +119,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     train_set, test_set = sets
 
     metrics = {}
+    # The others enter "wait", so that the watchdog takes rank 0 for the one behind (docs/faults.md).
     with phases.led("probe", 0, rank == 0):
         if rank == 0:
             metrics = evaluate.probe(train_set, test_set, cfg.probe)

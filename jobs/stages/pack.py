@@ -99,6 +99,7 @@ def samples_of(cfg: SetConfig) -> Iterator[Sample]:
         return digits(train=cfg.split == "train", classes=cfg.keep, image_size=cfg.image_size)
 
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
+    # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in (cfg.path, cfg.root, cfg.wnids, cfg.real):
         if path is not None and not Path(path).exists():
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
@@ -136,6 +137,7 @@ def expected_samples(cfg: SetConfig) -> int | None:
             lines = sum(1 for _ in file)
         return lines - 1  # the header
     if cfg.source == "tars":
+        # Tars without an index would have to be read whole to be counted.
         index_path = path / f"{path.name}.index.json"
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
@@ -150,6 +152,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     for name, set_config in cfg.sets.items():
         progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
 
+        # A default binds the progress of this set now; the name means another one in the next round.
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
             progress(samples, f"{shards} shards")
 

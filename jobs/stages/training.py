@@ -31,6 +31,7 @@ INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
+    # Called for its error alone, which names batch sizes that would work.
     batch_arithmetic(cfg, context.cluster.workers)
     check_sets(cfg, context)
     make_task = partial(make_training_task, cfg, context)
