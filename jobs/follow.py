@@ -20,7 +20,7 @@ class Follower:
         self.bar = None if quiet else live_bar()
 
     def say(self, text: str) -> None:
-        """One line to the terminal, above the bar where there is one."""
+        """Print a line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
         if self.quiet:
             return
@@ -32,7 +32,7 @@ class Follower:
                 print(text, flush=True)
 
     def skip(self, directory: Path) -> None:
-        """Take what a stage's log holds for shown: earlier commands have."""
+        """Count what a stage's log holds now as shown: earlier commands have shown it."""
         log = directory / "log.txt"
         self.shown_bytes.setdefault(log, size_of(log))
 
@@ -49,7 +49,7 @@ class Follower:
             self.say(f"[{directory.name}] {waiting_for(directory, attempt_folder)}")
 
     def new_lines(self, log: Path) -> list[str] | None:
-        """The whole lines that were added since the last call; None where nothing was."""
+        """Return the whole lines that were added since the last call; None where nothing was added."""
         shown = self.shown_bytes.get(log, 0)
         if size_of(log) <= shown:
             return None
@@ -76,12 +76,12 @@ class Follower:
 
 
 def size_of(log: Path) -> int:
-    """Bytes of a file, 0 where it is not there yet."""
+    """Return the bytes of a file; 0 where it is not there yet."""
     return log.stat().st_size if log.exists() else 0
 
 
 def waiting_for(directory: Path, attempt_folder: Path) -> str:
-    """One line on a silent worker group: which workers have started, and the last step that was reported."""
+    """Say of a silent worker group how many workers have started, or when the last step was reported."""
     started = sorted(path.stem for path in attempt_folder.glob("rank-*.json"))
     if not started:
         return "waiting for the workers to start"

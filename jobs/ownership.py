@@ -54,7 +54,7 @@ def owned(run: Path) -> Iterator[None]:
 
 
 def owner_name(path: Path) -> str:
-    """The owner of a run in words: process, host, since when, and its command."""
+    """Name the owner of a run in words: process, host, since when, and its command."""
     for _ in range(NAME_TRIES):
         try:
             owner = json.loads(path.read_text())

@@ -47,7 +47,7 @@ class LiveBar:
 
 
 def live_bar() -> LiveBar | None:
-    """A bar, where stdout is a terminal that can show one."""
+    """Make a bar where stdout is a terminal, which can show one; None elsewhere."""
     return LiveBar() if sys.stdout.isatty() else None
 
 
@@ -93,7 +93,7 @@ class Progress:
             self.say(self.line(done, note, rate))
 
     def line(self, done: int, note: str, rate: float) -> str:
-        """What is done, at which rate a second, and when the rest will be, as far as the total is known."""
+        """Say what is done, at which rate a second, and when the rest will be, as far as the total is known."""
         count = amount(done)
         eta = ""
         if self.total:
@@ -108,11 +108,11 @@ class Progress:
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show so many of a total that is told with every call: the `report` of indexing and checking."""
+        """Show how many are done of a total that every call names: the `report` of indexing and checking."""
         self.total = total
         self(done)
 
 
 def joined(*parts: str) -> str:
-    """The parts that are not empty, two spaces apart."""
+    """Join the parts that are not empty, two spaces apart."""
     return "  ".join(filter(None, parts))

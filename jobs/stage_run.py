@@ -102,7 +102,7 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
 
 
 def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
-    """What changed, and may not, since an unfinished stage of this name was last run; empty where nothing did."""
+    """Say what may not change and has, since an unfinished stage of this name was last run; empty where nothing has."""
     # A folder is named by the key: where this key's is there, nothing has changed that may not.
     if campaign.directory(stage).exists():
         return []
@@ -124,13 +124,13 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
 
 
 def newest_attempt_name(folder: Path) -> str:
-    """The name of a stage's newest attempt, "attempt-000012"; "" where it has none."""
+    """Return the name of a stage's newest attempt, "attempt-000012"; "" where it has none."""
     names = [path.name for path in (folder / "attempts").glob("attempt-*")]
     return max(names, default="")
 
 
 def changed_warnings(directory: Path, stage: Stage) -> list[str]:
-    """What changed, of the fields that may but are worth a word, since this folder was last worked in."""
+    """Say which fields that are tagged "warn" have changed since this folder was last worked in."""
     record_path = directory / "stage.json"
     if not record_path.exists():
         return []
@@ -139,7 +139,7 @@ def changed_warnings(directory: Path, stage: Stage) -> list[str]:
 
 
 def stage_record(stage: Stage) -> dict[str, Any]:
-    """The content of stage.json: which config this folder belongs to."""
+    """Return the content of stage.json: which config this folder belongs to."""
     return {
         "name": stage.name,
         "kind": stage.kind,
@@ -152,7 +152,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def forbidden_fields(stage: Stage) -> dict[str, Any]:
-    """What the key is of, flat and as JSON has it; the resolved model stands in place of what the recipe says of it."""
+    """Return the fields that the key is of, flat and as JSON has them, with the resolved model for the recipe's."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
@@ -167,7 +167,7 @@ def forbidden_fields(stage: Stage) -> dict[str, Any]:
 def provenance_of(
     context: Context, stage_config: Mapping[str, Any], inputs: Mapping[str, str], outcome: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of provenance.json: everything that the stage's numbers trace back to."""
+    """Return the content of provenance.json: everything that the stage's numbers trace back to."""
     provenance: dict[str, Any] = {
         "stage": context.name,
         "key": context.key,
@@ -185,7 +185,7 @@ def provenance_of(
 
 
 def environment() -> dict[str, str]:
-    """Python, machine, and the versions that a number may depend on."""
+    """Return Python's version, the machine, and the versions of packages that a number may depend on."""
     versions = {"python": sys.version.split()[0], "machine": platform.machine()}
     for package in RECORDED_PACKAGES:
         versions[package] = version(package)

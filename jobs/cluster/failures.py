@@ -32,7 +32,7 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
     4. the lowest rank that the backend names, where nobody wrote an error.
     """
     written = records(folder, world)
-    # 1. A worker that wrote its end has raised: its own words, read below, say more than its exit code does.
+    # 1. Who wrote no end died by itself, and its peers raised because of that. What the others wrote is read below.
     for rank in sorted(deaths):
         wrote_its_end = rank in written and "ended" in written[rank]
         if not wrote_its_end:
@@ -85,7 +85,7 @@ def describe_exit_code(exit_code: int, oom_killer_struck: bool) -> str:
 
     `oom_killer_struck`: the kernel has killed some process of this machine for want of memory in the last seconds.
     """
-    # A worker that raised has written so, and then this text is not shown. Here the process ended behind Python's back.
+    # A worker that raised has written so, and then this text is not shown. Here the process ended without one.
     if exit_code >= 0:
         return f"exited with code {exit_code} without a word"
     # The kernel kills with SIGKILL as well, and tells nobody whom: its counter is all that we can read everywhere.

@@ -135,8 +135,8 @@ def _start_embedded(cluster: ClusterConfig) -> None:
             # Workers that compute with few threads share the cores; Ray only counts.
             num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
             object_store_memory=OBJECT_STORE_BYTES,
-            # Without it the Jobs and Train pages are missing, and Train complains once a second; leaving it out saved
-            # no time that could be measured.
+            # Without it Train's run is not on the REST API, and Train warns once a second that it cannot ask for it.
+            # Leaving it out saved no time that could be measured.
             include_dashboard=True,
             dashboard_host="127.0.0.1",
             log_to_driver=False,

@@ -122,7 +122,7 @@ def repair_set(path: str, directory: Path, *, unique: bool, name: str | None, wo
 
 
 def spreads(report: Report) -> list[str]:
-    """How image sides, bytes and classes are spread."""
+    """Say how image sides, bytes and classes are spread."""
     lines = []
     for name, spread in report.spreads.items():
         # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
@@ -142,7 +142,7 @@ def class_counts(rows: list[tuple[int, int]]) -> str:
 
 
 def summary(index: Index) -> list[str]:
-    """What a set holds and where, and what indexing passed over."""
+    """Say what a set holds and where it lies, and what indexing refused."""
     lines = [
         f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
         f"digest {index.digest[:12]}, in {index.tables}"

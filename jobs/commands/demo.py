@@ -112,7 +112,7 @@ def newest_manifest(directory: Path) -> checkpoint.Manifest:
 
 
 def step_losses(directory: Path) -> dict[int, list[float]]:
-    """Every loss logged for every step; a step that was computed twice has two."""
+    """Return every loss that was logged, by step; a step that was computed twice has two."""
     losses_of: dict[int, list[float]] = {}
     for record in read_metrics(directory):
         # A report holds the losses of all steps since the one before it; its own step is the last of them.

@@ -39,7 +39,7 @@ def started_s(folder: Path) -> float:
 
 
 def ending(run: Path) -> str:
-    """How the last command on this run ended, or who owns it now."""
+    """Say how the last command on this run ended, or which one is running."""
     try:
         last = json.loads((run / "status.json").read_text())
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def ending(run: Path) -> str:
 
 
 def owner_is_gone(run: Path) -> bool:
-    """True where the owner was a process of this machine that no longer lives."""
+    """Tell whether the owner was a process of this machine that no longer lives."""
     try:
         owner = json.loads((run / "owner.json").read_text())
     except (OSError, ValueError):
@@ -63,7 +63,7 @@ def owner_is_gone(run: Path) -> bool:
 
 
 def stage_line(folder: Path) -> str:
-    """What a stage came to, or how far it is."""
+    """Say what a stage came to, or how far it is."""
     done = folder / "done.json"
     if done.exists():
         return done_line(json.loads(done.read_text()))
@@ -89,7 +89,7 @@ def done_line(outcome: Outcome) -> str:
 
 
 def checkpoint_line(folder: Path) -> str:
-    """The step that a resume would start from, by the newest manifest alone."""
+    """Say from which step a resume would start, by the newest manifest alone."""
     checkpoints = checkpoint.committed(folder / "checkpoints")
     if not checkpoints:
         return "no checkpoint yet"

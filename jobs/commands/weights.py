@@ -73,7 +73,7 @@ def refuse_existing(target: str) -> None:
 
 
 def overrides_of(items: Sequence[str]) -> dict[str, object]:
-    """ "heads=3" → {"heads": 3}; lists in brackets, words as they are."""
+    """Return {"heads": 3} of "heads=3"; a value is read as JSON, and is taken as a word where it is none."""
     overrides: dict[str, object] = {}
     for item in items:
         name, equals, text = item.partition("=")
@@ -89,7 +89,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
 
 
 def load(path: str, overrides: Mapping[str, object]) -> models.Model:
-    """The model behind a path. Raises DataError, which names the file, for whatever refuses it."""
+    """Load the model behind a path. Raises DataError, which names the file, where it cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Only whatever a wrong file raises becomes a DataError; a bug of ours stays what it is.
     try:
@@ -99,7 +99,7 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
 
 
 def described(model: models.Model, path: str) -> list[str]:
-    """What kind of model was read, and that every tensor of it has its place."""
+    """Say what kind of model was read, and that every tensor of it has its place."""
     config = model.config
     height, width = config.image_size
     fields = []
@@ -116,7 +116,7 @@ def described(model: models.Model, path: str) -> list[str]:
 
 
 def numerics(model: models.Model) -> list[str]:
-    """How the model computes what the paper's code computes in one way and others in another."""
+    """Say which activation and norm_eps the model has, in which the paper's code and others differ."""
     activation = getattr(model.config, "activation", None)
     norm_eps = getattr(model.config, "norm_eps", None)
     if activation is None or norm_eps is None:
@@ -129,7 +129,7 @@ def numerics(model: models.Model) -> list[str]:
 
 @torch.no_grad()
 def read_back(model: models.Model, exported: models.Model) -> list[str]:
-    """What a reader of the export gets instead, in its config and in the outputs for one random image."""
+    """Say how the exported model differs from ours: in its config, and in the outputs for one random image."""
     config = model.config
     lines = []
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
@@ -142,7 +142,7 @@ def read_back(model: models.Model, exported: models.Model) -> list[str]:
 
 
 def outputs(model: models.Model, image: Tensor) -> Tensor:
-    """Logits, or features where a masked model has no logits."""
+    """Return the logits; of a masked model, which has none, the features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

@@ -94,7 +94,7 @@ IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
 def samples_of(cfg: SetConfig) -> Iterator[Sample]:
-    """The source's samples, lazily. Raises DataError where there is nothing at its path."""
+    """Return the source's samples, read one by one. Raises DataError where there is nothing at its path."""
     if cfg.source == "digits":
         return digits(train=cfg.split == "train", classes=cfg.keep, image_size=cfg.image_size)
 
@@ -116,7 +116,7 @@ def samples_of(cfg: SetConfig) -> Iterator[Sample]:
 
 
 def cifar_files(cfg: SetConfig) -> list[Path]:
-    """The binary version's files of a split: CIFAR-10's data_batch_1 … 5 or test_batch, CIFAR-100's train or test."""
+    """Return the files of a split in the binary version: CIFAR-10's data_batch_1 … 5 or test_batch, CIFAR-100's own."""
     folder = Path(cfg.path or "")
     patterns = CIFAR_FILES[cfg.split]
     files: list[Path] = []
@@ -128,7 +128,7 @@ def cifar_files(cfg: SetConfig) -> list[Path]:
 
 
 def expected_samples(cfg: SetConfig) -> int | None:
-    """About how many samples a source will give, for the progress line; None where that would take long to know."""
+    """Estimate how many samples a source will give, for the progress line; None where that takes long to know."""
     path = Path(cfg.path or "")
     if cfg.source == "folder":
         return sum(file.is_file() for file in path.rglob("*.*"))

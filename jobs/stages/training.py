@@ -70,7 +70,7 @@ def check_not_empty(index: Index) -> None:
 
 
 def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
-    """Where the sets that are trained on are, in the order of their names."""
+    """Return the paths of the sets that are trained on, in the order of the sets' names."""
     paths = []
     for value, _weight in cfg.data.sets().values():
         path = context.resolve(value)
