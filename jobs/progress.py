@@ -85,6 +85,7 @@ class Progress:
     def __call__(self, done: int, note: str = "") -> None:
         """Show that so many are done; `note` is what else there is to say of them."""
         now = self.clock()
+        # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
         if self.bar is not None:
             self.bar.update(done, self.total, joined(self.unit, note, f"{amount(rate)}/s"))

@@ -123,6 +123,7 @@ def verify_all(path: Path, step: int | None) -> Iterator[str]:
 def inspect(path: Path, step: int | None) -> Iterator[str]:
     """Show the manifest, and every parameter with its number of elements and the norms of its states."""
     folder = newest(path, step)
+    # Verified first: the norms of damaged tensors would mislead.
     manifest = checkpoint.verify(folder)
     for field, value in asdict(manifest).items():
         if isinstance(value, dict):
@@ -196,6 +197,7 @@ def without_files(manifest: Manifest) -> dict[str, object]:
 def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     """Write weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
     folder = newest(path, step)
+    # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
     checkpoint.verify(folder)
     record = json.loads((folder.parents[1] / "stage.json").read_text())
     model = models.from_dict(record["model"])

@@ -32,6 +32,7 @@ def pack_images(
     workers: int,
 ) -> list[str]:
     """Pack a source, described as in a recipe, into shards; the same call again goes on after a kill."""
+    # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
     cfg = config.build(SetConfig, source, "pack")
     with Progress("samples", expected_samples(cfg)) as progress:
         index = pack(
@@ -75,6 +76,7 @@ def check_set(path: str, *, page: str | None, world: int, workers: int) -> bool:
     if report.ok:
         return True
     line = "not all of it can be read"
+    # Repairing keeps the good samples: without any there is no set to make.
     if report.good:
         line += f"; a set that can: python -m jobs data repair {path} NEW-FOLDER"
     print(line)

@@ -42,6 +42,7 @@ class Killer:
         # Not right after a commit: steps must be lost, so that computing them again is part of the proof.
         reports = read_metrics(self.directory)
         saved = last_step(self.directory)
+        # Before the first commit a restart would begin anew, and show nothing about checkpoints.
         if saved <= 0 or not reports:
             return
         reported = reports[-1]["step"]
@@ -67,6 +68,7 @@ def demo(parent: Path) -> int:
 
     twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
+    # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
     for only in ("shards", "pretrain"):
         run_campaign(twin, only=only, quiet=True)
 

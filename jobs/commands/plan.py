@@ -132,6 +132,7 @@ def index_of(campaign: Campaign, path: str) -> Index | None:
     try:
         return load_index(campaign.resolve(path) or "")
     except PatchlineError:
+        # A plan leaves out what it cannot count; `run` says what is wrong with the set.
         return None
 
 

@@ -82,6 +82,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
             value = json.loads(text)
         except ValueError:
             value = text
+        # JSON has lists where a model's config has tuples.
         if isinstance(value, list):
             value = tuple(value)
         overrides[name] = value

@@ -134,6 +134,7 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return sum(file.is_file() for file in path.rglob("*.*"))
     if cfg.source == "table" and path.suffix == ".csv" and path.exists():
         with open(path, "rb") as file:
+            # A field in quotes may hold a line break; for a progress line the count is near enough.
             lines = sum(1 for _ in file)
         return lines - 1  # the header
     if cfg.source == "tars":
@@ -156,6 +157,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
             progress(samples, f"{shards} shards")
 
+        # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
         index = pack(
             samples_of(set_config),
             context.directory / name,

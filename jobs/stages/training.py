@@ -50,6 +50,7 @@ def check_sets(cfg: TrainConfig, context: Context) -> None:
 
     for index in (*sets, *evaluation_sets):
         check_not_empty(index)
+    # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
     check_sizes(sets, cfg.data.drop, f"{context.name}.data.drop")
     check_sizes(evaluation_sets)
 
@@ -102,4 +103,5 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
 def touch_stop_file(attempt_folder: Path) -> None:
     """Ask the workers of an attempt to commit and end; rank 0 looks for this file (pipeline.start.Job.stop_file)."""
+    # A file reaches the workers of every node, because all nodes share the run directory.
     (attempt_folder / "stop").touch()
