@@ -14,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
+# Before the imports below, which might find another package called `data` or `models` (step 1).
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import typer
@@ -55,7 +56,8 @@ def main(
     words = sys.argv[1:] if arguments is None else arguments
     parser = get_command(commands)
     if "_PATCHLINE_COMPLETE" in os.environ:
-        parser.main(prog_name=program)  # a shell asks how a word may go on; this ends the process
+        # A shell asks how a word may go on; this answers and ends the process.
+        parser.main(prog_name=program)
     try:
         with parser.make_context(program, list(words), obj=kind) as context:
             return parser.invoke(context) or ExitCode.DONE
@@ -71,6 +73,7 @@ def main(
         print(text, file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
+        # Whoever read our output is gone, as with `patchline plan … | head`: nobody would see a message.
         return ExitCode.IO
     except Exception as error:
         return report(error, with_traceback="--debug" in words)
@@ -93,6 +96,7 @@ def report(error: Exception, *, with_traceback: bool) -> int:
         traceback.print_exc()
     code = exit_code(error)
     text = str(error)
+    # Some of our own errors mean 70 (diverged), and carry it as `exit_code`; only what carries none is a bug.
     if code == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
         text = f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
     # To have stopped after a commit is no error: the message says what to type next.

@@ -68,14 +68,13 @@ class Stage:
     parents: dict[str, str]  # input field → what the recipe says: "@stage/part", or a path
     model: Any  # the architecture that the stage ends with; None for pack
     key: str
-    inputs: dict[
-        str, str
-    ]  # inputs that the key is of → digest of their content, or the key of the stage that makes them
+    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
+    inputs: dict[str, str]
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
 
     @property
     def module(self) -> StageKind:
-        """The file in jobs/stages that does this kind's work."""
+        """Return the module in jobs/stages that does this kind's work."""
         return KINDS[self.kind]
 
 
@@ -88,7 +87,7 @@ class Campaign:
     stages: tuple[Stage, ...]
 
     def stage(self, name: str) -> Stage:
-        """The stage of this name. Raises ConfigError with the nearest name."""
+        """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -96,11 +95,11 @@ class Campaign:
         raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, names)}")
 
     def directory(self, stage: Stage) -> Path:
-        """The folder of a stage in the run directory."""
+        """Return the folder of a stage in the run directory."""
         return self.run / f"{stage.name}-{stage.key[:8]}"
 
     def resolve(self, value: str | None) -> str | None:
-        """The absolute path behind "@stage/part" or a path; a URL stays what it is."""
+        """Return the absolute path behind "@stage/part" or a path; a URL stays what it is."""
         if value is None:
             return None
         link = reference(value)
@@ -112,8 +111,9 @@ class Campaign:
         return str(Path(value).resolve())
 
     def done(self, stage: Stage) -> dict[str, Any] | None:
-        """What a finished stage left behind; None where it has not finished."""
+        """Return the content of a stage's done.json; None where the stage has not finished."""
         marker = self.directory(stage) / "done.json"
+        # It is written last: where it lies, everything else of the stage is whole.
         if not marker.exists():
             return None
         return json.loads(marker.read_text())
@@ -125,16 +125,19 @@ class Campaign:
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.plain_yaml(config.read_yaml(recipe, overrides))
+    # These two belong to the whole campaign; whatever is left is a stage.
     run = Path(values.pop("run", None) or Path("runs") / recipe.stem).resolve()
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
     sections = {name: read_section(name, section) for name, section in values.items()}
+    # Parents first, because a stage's key and its model come from the stages that it reads.
     stages: dict[str, Stage] = {}
     for name in order_of_stages(sections):
         kind, stage_config = sections[name]
         stages[name] = resolve_stage(name, kind, stage_config, stages)
 
+    # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     for stage in stages.values():
         if isinstance(stage.config, TrainConfig):
             check_training(stage, cluster)
@@ -142,7 +145,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 
 
 def read_section(name: str, section: Any) -> tuple[str, Any]:
-    """The kind of a stage's section and its config, an instance of the kind's Config."""
+    """Return the kind of a stage's section, and its config, an instance of the kind's Config."""
     require(
         isinstance(section, Mapping),
         f"{name} is {section!r}, expected a stage's section{did_you_mean(name, KINDS)}",
@@ -165,7 +168,7 @@ def read_section(name: str, section: Any) -> tuple[str, Any]:
 
 
 def inputs_of(kind: str, stage_config: Any) -> dict[str, str]:
-    """The fields of a stage that name inputs, those that are set, as {"data.train": "@shards/train"}."""
+    """Return the fields of a stage that name inputs, where they are set: {"data.train": "@shards/train"}."""
     inputs: dict[str, str] = {}
     for pattern in KINDS[kind].INPUTS:
         for field, value in fields_matching(pattern, stage_config).items():
@@ -175,8 +178,9 @@ def inputs_of(kind: str, stage_config: Any) -> dict[str, str]:
 
 
 def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
-    """Dotted names and values of the config's fields behind a pattern; "*" stands for every name of a section."""
+    """Return the config's fields that a pattern names, by dotted name; "*" stands for every name of a section."""
     reached = {"": stage_config}
+    # One level of the config a round: "data.mixture.*.train" goes to data, to mixture, to each set, to its train.
     for part in pattern.split("."):
         deeper = {}
         for path, section in reached.items():
@@ -190,7 +194,7 @@ def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
 
 
 def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
-    """Stage names so that each comes after the stages it reads; otherwise in the recipe's order."""
+    """Return the names of the stages: each after the stages that it reads, otherwise in the recipe's order."""
     reads: dict[str, set[str]] = {}
     for name, (kind, stage_config) in sections.items():
         reads[name] = set()
@@ -198,6 +202,7 @@ def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
             link = reference(value)
             if link is None:
                 continue
+            # The sorter would take a name that does not exist for one more stage: refuse it here.
             parent, _ = link
             require(
                 parent in sections,
@@ -225,10 +230,11 @@ def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
 
 
 def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage]) -> Stage:
-    """The stage of a section: its inputs looked at, its model known, its key computed."""
+    """Look at a section's inputs, find its model, compute its key, and return its stage."""
     parents = inputs_of(kind, stage_config)
     keys: dict[str, str] = {}
     missing: list[str] = []
+    # The key of a parent stands for its output, which need not exist yet: so `plan` knows all keys before a run.
     for field, value in parents.items():
         link = reference(value)
         if link is None:
@@ -244,6 +250,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     forbidden = config.tagged(stage_config, "forbid")
     inputs = {field: key for field, key in keys.items() if field in forbidden}
     input_fields = {*parents, *KINDS[kind].INPUTS}
+    # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
     key = config.digest({"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs})
     model = model_of_stage(name, kind, stage_config, earlier)
@@ -251,9 +258,9 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
 
 
 def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
-    """Digest of an input that lies outside the campaign: an index's own, or the sha256 of weights.
+    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
 
-    What does not exist is noted in `missing`: that stops `run`, not `plan`.
+    An input that does not exist is noted in `missing`, which stops `run` and not `plan`.
     """
     try:
         if field != "init":
@@ -280,9 +287,9 @@ def check_part(field: str, value: str, part: str, parent: Stage) -> None:
 
 
 def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage]) -> Any:
-    """The architecture a stage ends with: named by its recipe, or what it changes of the weights it starts from.
+    """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
 
-    None for pack, and where the weights it starts from do not exist yet.
+    It is None for pack, and where the weights that the stage starts from do not exist yet.
     """
     if kind == "pack":
         return None
@@ -302,7 +309,7 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
 
 
 def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
-    """The architecture of the weights that `init` names; None where they do not exist (`Stage.missing` says so)."""
+    """Return the architecture of the weights that `init` names; None where they are missing (see `Stage.missing`)."""
     link = reference(init)
     if link is not None:
         parent_name, _ = link
@@ -327,7 +334,7 @@ def check_training(stage: Stage, cluster: ClusterConfig) -> None:
 
 
 def resolved(campaign: Campaign) -> str:
-    """The whole campaign as YAML with every default written out: what a recipe's golden text holds."""
+    """Return the campaign as YAML with every default written out, as the golden text of a recipe has it."""
     sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster)}
     for stage in campaign.stages:
         sections[stage.name] = {"kind": stage.kind, **config.plain(stage.config)}

@@ -31,7 +31,7 @@ class Context:
 
 
 def reference(value: str) -> tuple[str, str] | None:
-    """ "@shards/train" → ("shards", "train"); None for a path."""
+    """Return ("shards", "train") of "@shards/train"; None of a path."""
     if not value.startswith("@"):
         return None
     stage, _, part = value[1:].partition("/")
@@ -40,13 +40,14 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @cache
 def code_version() -> str:
-    """sha256 over the four packages' sources: the same on a laptop, in a container and on a worker without git."""
+    """Return the sha256 of the four packages' sources, which is the same everywhere, also where there is no git."""
     sources = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
             if path.suffix in SOURCES:
                 sources.append(path)
     total = hashlib.sha256()
+    # Sorted, because rglob follows the order of the file system, which differs from machine to machine.
     for path in sorted(sources):
         name = str(path.relative_to(ROOT))
         total.update(name.encode() + path.read_bytes())

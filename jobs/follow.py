@@ -20,23 +20,25 @@ class Follower:
         self.bar = None if quiet else live_bar()
 
     def say(self, text: str) -> None:
-        """One line to the terminal, above the bar where there is one."""
+        """Print a line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
         if self.quiet:
             return
-        with suppress(OSError):  # whoever read it is gone; log.txt has it
+        # A closed terminal or pipe must not end the run; the workers' lines are in log.txt.
+        with suppress(OSError):
             if self.bar is not None:
                 self.bar.say(text)
             else:
                 print(text, flush=True)
 
     def skip(self, directory: Path) -> None:
-        """Take what a stage's log holds for shown: earlier commands have."""
+        """Count what a stage's log holds now as shown: earlier commands have shown it."""
         log = directory / "log.txt"
         self.shown_bytes.setdefault(log, size_of(log))
 
     def tick(self, attempt_folder: Path, number: int) -> None:
         """Show what the worker group has logged since the last call; after a long silence, what is being waited for."""
+        # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
         directory = attempt_folder.parents[1]
         lines = self.new_lines(directory / "log.txt")
         if lines is not None:
@@ -47,7 +49,7 @@ class Follower:
             self.say(f"[{directory.name}] {waiting_for(directory, attempt_folder)}")
 
     def new_lines(self, log: Path) -> list[str] | None:
-        """The whole lines that were added since the last call; None where nothing was."""
+        """Return the whole lines that were added since the last call; None where nothing was added."""
         shown = self.shown_bytes.get(log, 0)
         if size_of(log) <= shown:
             return None
@@ -74,16 +76,18 @@ class Follower:
 
 
 def size_of(log: Path) -> int:
-    """Bytes of a file, 0 where it is not there yet."""
+    """Return the bytes of a file; 0 where it is not there yet."""
     return log.stat().st_size if log.exists() else 0
 
 
 def waiting_for(directory: Path, attempt_folder: Path) -> str:
-    """One line on a silent worker group: which workers have started, and the last step that was reported."""
+    """Say of a silent worker group how many workers have started, or when the last step was reported."""
     started = sorted(path.stem for path in attempt_folder.glob("rank-*.json"))
     if not started:
         return "waiting for the workers to start"
     last = last_metrics(directory)
+    # The newest report may be of the attempt before, which says nothing about these workers.
     if last is None or last["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
         return f"{len(started)} workers are up, waiting for the first step"
+    # The time is that of rank 0's clock, which may be ahead of this one.
     return f"working: step {last['step']}/{last['steps']} was {duration(max(0.0, time.time() - last['time']))} ago"

@@ -1,6 +1,7 @@
 """The newest metrics of a run as Ray metrics, for Prometheus and the dashboard: ray_patchline_loss{run, stage}, …
 
-The driver sets them from metrics.jsonl: reporting from the workers would cost a step (2 s a call, measured).
+The driver sets them from metrics.jsonl. Ray's own way, `train.report` in the workers, holds up a step for 2 s a call
+(measured).
 """
 
 from pathlib import Path
@@ -34,6 +35,7 @@ class Gauges:
         metrics = last_metrics(directory)
         if metrics is None:
             return
+        # The folder is <stage>-<key>, and a stage's own name may hold dashes.
         stage, _, _ = directory.name.rpartition("-")
         for name, gauge in self.gauges.items():
             gauge.set(float(metrics[name]), tags={"run": self.run, "stage": stage})

@@ -31,6 +31,7 @@ def owned(run: Path) -> Iterator[None]:
     """
     make_folder(run, run)
     path = run / OWNER_FILE
+    # Opened to append: "w" would wipe out the owner's name before we know whether the lock is free.
     with open(path, "a+") as file:
         if not take_lock(file.fileno(), path, wait=False):
             raise RunOwned(
@@ -47,11 +48,13 @@ def owned(run: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(json.dumps(owner))
         file.flush()
+        # The end of the block closes the file, which frees the lock. The name stays, so that `status` can say of a
+        # killed owner that it is gone.
         yield
 
 
 def owner_name(path: Path) -> str:
-    """The owner of a run in words: process, host, since when, and its command."""
+    """Name the owner of a run in words: process, host, since when, and its command."""
     for _ in range(NAME_TRIES):
         try:
             owner = json.loads(path.read_text())
@@ -68,6 +71,7 @@ def claim_attempt(run: Path) -> int:
     """Claim the next attempt number, ours alone, by creating attempts/000007.json."""
     folder = run / "attempts"
     make_folder(folder, run)
+    # Another process may create the same number between our look and our link; then we look again.
     while True:
         number = newest_attempt(run) + 1
         claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}

@@ -39,6 +39,7 @@ class LiveBar:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        # Brackets in a path are no markup, numbers get no colour, and a long line is not broken.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -46,7 +47,7 @@ class LiveBar:
 
 
 def live_bar() -> LiveBar | None:
-    """A bar, where stdout is a terminal that can show one."""
+    """Make a bar where stdout is a terminal, which can show one; None elsewhere."""
     return LiveBar() if sys.stdout.isatty() else None
 
 
@@ -84,6 +85,7 @@ class Progress:
     def __call__(self, done: int, note: str = "") -> None:
         """Show that so many are done; `note` is what else there is to say of them."""
         now = self.clock()
+        # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
         if self.bar is not None:
             self.bar.update(done, self.total, joined(self.unit, note, f"{amount(rate)}/s"))
@@ -92,7 +94,7 @@ class Progress:
             self.say(self.line(done, note, rate))
 
     def line(self, done: int, note: str, rate: float) -> str:
-        """What is done, at which rate a second, and when the rest will be, as far as the total is known."""
+        """Say what is done, at which rate a second, and when the rest will be, as far as the total is known."""
         count = amount(done)
         eta = ""
         if self.total:
@@ -107,11 +109,11 @@ class Progress:
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show so many of a total that is told with every call: the `report` of indexing and checking."""
+        """Show how many are done of a total that every call names: the `report` of indexing and checking."""
         self.total = total
         self(done)
 
 
 def joined(*parts: str) -> str:
-    """The parts that are not empty, two spaces apart."""
+    """Join the parts that are not empty, two spaces apart."""
     return "  ".join(filter(None, parts))

@@ -47,6 +47,7 @@ class Stopper:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember that somebody asked; raise KeyboardInterrupt at a second SIGINT."""
+        # A second SIGTERM asks for the same thing again; a second Ctrl-C is a person who does not want to wait.
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:
@@ -55,7 +56,7 @@ class Stopper:
         self.asked = True
 
     def is_asked(self) -> bool:
-        """Whether somebody wants this command to end."""
+        """Tell whether somebody wants this command to end."""
         return self.asked
 
 
@@ -68,7 +69,8 @@ class Watchers:
     def tick(self, attempt_folder: Path, number: int) -> None:
         """Let each of them look at the attempt's folder."""
         for show in self.ticks:
-            with suppress(OSError):  # a closed terminal, or a stale handle of a shared folder
+            # A closed terminal, or a stale handle of a shared folder.
+            with suppress(OSError):
                 show(attempt_folder, number)
 
 
@@ -85,6 +87,7 @@ def run_campaign(
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
     `also` is called with every tick of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
+    # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
     follower = Follower(quiet)
     watchers = Watchers()
@@ -94,9 +97,11 @@ def run_campaign(
     stages = [stage for stage in loaded.stages if only in (None, stage.name)]
 
     try:
+        # The lock comes first: the status.json of a run that another process owns is not ours to write.
         with owned(loaded.run), status_file(loaded.run, command):
             stopper = Stopper(follower.say)
             campaign.check_inputs(stages)
+            # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
                 show_cluster(loaded, follower.say)
                 watchers.ticks.append(ray_metrics(loaded))
@@ -148,7 +153,7 @@ def status_file(run: Path, command: str) -> Iterator[None]:
 
 
 def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
-    """Whether a stage that is still to be run runs on workers."""
+    """Tell whether a stage that has not finished runs on workers."""
     unfinished = [stage for stage in stages if loaded.done(stage) is None]
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
 
@@ -163,16 +168,17 @@ def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
 
 
 def ray_metrics(loaded: Campaign) -> Tick:
-    """What sets the run's gauges on the connected cluster."""
+    """Return the function that sets the run's gauges on the connected cluster."""
     from jobs.gauges import Gauges  # ray takes seconds to import
 
     return Gauges(loaded.run).tick
 
 
 def skip_line(loaded: Campaign, stage: Stage) -> str:
-    """Why a finished stage is not run again, and what it did otherwise than is asked now."""
+    """Say why a finished stage is not run again, and which fields have changed since."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
+    # Fields tagged "warn" are no part of the key: the stage counts as finished although they have changed.
     warnings = changed_warnings(directory, stage)
     if warnings:
         line += f", but for {'; '.join(warnings)}; move {directory} away to do it over"
@@ -180,13 +186,13 @@ def skip_line(loaded: Campaign, stage: Stage) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name where it has none."""
+    """Return the first line of an error's message, or the error's name where the message is empty."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The closing table as lines: of each stage the images seen, its result and its time."""
+    """Return the closing table as lines: of each stage the images seen, its result and its time."""
     lines = [f"{'stage':12} {'images seen':>12} {'result':44} {'time':>8}"]
     for row in rows:
         images_seen = f"{row['samples_seen']:,}" if "samples_seen" in row else "-"
@@ -200,7 +206,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def result_text(row: Mapping[str, Any]) -> str:
-    """What a stage came to: its accuracies, or the shards it wrote, or the parameters it carried over."""
+    """Say what a stage came to: its accuracies, or the shards it wrote, or the parameters it carried over."""
     # Of a few-shot probe the table shows the means; the single draws ("…seed…") are in metrics.json.
     metrics = {name: value for name, value in row.get("metrics", {}).items() if "seed" not in name}
     if metrics:
@@ -213,7 +219,10 @@ def result_text(row: Mapping[str, Any]) -> str:
 
 
 def write_status(run: Path, exit_code: int | None, message: str, command: str) -> None:
-    """Write status.json: how a command on this run stands (code None) or ended. Ray Jobs reduce codes to 0 and 1."""
+    """Write status.json: how a command on this run ended, or, with code None, that it is running.
+
+    It is needed beside the exit code, because Ray Jobs reduce that to 0 and 1.
+    """
     record = {
         "exit_code": exit_code,
         "message": message,

@@ -46,6 +46,7 @@ def run_stage(
     config.
     """
     began = time.time()
+    # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
     check_parents(campaign, stage)
     changes = changes_since_half_done(campaign, stage)
     if changes and not fresh:
@@ -56,6 +57,7 @@ def run_stage(
 
     directory = campaign.directory(stage)
     directory.mkdir(parents=True, exist_ok=True)
+    # 3. Compare first: the new stage.json takes the place of the one that tells what the last start was given.
     warnings = changed_warnings(directory, stage)
     if warnings:
         say(f"{stage.name}: resuming with a changed {'; '.join(warnings)}")
@@ -74,8 +76,10 @@ def run_stage(
         tick=tick,
         stopping=stopping,
     )
+    # 4. A stage that raises leaves no done.json, so the same command goes on with it.
     outcome = stage.module.run(stage.config, context)
 
+    # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
     inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
     provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
     write_whole(directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
@@ -98,12 +102,14 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
 
 
 def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
-    """What changed, and may not, since an unfinished stage of this name was last run; empty where nothing did."""
+    """Say what may not change and has, since an unfinished stage of this name was last run; empty where nothing has."""
+    # A folder is named by the key: where this key's is there, nothing has changed that may not.
     if campaign.directory(stage).exists():
         return []
     folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
     # Attempts are numbered over the whole run; the clock may have jumped, so times would not tell which is the newest.
     for folder in sorted(folders, key=newest_attempt_name, reverse=True):
+        # A finished stage stays under its own key, and one without a checkpoint loses nothing: neither is a conflict.
         record_path = folder / "stage.json"
         is_finished = (folder / "done.json").exists()
         has_checkpoints = any((folder / "checkpoints").glob("step-*"))
@@ -118,13 +124,13 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
 
 
 def newest_attempt_name(folder: Path) -> str:
-    """The name of a stage's newest attempt, "attempt-000012"; "" where it has none."""
+    """Return the name of a stage's newest attempt, "attempt-000012"; "" where it has none."""
     names = [path.name for path in (folder / "attempts").glob("attempt-*")]
     return max(names, default="")
 
 
 def changed_warnings(directory: Path, stage: Stage) -> list[str]:
-    """What changed, of the fields that may but are worth a word, since this folder was last worked in."""
+    """Say which fields that are tagged "warn" have changed since this folder was last worked in."""
     record_path = directory / "stage.json"
     if not record_path.exists():
         return []
@@ -133,7 +139,7 @@ def changed_warnings(directory: Path, stage: Stage) -> list[str]:
 
 
 def stage_record(stage: Stage) -> dict[str, Any]:
-    """The content of stage.json: which config this folder belongs to."""
+    """Return the content of stage.json: which config this folder belongs to."""
     return {
         "name": stage.name,
         "kind": stage.kind,
@@ -146,7 +152,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def forbidden_fields(stage: Stage) -> dict[str, Any]:
-    """What the key is of, flat and as JSON has it; the resolved model stands in place of what the recipe says of it."""
+    """Return the fields that the key is of, flat and as JSON has them, with the resolved model for the recipe's."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
@@ -154,13 +160,14 @@ def forbidden_fields(stage: Stage) -> dict[str, Any]:
             fields[f"model.{name}"] = value
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
+    # Through JSON, because this is compared with a stage.json, where tuples have become lists.
     return json.loads(json.dumps(fields, default=str))
 
 
 def provenance_of(
     context: Context, stage_config: Mapping[str, Any], inputs: Mapping[str, str], outcome: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of provenance.json: everything that the stage's numbers trace back to."""
+    """Return the content of provenance.json: everything that the stage's numbers trace back to."""
     provenance: dict[str, Any] = {
         "stage": context.name,
         "key": context.key,
@@ -178,7 +185,7 @@ def provenance_of(
 
 
 def environment() -> dict[str, str]:
-    """Python, machine, and the versions that a number may depend on."""
+    """Return Python's version, the machine, and the versions of packages that a number may depend on."""
     versions = {"python": sys.version.split()[0], "machine": platform.machine()}
     for package in RECORDED_PACKAGES:
         versions[package] = version(package)

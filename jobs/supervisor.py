@@ -149,6 +149,7 @@ def look_at_attempt(context: Context, watch: Watch, attempt: int, ask_to_stop: C
 
 def end_if_stuck(context: Context, watch: Watch) -> None:
     """Raise WorkerGroupError where one worker has held up all others too long; say which worker is slow."""
+    # The driver reads only what the workers have left: no worker has to answer, so a frozen one cannot hold this up.
     written = records(watch.folder, watch.world)
     ended = [rank for rank, record in written.items() if "ended" in record]
     # Whoever has ended enters no phase any more: now the cluster is clearing up, which is nobody's fault.
@@ -178,12 +179,14 @@ def write_incident(context: Context, failure: WorkerGroupError) -> None:
     try:
         with open(context.directory / "incidents.txt", "a") as file:
             file.write(f"{clock} {failure}\n{failure.traceback}\n")
-    except OSError as refused:  # a full disk may be the incident
+    except OSError as refused:
+        # A full disk may be the incident itself: say it, and let the supervisor go on.
         context.say(f"the incident log could not be written ({refused}): {failure}")
 
 
 def no_progress(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> StageFailed:
     """Return the error of a stage whose restarts bring no new checkpoint."""
+    # A refusal of the disk has an exit code of its own: the storage is to be looked at, not the training.
     exit_code = ExitCode.INTERNAL
     if is_os_error(failure.kind):
         exit_code = ExitCode.IO

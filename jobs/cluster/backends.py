@@ -54,6 +54,8 @@ def run_worker_group(
     on_tick: Callable[[], None] | None = None,
 ) -> object:
     """Run one worker group in a new folder `name` of `directory`; for tests and benchmarks, which supervise nothing."""
+    # The contract wants a folder that is absolute, because workers may have another working directory, and new, because
+    # records of an earlier attempt would be taken for those of this one.
     folder = directory.resolve() / name
     folder.mkdir(parents=True)
     runner = worker_group_runner(cluster)

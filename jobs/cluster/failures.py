@@ -32,16 +32,20 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
     4. the lowest rank that the backend names, where nobody wrote an error.
     """
     written = records(folder, world)
+    # 1. Who wrote no end died by itself, and its peers raised because of that. What the others wrote is read below.
     for rank in sorted(deaths):
         wrote_its_end = rank in written and "ended" in written[rank]
         if not wrote_its_end:
             return worker_failure(folder, rank, written, deaths[rank])
 
     raised = [record for record in written.values() if "error" in record]
+    # 4. Nobody wrote an error: all that is known is how the processes ended.
     if not raised:
         rank = min(deaths, default=0)
         return worker_failure(folder, rank, written, deaths.get(rank, "ended without a word"))
 
+    # 2 and 3. Each worker wrote the time of its own node's clock: between nodes, "earliest" is as good as the clocks
+    # agree.
     first = min(raised, key=_order_of_blame)
     return WorkerGroupError(
         first["rank"],
@@ -54,6 +58,7 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
 
 
 def _order_of_blame(record: WorkerRecord) -> tuple[bool, float]:
+    # False sorts before True, so an exit code that was asked for comes before every crash.
     crashed = record["exit_code"] is None
     return crashed, record["ended"]
 
@@ -62,6 +67,7 @@ def worker_failure(folder: Path, rank: int, written: Mapping[int, WorkerRecord],
     """Return the error of a worker that cannot speak for itself, with the stacks that its log holds."""
     log = worker_file(folder, rank, ".log")
     stacks = ""
+    # A worker that died very early has not opened its log.
     if log.exists():
         stacks = log.read_text(errors="replace")[-STACK_CHARACTERS:]
     return WorkerGroupError(rank, node_of(written, rank), cause, stacks)
@@ -79,6 +85,7 @@ def describe_exit_code(exit_code: int, oom_killer_struck: bool) -> str:
 
     `oom_killer_struck`: the kernel has killed some process of this machine for want of memory in the last seconds.
     """
+    # A worker that raised has written so, and then this text is not shown. Here the process ended without one.
     if exit_code >= 0:
         return f"exited with code {exit_code} without a word"
     # The kernel kills with SIGKILL as well, and tells nobody whom: its counter is all that we can read everywhere.
@@ -92,6 +99,7 @@ def describe_exit_code(exit_code: int, oom_killer_struck: bool) -> str:
 
 def is_stopped_by_signal(record: WorkerRecord | None) -> bool:
     """Tell whether the worker that wrote the record is stopped by a signal; False where this host cannot know."""
+    # A pid means something on its own host only.
     if record is None or record["node"] != socket.gethostname():
         return False
     process = _process_of(record)
@@ -108,6 +116,7 @@ def terminate_workers(folder: Path, world: int, timeout_s: float = 10.0) -> None
     host = socket.gethostname()
     workers = []
     for record in records(folder, world).values():
+        # On this host the pid of another node's worker may be anybody's: never kill that.
         if record["node"] != host:
             continue
         process = _process_of(record)

@@ -49,6 +49,7 @@ def run_worker_group(
     """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup."""
     _require_gpus(cluster)
     workers = _make_workers(function, task, cluster, folder)
+    # Counts once before any worker starts: a kill is seen as a difference, however early it comes.
     recent_oom_kills = RecentOomKills()
     try:
         for worker in workers:
@@ -59,7 +60,8 @@ def run_worker_group(
             alive = [worker.sentinel for worker in workers if worker.is_alive()]
             wait(alive, timeout=TICK_S)
             on_tick()
-        exit_codes = [worker.exitcode for worker in workers]  # None: still working when a peer failed
+        # Read before the kill below: None is a worker that still worked when a peer failed, and not to blame.
+        exit_codes = [worker.exitcode for worker in workers]
     finally:
         # A worker that is still alive waits for a dead peer for ever, and its loaders wait for it.
         _kill(workers)
@@ -125,7 +127,8 @@ def _process_context(cluster: ClusterConfig) -> BaseContext:
     # A process that has touched CUDA must not fork, and importing deepspeed may touch it.
     if cluster.gpus_per_worker:
         return multiprocessing.get_context("spawn")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # chosen at import, which the fork server does
+    # DeepSpeed chooses its accelerator when it is imported, which the fork server does for all workers.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -133,11 +136,14 @@ def _process_context(cluster: ClusterConfig) -> BaseContext:
 
 def _worker(function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], info: RankInfo) -> None:
     """Be one worker: lead a process group, die with the driver, write to the worker's own log, run the function."""
-    os.setsid()  # loaders that this worker starts belong to its process group, and are killed with it
+    # Loaders that this worker starts then belong to its process group, and are killed with it.
+    os.setsid()
+    # The fork server's environment is out of date: the driver has sent its own (see _make_workers).
     os.environ.clear()
     os.environ.update(environment)
     # Who stops a job signals its whole tree; the driver tells the worker group when to stop, and kills it if it must.
     signal.signal(signal.SIGTERM, _do_nothing)
+    # PR_SET_PDEATHSIG would not do: the parent is the fork server, which outlives a killed driver.
     threading.Thread(target=_die_with_driver, daemon=True).start()
     # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.
     log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -156,6 +162,7 @@ def _die_with_driver() -> None:
     driver = multiprocessing.parent_process()
     assert driver is not None
     wait([driver.sentinel])
+    # 0 is this worker's own process group, with the loaders that it has started.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -171,6 +178,7 @@ def _is_whole(workers: list[BaseProcess]) -> bool:
 
 def _kill(workers: list[BaseProcess]) -> None:
     """Kill each worker's process group, loaders included, and wait until the workers are gone."""
+    # When a start fails half way, some workers have no process yet, and cannot be killed or joined.
     started = [worker for worker in workers if worker.pid]
     for worker in started:
         assert worker.pid
@@ -184,6 +192,8 @@ def _kill(workers: list[BaseProcess]) -> None:
 
 
 def _free_port() -> int:
+    # The kernel picks a free port, which stays free only until somebody takes it: where another program is faster than
+    # rank 0, this attempt fails, and the next one asks again.
     with socket.socket() as server:
         server.bind((LOOPBACK, 0))
         return server.getsockname()[1]

@@ -96,13 +96,15 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
         disconnect()
     if not ray.is_initialized():
         handler = signal.getsignal(signal.SIGTERM)
+        # Before ray.init, because the processes that it starts inherit them.
         _set_defaults(ENVIRONMENT)
         address = os.environ.get("RAY_ADDRESS", "")
         if address in ("", "local"):
             _start_embedded(cluster)
         else:
             _join(address)
-        signal.signal(signal.SIGTERM, handler)  # Ray has put its own in
+        # Ray has put in a handler of its own; ours asks the workers for a commit (jobs/session.py).
+        signal.signal(signal.SIGTERM, handler)
     info = _cluster_info()
     _wait_for_resources(wanted, cluster, info.embedded, say)
     return info
@@ -111,6 +113,7 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
 def disconnect() -> None:
     """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
     ray.shutdown()
+    # `communicate` closes the reaper's standard input, which sets it off, and waits until it has cleared up.
     while _reapers:
         _reapers.pop().communicate()
 
@@ -132,6 +135,8 @@ def _start_embedded(cluster: ClusterConfig) -> None:
             # Workers that compute with few threads share the cores; Ray only counts.
             num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
             object_store_memory=OBJECT_STORE_BYTES,
+            # Without it Train's run is not on the REST API, and Train warns once a second that it cannot ask for it.
+            # Leaving it out saved no time that could be measured.
             include_dashboard=True,
             dashboard_host="127.0.0.1",
             log_to_driver=False,
@@ -141,6 +146,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
             _temp_dir=directory,
         )
     except Exception as error:
+        # The reaper runs already: let it clear away what has come up of the cluster.
         disconnect()
         reason = str(error).strip().splitlines()[0]
         raise ClusterError(
@@ -172,6 +178,7 @@ def _short_directory() -> str:
     """Make a temporary directory whose path leaves room for the names of Ray's sockets."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
+    # The user's own choice comes first, unless Ray would refuse it: "AF_UNIX path length cannot exceed 107 bytes".
     for parent in (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir()):
         if len(parent) <= longest and os.access(parent, os.W_OK):
             chosen = parent
@@ -189,6 +196,7 @@ def _join(address: str) -> None:
     # "auto" is the cluster of this machine, whose address Ray finds itself.
     if address != "auto":
         require_reachable(address)
+    # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
     use_token_if_any()
     runtime_env = None
     # The workers on other nodes need this checkout; a submitted job has shipped it already.
@@ -213,6 +221,7 @@ def _cluster_info() -> ClusterInfo:
     dashboard = ""
     if host_and_port:
         dashboard = f"http://{host_and_port}"
+    # Ray's list of nodes keeps those that are dead.
     return ClusterInfo(
         address=ray.get_runtime_context().gcs_address,
         dashboard=dashboard,
@@ -230,6 +239,8 @@ def _wait_for_resources(
 
     Raises ClusterError after `start_timeout_s`, or at once where an embedded cluster will never have them.
     """
+    # A sum over nodes is not a placement: two nodes with one free CPU each pass here, and cannot hold a worker of two.
+    # That case ends in Train's own time-out, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
     deadline = time.monotonic() + cluster.start_timeout_s
     next_word = time.monotonic() + FIRST_WORD_S
     while True:
@@ -292,6 +303,7 @@ def ensure_token() -> None:
 
 def _make_token_file(path: Path) -> None:
     if path.exists():
+        # Ray writes the file so that everybody can read it (0644).
         path.chmod(0o600)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -321,6 +333,7 @@ def _use_token() -> None:
 def require_reachable(address: str) -> None:
     """Raise ClusterError unless something listens at host:port or a URL; Ray takes a minute to say less."""
     try:
+        # urlsplit finds host and port only behind a scheme; which scheme does not matter here.
         with_scheme = address
         if "://" not in address:
             with_scheme = f"ray://{address}"
@@ -345,6 +358,7 @@ def explain(error: Exception, address: str) -> ClusterError:
             reasons.append(str(link).strip() or type(link).__name__)
     text = "\n".join(reasons)
     first_line = text.splitlines()[0]
+    # Parts of words, because Ray writes them with a capital letter and without.
     if "ersion mismatch" in text or "not compatible with the Ray cluster" in text:
         return ClusterError(
             f"the cluster at {address} has other versions: {' '.join(text.split())[:400]}\n"

@@ -90,6 +90,8 @@ def run_worker_group(
 def _make_trainer(spec: WorkerSpec) -> TorchTrainer:
     cluster = spec["cluster"]
     folder = spec["folder"]
+    # Train resumes a run whose name it knows, from a snapshot of its own; a torn snapshot makes the name unusable
+    # (measured). So every attempt has its own name and storage, and Train always starts anew.
     stage_folder = folder.parents[1]
     return TorchTrainer(
         _worker,
@@ -123,9 +125,12 @@ class _TrainWorkers(Protocol):
 class _Rendezvous(Backend):
     """Tells the workers where rank 0 is, and leaves the process group to them."""
 
-    share_cuda_visible_devices = True  # so that LOCAL_RANK is the device's number
+    # Every worker of a node sees the GPUs of all of them, so that LOCAL_RANK is the device's number.
+    share_cuda_visible_devices = True
 
     def on_start(self, worker_group: _TrainWorkers, backend_config: object) -> None:
+        # Train's own backend would form the process group here, and when that fails its error names no worker. Ours is
+        # formed by the workers' function, whose error has a rank.
         address, port = worker_group.execute_single(0, _free_address)
         worker_group.execute(_set_master, address, port)
 
@@ -194,7 +199,8 @@ def _controller_failure(error: BaseException) -> WorkerGroupError:
     """Describe the end of Train's controller, for which no single worker is to blame."""
     if isinstance(error, ActorDiedError):
         cause = "Train's controller died (killed, or crashed)"
-    elif isinstance(error, OutOfMemoryError):  # Ray kills whole families for memory, the controller with them
+    elif isinstance(error, OutOfMemoryError):
+        # Ray's memory monitor may kill all processes of a worker group, Train's controller included.
         cause = f"{EVICTED}: {str(error).splitlines()[0]}"
     else:
         cause = f"did not start: {type(error).__name__}: {error}"
@@ -229,10 +235,13 @@ def _oom_kills_on(host: str) -> int:
     """Return the counter of out-of-memory kills of a machine; another machine's is read by a task there."""
     if host == socket.gethostname():
         return oom_kills()
+    # Not soft: on any other node the task would read the wrong counter.
     on_that_node = NodeAffinitySchedulingStrategy(_living_nodes()[host], soft=False)
+    # Without a CPU of its own, because the workers may have taken all CPUs of that node.
     remote_oom_kills: Any = ray.remote(num_cpus=0)(oom_kills)
     try:
         count = remote_oom_kills.options(scheduling_strategy=on_that_node).remote()
         return ray.get(count, timeout=OOM_ANSWER_S)
-    except Exception:  # the node goes as well, or is too busy: then we do not know
+    except Exception:
+        # The node is going as well, or is too busy to answer: then we do not know.
         return 0

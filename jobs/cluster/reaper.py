@@ -23,6 +23,7 @@ REAP_S = 30.0  # for the processes to die; then the directory goes without
 
 def start(directory: str) -> subprocess.Popen[bytes]:
     """Start a reaper that closing its stdin, or the end of this process, sets off."""
+    # A session of its own keeps Ctrl-C away from it: a terminal sends that to the driver's whole process group.
     command = [sys.executable, __file__, str(os.getpid()), directory]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -57,5 +58,7 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver_pid, cluster_directory = sys.argv[1:]
+    # The pipe closes with the driver, however it ends. Nothing has to be sent, so SIGKILL works as well.
     sys.stdin.read()
+    # A driver that has only left its cluster is alive, and may still have a file open there: it is spared.
     reap(cluster_directory, spared={int(driver_pid), os.getpid()})

@@ -93,6 +93,8 @@ def submit(
     Raises RunOwned when a job of this run is alive, UsageError for a secret in `environment` or a checkout
     too large to ship, ClusterError when there is no cluster.
     """
+    # Both are refused before there is a connection: Ray shows a job's environment in clear, and answers more than 100
+    # MiB with HTTP 413.
     _refuse_secrets(environment)
     size = sum(measure(root).values())
     client = _connect()
@@ -107,6 +109,8 @@ def submit(
             )
     # The random end keeps ids apart where Ray's table was lost, and counting starts anew.
     job_id = f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
+    # Ray kills 3 s after SIGTERM unless told otherwise, too soon to commit. Unbuffered, so that `logs` shows a line
+    # when it is printed.
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
     request: JobRequest = {
         "submission_id": job_id,
@@ -115,6 +119,7 @@ def submit(
     }
     say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
     say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
+    # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
     client.submit_job(entrypoint=shlex.join(command), **request)
     say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
@@ -122,6 +127,7 @@ def submit(
 
 def list_jobs() -> list[Job]:
     """Return every job that was submitted here, the latest first."""
+    # Jobs that were submitted without Patchline have no run.
     jobs = [job for job in _submitted_jobs(_connect()) if job.run]
     return sorted(jobs, key=_start_time, reverse=True)
 
@@ -136,6 +142,7 @@ def logs(run: str, *, write: Say | None = None) -> Job:
     client = _connect()
     job = _latest_job(client, run)
     asyncio.run(_follow(client, job.id, write or _print_text))
+    # Asked anew, because the job has ended since.
     return status(run)
 
 
@@ -151,6 +158,7 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
         return job
     say(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
     client.stop_job(job.id)
+    # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
     if job.status == "PENDING":
         _kill_pending(client, job.id)
 
@@ -232,8 +240,9 @@ def _connect() -> JobSubmissionClient:
     """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     use_token_if_any()
-    logging.getLogger("ray").setLevel(logging.WARNING)  # it tells every file that it leaves out
-    # Asked first, because Ray's client takes a minute to say less.
+    # Ray would print a line about every file that it leaves out of the package.
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    # Tried first, because Ray's client takes a minute to fail, and its message says less.
     if address not in ("", "auto"):
         require_reachable(address)
     try:
@@ -297,10 +306,14 @@ def _print_text(text: str) -> None:
 
 
 def _kill_pending(client: JobSubmissionClient, job_id: str) -> None:
-    """Run a job beside it that kills its supervisor: the Jobs API cannot, and may be all that we reach."""
+    """End a job that waits for its place: a second job kills its supervisor.
+
+    The Jobs API has no call for that, and it may be all of the cluster that we can reach.
+    """
     helper = client.submit_job(entrypoint=shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)]))
     while client.get_job_status(helper) in (JobStatus.PENDING, JobStatus.RUNNING):
         time.sleep(POLL_S)
+    # Otherwise the helper would stay in the cluster's list of jobs.
     client.delete_job(helper)
 
 

@@ -147,6 +147,7 @@ class RankInfo:
             "NODE_RANK": str(self.node_rank),
             "OMP_NUM_THREADS": str(self.threads),
         }
+        # The worker hides the GPUs itself, because Ray is told not to (RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO).
         if not self.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""
             variables["DS_ACCELERATOR"] = "cpu"
@@ -233,9 +234,10 @@ def _prepare_process(info: RankInfo) -> None:
     for interface, interface_addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in interface_addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # A forked worker has torch already, which no longer reads OMP_NUM_THREADS: it has to be told.
     import torch
 
-    torch.set_num_threads(info.threads)  # a forked worker has torch already, which no longer reads the variable
+    torch.set_num_threads(info.threads)
 
 
 def _wanted_exit_code(error: BaseException) -> int | None:
@@ -245,7 +247,8 @@ def _wanted_exit_code(error: BaseException) -> int | None:
         code = error.code
     if isinstance(code, int):
         return code
-    return None  # sys.exit("a text") counts as a failure
+    # sys.exit("a text") counts as a failure.
+    return None
 
 
 # ------------------------------------------------------------------------ in the driver
@@ -281,4 +284,5 @@ def worker_file(folder: Path, rank: int, suffix: str) -> Path:
 
 
 def _write_record(folder: Path, record: WorkerRecord) -> None:
+    # Whole, because the driver reads the records while the workers write them.
     write_whole(worker_file(folder, record["rank"], ".json"), json.dumps(record))

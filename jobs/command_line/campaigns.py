@@ -20,6 +20,7 @@ single_stage = make_group()
 @commands.command()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
+    # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
     from jobs.session import run_campaign
 
     run_campaign(load_campaign(recipe, overrides), fresh=fresh)

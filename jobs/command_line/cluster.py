@@ -38,6 +38,7 @@ def logs(run: Run, _debug: Debug = False) -> int:
     job = submission.logs(job_name(run))
     if job.status in ("SUCCEEDED", "RUNNING", "PENDING"):
         return ExitCode.DONE
+    # A job whose driver never ran has no exit code.
     return job.exit_code or ExitCode.INTERNAL
 
 
@@ -60,7 +61,7 @@ def list_jobs(_debug: Debug = False) -> None:
 
 
 def job_name(run: str) -> str:
-    """A run is named by its directory; "runs/digits" and its absolute path are the same run, a job id stays one."""
+    """The name under which a job is found: the absolute path of a run's directory, or a job's id as it is."""
     if "/" in run or Path(run).exists():
         return str(Path(run).resolve())
     return run

@@ -102,7 +102,7 @@ def device() -> torch.device:
 
 
 def read_images(paths: list[str], size: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and pixels (height, width, 3) uint8 of all images, squashed to `size`. Raises DataError with a bad one."""
+    """Yield name and pixels, (height, width, 3) uint8, of each image at `size`. Raises DataError for a bad image."""
     for name, encoded in encoded_images(paths):
         try:
             yield name, preprocess(decode(encoded), f"resize({size})")
@@ -111,7 +111,7 @@ def read_images(paths: list[str], size: tuple[int, int]) -> Iterator[tuple[str, 
 
 
 def encoded_images(paths: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of image files, of those in folders, and of the samples of tar shards."""
+    """Yield name and bytes of image files, of those in folders, and of the samples of tar shards."""
     for path in map(Path, paths):
         if path.suffix == ".tar":
             for sample in tars([str(path)]):
@@ -124,7 +124,7 @@ def encoded_images(paths: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> Attention:
-    """Attention maps and distances, of one image at a time: weights of L/16 at 384 px take half a gigabyte each."""
+    """Compute attention maps and distances, one image at a time: L/16 at 384 px has half a gigabyte of weights each."""
     maps = []
     distances = []
     renormalised = []
@@ -138,7 +138,7 @@ def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) 
 
 
 def look_inside(model: nn.Module) -> Inside:
-    """Position similarity where a table is added to the patches, filters where no ResNet makes the patches."""
+    """Compute position similarity where a table is added to the patches, filters where no ResNet makes them."""
     vit = analysis.vit_of(model)
     similarity = None
     if vit.config.positions in ADDED:
@@ -151,7 +151,7 @@ def look_inside(model: nn.Module) -> Inside:
 
 
 def rounded(tensor: Tensor | None) -> object:
-    """Nested lists of numbers of six digits; None stays None."""
+    """Return a tensor as nested lists of numbers with six digits; None stays None."""
     if tensor is None:
         return None
     return np.vectorize(six_digits)(tensor.cpu().numpy()).tolist()
@@ -165,12 +165,13 @@ def six_digits(value: float) -> float:
 
 
 def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
-    """Figure 6: each image beside itself, lit where the model looks."""
+    """Draw figure 6: each image, and beside it the image again, bright where the model looks."""
     shown = list(images.values())[:SHOWN]
     height, width = shown[0].shape[:2]
     # All images have the size of the first: they were squashed to the model's.
     row_height = 2 * height / width  # inches; both columns together are four wide
     figure = Figure(figsize=(4, row_height * len(shown) + 0.3), layout="constrained")
+    # squeeze=False: a single image must give a row of two axes as well.
     rows = figure.subplots(len(shown), 2, squeeze=False)
     rows[0][0].set_title("Input")
     rows[0][1].set_title("Attention")
@@ -184,15 +185,16 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
 
 
 def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
-    """A map at the size of its image, bicubic, from 0 to 1."""
+    """Return a map at the size of its image, interpolated bicubically, with values from 0 to 1."""
     large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
-    large = large.clamp(min=0)  # bicubic overshoots
+    # Bicubic interpolation overshoots, here below zero.
+    large = large.clamp(min=0)
     spread = (large.max() - large.min()).clamp(min=1e-12)
     return ((large - large.min()) / spread).numpy()
 
 
 def draw_inside(inside: Inside, distance: Tensor, path: Path) -> None:
-    """Figures 7 and 11: filters, positions, and how far every head of every layer looks."""
+    """Draw figures 7 and 11: filters, positions, and how far every head of every layer looks."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
     draw_filters(left, inside.components)
@@ -219,7 +221,7 @@ def draw_distances(axes: Axes, distance: Tensor) -> None:
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:
-    """The similarity of every position to all others, as a grid of maps with a gap between neighbours."""
+    """Draw the similarity of every position to all others, as a grid of maps with a gap between neighbours."""
     axes.set_title("Position embedding similarity")
     if similarity is None:
         axes.text(0.5, 0.5, "no table is added to the patches", ha="center")
@@ -228,6 +230,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
     # Maps of neighbours get a line of NaN between them, which imshow leaves white.
     rows, columns = similarity.shape[:2]
     framed = F.pad(similarity.double(), (0, 1, 0, 1), value=float("nan"))  # (rows, columns, rows + 1, columns + 1)
+    # (rows, columns, rows + 1, columns + 1) → one picture, less the NaN after the last row and column.
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
     drawn = axes.imshow(picture.numpy(), vmin=-1, vmax=1, interpolation="nearest")
     axes.set_xticks(*position_ticks(columns))
@@ -237,7 +240,8 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
 
 
 def position_ticks(count: int) -> tuple[list[float], list[str]]:
-    """Where the middles of the maps of a row lie, and their numbers from 1 on; as many as have room."""
+    """Return where the middles of a row's maps lie, and the maps' numbers from 1 on; as many as have room."""
+    # Rounded up. A map is `count` wide and has one line of NaN after it.
     every = -(-count // POSITION_LABELS)
     places = []
     labels = []
@@ -248,7 +252,7 @@ def position_ticks(count: int) -> tuple[list[float], list[str]]:
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
-    """(count, 3, h, w) as one picture with white gaps, each scaled to the whole range of colours."""
+    """Join filters (count, 3, h, w) to a picture with white gaps, each scaled to the whole range of colours."""
     # Filters have no natural scale; each is shown from its smallest value (black) to its largest.
     low = components.amin((1, 2, 3), keepdim=True)
     high = components.amax((1, 2, 3), keepdim=True)
@@ -256,4 +260,5 @@ def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
     tiles = F.pad(scaled, (1, 1, 1, 1), value=1.0)  # (count, 3, h + 2, w + 2)
     missing = -len(tiles) % columns  # white tiles that fill the last row
     tiles = torch.cat([tiles, tiles.new_ones(missing, *tiles.shape[1:])]).unflatten(0, (-1, columns))
+    # (tile rows, tile columns, 3, h + 2, w + 2) → (tile rows · (h + 2), tile columns · (w + 2), 3)
     return tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).cpu().numpy()

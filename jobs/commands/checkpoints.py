@@ -24,7 +24,7 @@ from pipeline.train import export
 
 
 def stage_folders(path: Path) -> list[Path]:
-    """The folders that hold checkpoints: all stages of a run, or the one stage that is named.
+    """Return the folders that hold checkpoints: all stages of a run, or the one stage that is named.
 
     Raises UsageError where there are none.
     """
@@ -39,7 +39,7 @@ def stage_folders(path: Path) -> list[Path]:
 
 
 def selected(path: Path, step: int | None) -> list[Path]:
-    """The checkpoints meant: the one whose folder is named, those of a step, or all, the newest of a stage first.
+    """Return the checkpoint whose folder is named, or those of a step, or all, the newest of each stage first.
 
     Raises UsageError where there are none.
     """
@@ -61,7 +61,7 @@ def selected(path: Path, step: int | None) -> list[Path]:
 
 
 def newest(path: Path, step: int | None) -> Path:
-    """The newest checkpoint of a stage, or of a step. Raises UsageError where several stages have one."""
+    """Return the newest checkpoint of a stage, or of a step. Raises UsageError where several stages have one."""
     folders = selected(path, step)
     stages = sorted({folder.parents[1] for folder in folders})
     if len(stages) > 1:
@@ -74,7 +74,7 @@ def newest(path: Path, step: int | None) -> Path:
 
 
 def list_all(path: Path) -> Iterator[str]:
-    """Every folder of every stage, also what is not committed."""
+    """List every checkpoint folder of every stage, also those that are not committed."""
     for stage in stage_folders(path):
         yield f"{stage.name}:"
         for folder in committed(stage / "checkpoints"):
@@ -86,7 +86,7 @@ def list_all(path: Path) -> Iterator[str]:
 
 
 def list_line(folder: Path) -> str:
-    """One checkpoint's size, world, attempt and scores, from its manifest alone."""
+    """Return one checkpoint's size, world size, attempt and scores as a line, from its manifest alone."""
     try:
         manifest = read_manifest(folder)
     except (CheckpointError, OSError) as error:
@@ -96,6 +96,7 @@ def list_line(folder: Path) -> str:
         f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
         f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
     )
+    # A few-shot probe saves its single draws ("…seed…") too; a list shows their mean.
     for name, value in manifest.metrics.items():
         if "seed" not in name:
             line += f"  {name} {value:.4f}"
@@ -104,6 +105,7 @@ def list_line(folder: Path) -> str:
 
 def verify_all(path: Path, step: int | None) -> Iterator[str]:
     """Read every byte of every checkpoint meant. Raises CheckpointError in the end where one is bad."""
+    # A bad one does not end the reading: whoever asks wants to know which are whole.
     bad = 0
     for folder in selected(path, step):
         began = time.monotonic()
@@ -119,8 +121,9 @@ def verify_all(path: Path, step: int | None) -> Iterator[str]:
 
 
 def inspect(path: Path, step: int | None) -> Iterator[str]:
-    """The manifest, and every parameter with its number of elements and the norms of its states."""
+    """Show the manifest, and every parameter with its number of elements and the norms of its states."""
     folder = newest(path, step)
+    # Verified first: the norms of damaged tensors would mislead.
     manifest = checkpoint.verify(folder)
     for field, value in asdict(manifest).items():
         if isinstance(value, dict):
@@ -143,7 +146,7 @@ def inspect(path: Path, step: int | None) -> Iterator[str]:
 
 
 def whole_state(reader: Reader, name: str, kind: str) -> torch.Tensor:
-    """A parameter's master or moment as one flat fp32 tensor, put together from the pieces of all ranks."""
+    """Return a parameter's master or moment as one flat fp32 tensor, joined from the pieces of all ranks."""
     elements = 0
     for start, count, _, _ in reader.pieces[name, kind]:
         elements = max(elements, start + count)
@@ -151,9 +154,10 @@ def whole_state(reader: Reader, name: str, kind: str) -> torch.Tensor:
 
 
 def compare(path: Path, step: int | None, other_path: Path, other_step: int | None) -> Iterator[str]:
-    """What differs from the other checkpoint (the first) to ours (the second): manifests, then states."""
+    """Show what changes from the other checkpoint (the first) to ours (the second): manifests, then states."""
     second = newest(path, step)
     first = newest(other_path, other_step)
+    # Verified first: a damaged byte would look like a difference in training.
     first_manifest = checkpoint.verify(first)
     second_manifest = checkpoint.verify(second)
     yield f"{first} → {second}"
@@ -184,7 +188,7 @@ def compare(path: Path, step: int | None, other_path: Path, other_step: int | No
 
 
 def without_files(manifest: Manifest) -> dict[str, object]:
-    """The manifest less its files, which differ with the number of workers."""
+    """Return the manifest less its files, which differ with the number of workers."""
     fields = asdict(manifest)
     del fields["files"]
     return fields
@@ -193,6 +197,7 @@ def without_files(manifest: Manifest) -> dict[str, object]:
 def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     """Write weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
     folder = newest(path, step)
+    # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
     checkpoint.verify(folder)
     record = json.loads((folder.parents[1] / "stage.json").read_text())
     model = models.from_dict(record["model"])

@@ -32,6 +32,7 @@ def pack_images(
     workers: int,
 ) -> list[str]:
     """Pack a source, described as in a recipe, into shards; the same call again goes on after a kill."""
+    # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
     cfg = config.build(SetConfig, source, "pack")
     with Progress("samples", expected_samples(cfg)) as progress:
         index = pack(
@@ -75,6 +76,7 @@ def check_set(path: str, *, page: str | None, world: int, workers: int) -> bool:
     if report.ok:
         return True
     line = "not all of it can be read"
+    # Repairing keeps the good samples: without any there is no set to make.
     if report.good:
         line += f"; a set that can: python -m jobs data repair {path} NEW-FOLDER"
     print(line)
@@ -122,7 +124,7 @@ def repair_set(path: str, directory: Path, *, unique: bool, name: str | None, wo
 
 
 def spreads(report: Report) -> list[str]:
-    """How image sides, bytes and classes are spread."""
+    """Say how image sides, bytes and classes are spread."""
     lines = []
     for name, spread in report.spreads.items():
         # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
@@ -142,7 +144,7 @@ def class_counts(rows: list[tuple[int, int]]) -> str:
 
 
 def summary(index: Index) -> list[str]:
-    """What a set holds and where, and what indexing passed over."""
+    """Say what a set holds and where it lies, and what indexing refused."""
     lines = [
         f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
         f"digest {index.digest[:12]}, in {index.tables}"

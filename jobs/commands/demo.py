@@ -36,12 +36,13 @@ class Killer:
         self.killed_at: int | None = None
 
     def tick(self, folder: Path, number: int) -> None:
-        """Look how far an attempt is, and kill its worker a quarter of the way from one commit to the next."""
+        """Kill the worker once the reports are a quarter of the way from one commit to the next."""
         if self.killed_at is not None or folder.parents[1] != self.directory:
             return
-        # A quarter of the way to the next commit: far enough that steps are lost and must be computed again.
+        # Not right after a commit: steps must be lost, so that computing them again is part of the proof.
         reports = read_metrics(self.directory)
         saved = last_step(self.directory)
+        # Before the first commit a restart would begin anew, and show nothing about checkpoints.
         if saved <= 0 or not reports:
             return
         reported = reports[-1]["step"]
@@ -67,6 +68,7 @@ def demo(parent: Path) -> int:
 
     twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
+    # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
     for only in ("shards", "pretrain"):
         run_campaign(twin, only=only, quiet=True)
 
@@ -112,9 +114,10 @@ def newest_manifest(directory: Path) -> checkpoint.Manifest:
 
 
 def step_losses(directory: Path) -> dict[int, list[float]]:
-    """Every loss logged for every step; a step that was computed twice has two."""
+    """Return every loss that was logged, by step; a step that was computed twice has two."""
     losses_of: dict[int, list[float]] = {}
     for record in read_metrics(directory):
+        # A report holds the losses of all steps since the one before it; its own step is the last of them.
         first_step = record["step"] - len(record["losses"]) + 1
         for step, loss in enumerate(record["losses"], start=first_step):
             losses_of.setdefault(step, []).append(loss)

@@ -35,12 +35,13 @@ class TrainingSet:
 
 
 def plan(campaign: Campaign) -> list[str]:
-    """Lines for people: every stage, whether it would run, its arithmetic, parameters and FLOPs."""
+    """Describe every stage in lines: whether it would run, its arithmetic, parameters and FLOPs."""
     cluster = campaign.cluster
     lines = [
         f"run directory  {campaign.run}",
         f"cluster        {cluster.workers} workers ({cluster.backend})",
     ]
+    # Stages come parents first: when one is judged, it is known whether those that it reads would run.
     would_run: set[str] = set()
     for stage in campaign.stages:
         if campaign.done(stage) is None:
@@ -58,7 +59,7 @@ def plan(campaign: Campaign) -> list[str]:
 
 
 def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
-    """Whether a stage would be skipped, resumed or run, and the reason."""
+    """Say whether a stage would be skipped, resumed or run, and the reason."""
     if campaign.done(stage) is not None:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
@@ -85,7 +86,7 @@ def model_line(stage: Stage) -> str:
 
 
 def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[str]:
-    """Batch, steps, data, compute, optimizer and memory of a trained stage, as far as its data is there to count."""
+    """Describe batch, steps, data, compute, optimizer and memory of a trained stage, as far as its data is there."""
     arithmetic = batch_arithmetic(cfg, campaign.cluster.workers)
     lines = [f"  batch   {batch_line(arithmetic)}"]
 
@@ -127,10 +128,11 @@ def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
 
 
 def index_of(campaign: Campaign, path: str) -> Index | None:
-    """A set's index, None where it has not been made yet."""
+    """Return a set's index; None where it has not been made yet."""
     try:
         return load_index(campaign.resolve(path) or "")
     except PatchlineError:
+        # A plan leaves out what it cannot count; `run` says what is wrong with the set.
         return None
 
 
@@ -154,7 +156,7 @@ def passes_text(images: int, samples: int | None, all_there: bool) -> str:
 
 
 def mixture_lines(batch_size: int, sets: list[TrainingSet], steps: int) -> list[str]:
-    """How many samples of every batch each set gives, and how often that goes through it."""
+    """Say how many samples of every batch each set gives, and how often that goes through the set."""
     shares = shares_of(batch_size, [part.weight for part in sets])
     lines = []
     for part, share in zip(sets, shares, strict=True):
@@ -167,7 +169,7 @@ def mixture_lines(batch_size: int, sets: list[TrainingSet], steps: int) -> list[
 
 
 def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
-    """Whether the decoding processes of a worker keep up with its GPU, and what to type where they do not."""
+    """Say whether a worker's decoding processes keep up with its GPU, and what to type where they do not."""
     cfg: TrainConfig = stage.config
     cores_per_worker = campaign.cluster.cpus_per_worker
     # How fast a core decodes depends on the photographs: measured where a set lies on this machine.
@@ -187,6 +189,7 @@ def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
     )
     if cfg.data.decode == "gpu":
         return line + "data.decode=gpu, not judged"
+    # More decoding processes than cores decode no faster.
     if min(cfg.data.processes, cores_per_worker) >= cores:
         return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
     overrides = f"{stage.name}.data.processes={cores}"

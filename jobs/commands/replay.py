@@ -46,7 +46,7 @@ class Job(TypedDict):
 
 
 def replay(run: Path, step: str, target: str | None) -> list[str]:
-    """What was in the batch, sample by sample where a number stands out; with a target, written there as .npz."""
+    """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz."""
     folder = stage_of(run)
     task = json.loads((folder / "task.json").read_text())
     job: Job = task["job"]
@@ -54,6 +54,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     recorded = config.build(TrainConfig, task["config"], "config")
     cfg = with_recorded_drop(recorded, folder, number)
     index, order = order_of(cfg, job)
+    # The loader makes square images, so one side is enough.
     image_size = models.from_dict(job["model"]).image_size[0]
 
     # The log counts steps from 1, the order from 0.
@@ -79,7 +80,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
 
 
 def stage_of(run: Path) -> Path:
-    """The folder of the one trained stage. Raises UsageError with the choices."""
+    """Return the folder of the one trained stage. Raises UsageError, which names them, where there are several."""
     if (run / "task.json").exists():
         return run
     folders = sorted(task.parent for task in run.glob("*/task.json"))
@@ -90,7 +91,7 @@ def stage_of(run: Path) -> Path:
 
 
 def parse_step(step: str) -> int:
-    """ "step=120" → 120. Raises UsageError."""
+    """Return 120 of "step=120". Raises UsageError for anything else."""
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
@@ -98,7 +99,9 @@ def parse_step(step: str) -> int:
 
 
 def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
-    """The batch of a step, counted from 0, by one loader that takes the slots of all workers."""
+    """Make the batch of a step, counted from 0, with one loader that takes the slots of all workers."""
+    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so the pixels are the same
+    # whoever decodes them.
     loader = TrainLoader(
         index,
         order,
@@ -118,7 +121,10 @@ def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: 
 
 
 def with_recorded_drop(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
-    """The config with the `data.drop` of the last attempt that reported the step, or might have: it changes."""
+    """Return the config with the `data.drop` of the last attempt that took the step, or may have.
+
+    It may change from attempt to attempt, and task.json has only that of the newest.
+    """
     # Attempts that reported the step; of several, the last is the one whose weights went on.
     attempts = []
     for record in read_metrics(folder):
@@ -135,12 +141,12 @@ def with_recorded_drop(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig
 
 
 def order_of(cfg: TrainConfig, job: Job) -> tuple[Index, Order | Mixture]:
-    """One index over the sets that a job trained on, and the order of their samples."""
+    """Return one index over the sets that a job trained on, and the order of their samples."""
     return training_order(cfg, [load_index(path) for path in job["train"]])
 
 
 def logged(folder: Path, step: int) -> list[str]:
-    """The loss that each attempt reported for the step, and what the records of spikes know of it."""
+    """Say which loss each attempt reported for the step, and what the records of spikes know of it."""
     # A spike's record holds the steps before it too, which tell how it came.
     lines = []
     for spike in read_metrics(folder, "spike"):
@@ -159,7 +165,7 @@ def logged(folder: Path, step: int) -> list[str]:
 
 
 def outliers(batch: Rebuilt, shards: list[str]) -> list[str]:
-    """The darkest, brightest and flattest image: blank and broken pictures are found at the ends."""
+    """Name the darkest, the brightest and the flattest image: blank and broken ones are found there."""
     means = batch.images.mean((1, 2, 3))
     spreads = batch.images.std((1, 2, 3))
     slots = {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}

@@ -39,7 +39,7 @@ def started_s(folder: Path) -> float:
 
 
 def ending(run: Path) -> str:
-    """How the last command on this run ended, or who owns it now."""
+    """Say how the last command on this run ended, or which one is running."""
     try:
         last = json.loads((run / "status.json").read_text())
     except (OSError, ValueError):
@@ -47,13 +47,14 @@ def ending(run: Path) -> str:
     if last["exit_code"] is not None:
         return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
     started = f"started {last['time']}: {last['command']}"
+    # A command that was killed could not write its end: status.json says "running" for ever.
     if owner_is_gone(run):
         return f"killed, or lost with its machine: run the same command again; it was {started}"
     return f"running, {started}"
 
 
 def owner_is_gone(run: Path) -> bool:
-    """True where the owner was a process of this machine that no longer lives."""
+    """Tell whether the owner was a process of this machine that no longer lives."""
     try:
         owner = json.loads((run / "owner.json").read_text())
     except (OSError, ValueError):
@@ -62,7 +63,7 @@ def owner_is_gone(run: Path) -> bool:
 
 
 def stage_line(folder: Path) -> str:
-    """What a stage came to, or how far it is."""
+    """Say what a stage came to, or how far it is."""
     done = folder / "done.json"
     if done.exists():
         return done_line(json.loads(done.read_text()))
@@ -70,6 +71,7 @@ def stage_line(folder: Path) -> str:
     last = last_metrics(folder)
     if last is None:
         return "started, no step yet"
+    # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
@@ -87,7 +89,7 @@ def done_line(outcome: Outcome) -> str:
 
 
 def checkpoint_line(folder: Path) -> str:
-    """The step that a resume would start from, by the newest manifest alone."""
+    """Say from which step a resume would start, by the newest manifest alone."""
     checkpoints = checkpoint.committed(folder / "checkpoints")
     if not checkpoints:
         return "no checkpoint yet"

@@ -65,7 +65,7 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
 
 
 def refuse_existing(target: str) -> None:
-    """Raises UsageError where something lies already."""
+    """Raise UsageError where the target is a file, or a folder that holds something."""
     path = Path(target)
     holds_something = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if holds_something:
@@ -73,7 +73,7 @@ def refuse_existing(target: str) -> None:
 
 
 def overrides_of(items: Sequence[str]) -> dict[str, object]:
-    """ "heads=3" → {"heads": 3}; lists in brackets, words as they are."""
+    """Return {"heads": 3} of "heads=3"; a value is read as JSON, and is taken as a word where it is none."""
     overrides: dict[str, object] = {}
     for item in items:
         name, equals, text = item.partition("=")
@@ -82,6 +82,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
             value = json.loads(text)
         except ValueError:
             value = text
+        # JSON has lists where a model's config has tuples.
         if isinstance(value, list):
             value = tuple(value)
         overrides[name] = value
@@ -89,7 +90,7 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
 
 
 def load(path: str, overrides: Mapping[str, object]) -> models.Model:
-    """The model behind a path. Raises DataError, which names the file, for whatever refuses it."""
+    """Load the model behind a path. Raises DataError, which names the file, where it cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Only whatever a wrong file raises becomes a DataError; a bug of ours stays what it is.
     try:
@@ -99,7 +100,7 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
 
 
 def described(model: models.Model, path: str) -> list[str]:
-    """What kind of model was read, and that every tensor of it has its place."""
+    """Say what kind of model was read, and that every tensor of it has its place."""
     config = model.config
     height, width = config.image_size
     fields = []
@@ -116,7 +117,7 @@ def described(model: models.Model, path: str) -> list[str]:
 
 
 def numerics(model: models.Model) -> list[str]:
-    """How the model computes what the paper's code computes in one way and others in another."""
+    """Say which activation and norm_eps the model has, in which the paper's code and others differ."""
     activation = getattr(model.config, "activation", None)
     norm_eps = getattr(model.config, "norm_eps", None)
     if activation is None or norm_eps is None:
@@ -129,11 +130,12 @@ def numerics(model: models.Model) -> list[str]:
 
 @torch.no_grad()
 def read_back(model: models.Model, exported: models.Model) -> list[str]:
-    """What a reader of the export gets instead, in its config and in the outputs for one random image."""
+    """Say how the exported model differs from ours: in its config, and in the outputs for one random image."""
     config = model.config
     lines = []
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         lines.append(f"becomes  {change}")
+    # Values from −1 to 1, as those of normalised images.
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
     largest = (outputs(model, image) - outputs(exported, image)).abs().max()
@@ -141,7 +143,7 @@ def read_back(model: models.Model, exported: models.Model) -> list[str]:
 
 
 def outputs(model: models.Model, image: Tensor) -> Tensor:
-    """Logits, or features where a masked model has no logits."""
+    """Return the logits; of a masked model, which has none, the features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

@@ -56,6 +56,7 @@ INPUTS = ("init", "probe.train", "probe.test")
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
+    # One question is enough: ProbeConfig takes both sets or neither.
     require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
     make_task = partial(make_fewshot_task, cfg, context)
     ask_to_stop = partial(stop_at_once, context.name)
@@ -93,6 +94,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
 
     cfg = config.build(Config, task["config"], "config")
     phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)
+    # Entered before the group is joined, where a worker waits for a lost peer: the watchdog sees nothing but phases.
     phases.enter("join", 0)
     device = join_group(COLLECTIVE_TIMEOUT_S)
     rank = dist.get_rank()
@@ -101,10 +103,12 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
     state, model_config = models.load_weights(task["init"])
     model = models.from_config(model_config).eval()
+    # load_weights has compared every name and shape with the config already.
     model.load_state_dict(state, strict=False)
     model.to(device, dtype)
 
     preprocess = cfg.preprocess or f"resize({model_config.image_size})"
+    # Each worker computes the features of its part of a set; `features` gathers those of all workers.
     sets = []
     for path in (task["train"], task["test"]):
         samples = EvaluationSet(
@@ -119,6 +123,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     train_set, test_set = sets
 
     metrics = {}
+    # The others enter "wait", so that the watchdog takes rank 0 for the one behind (docs/faults.md).
     with phases.led("probe", 0, rank == 0):
         if rank == 0:
             metrics = evaluate.probe(train_set, test_set, cfg.probe)

@@ -94,11 +94,12 @@ IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
 def samples_of(cfg: SetConfig) -> Iterator[Sample]:
-    """The source's samples, lazily. Raises DataError where there is nothing at its path."""
+    """Return the source's samples, read one by one. Raises DataError where there is nothing at its path."""
     if cfg.source == "digits":
         return digits(train=cfg.split == "train", classes=cfg.keep, image_size=cfg.image_size)
 
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
+    # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in (cfg.path, cfg.root, cfg.wnids, cfg.real):
         if path is not None and not Path(path).exists():
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
@@ -115,7 +116,7 @@ def samples_of(cfg: SetConfig) -> Iterator[Sample]:
 
 
 def cifar_files(cfg: SetConfig) -> list[Path]:
-    """The binary version's files of a split: CIFAR-10's data_batch_1 … 5 or test_batch, CIFAR-100's train or test."""
+    """Return the files of a split in the binary version: CIFAR-10's data_batch_1 … 5 or test_batch, CIFAR-100's own."""
     folder = Path(cfg.path or "")
     patterns = CIFAR_FILES[cfg.split]
     files: list[Path] = []
@@ -127,15 +128,17 @@ def cifar_files(cfg: SetConfig) -> list[Path]:
 
 
 def expected_samples(cfg: SetConfig) -> int | None:
-    """About how many samples a source will give, for the progress line; None where that would take long to know."""
+    """Estimate how many samples a source will give, for the progress line; None where that takes long to know."""
     path = Path(cfg.path or "")
     if cfg.source == "folder":
         return sum(file.is_file() for file in path.rglob("*.*"))
     if cfg.source == "table" and path.suffix == ".csv" and path.exists():
         with open(path, "rb") as file:
+            # A field in quotes may hold a line break; for a progress line the count is near enough.
             lines = sum(1 for _ in file)
         return lines - 1  # the header
     if cfg.source == "tars":
+        # Tars without an index would have to be read whole to be counted.
         index_path = path / f"{path.name}.index.json"
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
@@ -150,9 +153,11 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     for name, set_config in cfg.sets.items():
         progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
 
+        # A default binds the progress of this set now; the name means another one in the next round.
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
             progress(samples, f"{shards} shards")
 
+        # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
         index = pack(
             samples_of(set_config),
             context.directory / name,

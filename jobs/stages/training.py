@@ -31,6 +31,7 @@ INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
+    # Called for its error alone, which names batch sizes that would work.
     batch_arithmetic(cfg, context.cluster.workers)
     check_sets(cfg, context)
     make_task = partial(make_training_task, cfg, context)
@@ -49,6 +50,7 @@ def check_sets(cfg: TrainConfig, context: Context) -> None:
 
     for index in (*sets, *evaluation_sets):
         check_not_empty(index)
+    # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
     check_sizes(sets, cfg.data.drop, f"{context.name}.data.drop")
     check_sizes(evaluation_sets)
 
@@ -69,7 +71,7 @@ def check_not_empty(index: Index) -> None:
 
 
 def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
-    """Where the sets that are trained on are, in the order of their names."""
+    """Return the paths of the sets that are trained on, in the order of the sets' names."""
     paths = []
     for value, _weight in cfg.data.sets().values():
         path = context.resolve(value)
@@ -101,4 +103,5 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
 def touch_stop_file(attempt_folder: Path) -> None:
     """Ask the workers of an attempt to commit and end; rank 0 looks for this file (pipeline.start.Job.stop_file)."""
+    # A file reaches the workers of every node, because all nodes share the run directory.
     (attempt_folder / "stop").touch()
