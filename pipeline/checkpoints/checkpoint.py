@@ -203,7 +203,7 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
     is written. Raises CheckpointError where the storage fails, where a checkpoint is of a newer schema, and where
     all are bad: to start from nothing again is a person's decision.
     """
-    # No save of ours is in flight yet, so whatever is temporary belongs to an attempt that has died.
+    # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run.
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     checkpoints = committed(folder)

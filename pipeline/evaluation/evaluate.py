@@ -65,6 +65,7 @@ def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[E
             shard_name = samples.index.shards[shard_number].name
         phases.enter("evaluate", step, shard_name)
         yield next(batches)
+    # The last batch is done when its results are asked for: from here on it is not the last shard's fault.
     phases.enter("evaluate", step)
 
 
@@ -73,6 +74,7 @@ def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[E
 
     Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
     """
+    # The mode holds between two batches too: the generator is paused inside `no_grad`, so the caller's loop needs none.
     training = model.training
     model.eval()
     try:
@@ -89,9 +91,11 @@ def accuracy(
 
     Collective: all workers return the same.
     """
+    # float64 counts exactly far beyond any set; float32 would stop at 16,777,216.
     counts = torch.zeros(2, dtype=torch.float64, device=device)  # right, judged
     for batch in _batches(model, samples):
         logits = model(normalise(batch.images, dtype, device))
+        # Labels are padded with −1, which no prediction equals; a row without a good sample is masked besides.
         is_right = hits(logits, batch.labels.to(device))
         is_judged = batch.mask.to(device)
         counts += torch.stack([(is_right & is_judged).sum(), is_judged.sum()])
@@ -120,6 +124,7 @@ def features(
     # Workers may have different numbers of good samples, which a gather of tensors could not take.
     parts: list[tuple[Tensor, Tensor]] = [part] * dist.get_world_size()
     dist.all_gather_object(parts, part)
+    # Parts are contiguous and in the order of ranks, so the result is in the order of the set at any world size.
     all_features, all_labels = zip(*parts, strict=True)
     return torch.cat(all_features), torch.cat(all_labels)
 

@@ -59,8 +59,10 @@ class Phases:
         """
         self.entered += 1
         line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard}).encode()
+        # One write at a fixed place and of a fixed length: the driver, which reads at any moment, finds a whole line.
         with suppress(OSError):
             os.pwrite(self.handle, line[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n", 0)
+        # Setting the timer anew cancels the one before. It writes the stacks even while Python is stuck in a library.
         faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
 
     @contextmanager
@@ -70,6 +72,7 @@ class Phases:
         All enter both phases, so that their counts stay comparable.
         """
         self.enter(phase, step)
+        # Those that wait have then entered one phase more than rank 0, so rank 0 counts as the one behind.
         if not is_rank_0:
             self.enter("wait", step)
         yield
@@ -145,6 +148,7 @@ class Watch:
 
         `frozen` tells whether the process of a rank is stopped by a signal.
         """
+        # Counted from the first look: there may be no file of any worker for a long time.
         if self.began is None:
             self.began = self.clock()
         self.update_places()
@@ -175,6 +179,7 @@ class Watch:
             known = self.places.get(rank)
             if place is None:
                 continue
+            # Judged by the count, on this clock: a phase may follow one of the same name, and nodes' clocks differ.
             if known is None or place.entered != known.entered:
                 self.places[rank] = replace(place, since=self.clock())
 
@@ -205,16 +210,19 @@ class Watch:
     def judge(self, idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
         """Name one of the workers that are furthest behind, and say why as far as can be told from outside."""
         fewest = min(place.entered for place in self.places.values())
+        # Several may be equally far behind; one that is stopped by a signal explains why the rest do not move.
         late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
         for rank in late:
             if frozen(rank):
                 return Verdict(rank, frozen_for(idle_s))
 
         rank = late[0]
+        # In this phase a worker waits for nobody but the storage and its own decoding processes.
         if self.places[rank].phase == "data":
             return Verdict(rank, f"stalled reader: {idle_s:.0f}s without a batch")
         if self.world == 1:
             return Verdict(rank, f"stuck for {idle_s:.0f}s")
+        # All are in the same phase: no single worker is to blame, so the collective itself is named.
         if len(late) == self.world:
             return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s")
         return Verdict(rank, f"stuck for {idle_s:.0f}s, the others wait for it")
@@ -225,6 +233,7 @@ class Watch:
         if self.world == 1:
             return None
         for rank, place in self.places.items():
+            # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
             waits_for_it = place.phase in WAITING and place.entered > self.places[last].entered
             if rank != last and not waits_for_it:
                 return None
@@ -237,6 +246,7 @@ class Watch:
         """
         if self.looks < SLOW_LOOKS:
             return None
+        # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
         looks = self.looks
         most_often_behind = self.behind.most_common(1)
         self.looks = 0
