@@ -289,7 +289,7 @@ def table(keys: list[Key]) -> list[str]:
 def same_keys_lines(
     name: str, shown: tuple[Kind, ConfigDataclass | None], other: tuple[Kind, ConfigDataclass | None]
 ) -> list[str]:
-    """Return what a kind of stage has other defaults for than another kind with the same config."""
+    """Return the lines about a kind of stage whose config is that of the kind `name`: the defaults that differ."""
     before = all_keys(*shown)
     changed = [key for key, old in zip(all_keys(*other), before, strict=True) if key.default != old.default]
     return [f"It has the keys of `{name}`, with other defaults for these:", "", *table(changed), ""]

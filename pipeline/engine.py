@@ -141,8 +141,9 @@ class Engine:
     """A model under DeepSpeed ZeRO with an optimizer whose masters and moments are fp32.
 
     With `polyak` > 0 also an fp32 "average" of the masters: after each applied update it becomes
-    polyak · average + (1 − polyak) · master. It starts as the initial weights, which the paper does not say (B.1.1
-    gives the factor alone); after n updates they weigh polyakⁿ, of 20,000 with factor 0.9999 that is 14 %.
+    polyak · average + (1 − polyak) · master. It starts as the initial weights: the paper (B.1.1) gives the factor and
+    does not say where the average starts. After n updates the initial weights still have the share polyakⁿ, which is
+    14 % after 20,000 updates with the factor 0.9999.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class FlatPlan:
 
 
 class ExactEngine(Engine):
-    """Has Engine's verbs with sums in the fixed order; `loss` is the last step's mean, summed like a gradient."""
+    """Does what Engine does, with sums in the fixed order; `loss` is the last step's mean, summed as gradients are."""
 
     def __init__(
         self,

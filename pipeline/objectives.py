@@ -18,6 +18,8 @@ from pipeline import config
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
 
+# b samples of a micro-batch, S image side
+
 # A purpose keeps one kind of draw apart from another that has the same seed, step and samples; masked prediction
 # has none.
 DROPOUT = 1

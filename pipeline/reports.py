@@ -15,7 +15,7 @@ from pipeline.start import Progress, Worker
 
 
 def report_training(worker: Worker, progress: Progress, rate: float) -> None:
-    """Write the log line and its record, of the steps since the one before; then begin the next window."""
+    """Write the log line and the record of the steps since the last report; then begin the next window."""
     cfg = worker.cfg
     window = worker.window
     window.stalled_s = worker.saver.stalled_s
@@ -62,7 +62,10 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
 
 
 def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | int]:
-    """Collective: {"accuracy": top-1, "judged": samples that could be read}; says how many could not."""
+    """Collective: return {"accuracy": top-1, "judged": samples that could be read}.
+
+    Rank 0 reports how many could not be read.
+    """
     samples = samples_of(worker, step, path)
     share_right, judged = accuracy(worker.engine.model, samples, worker.engine.dtype, worker.device)
     # A damaged set must not pass for a worse or better model: what could not be judged is said.

@@ -72,7 +72,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
     accumulation = worker.arithmetic.accumulation
     first_slot = worker.arithmetic.slots(worker.rank).start
     objective = OBJECTIVES[cfg.objective]
-    # The engine divides by accumulation × world; so weighted, the sum of all backwards is the mean of the batch.
+    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the
+    # mean over the batch, also where workers own different numbers of samples.
     loss_weight = worker.world * accumulation / cfg.batch_size
     # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
@@ -141,7 +142,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
             saver.finish()
         if cfg.evaluate_every and progress.step % cfg.evaluate_every == 0 and not is_last:
             evaluate(worker, progress)
-        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
+        # While steps are skipped nothing is saved: a commit would pass for progress since the run last went back.
         is_due = progress.step % cfg.save_every == 0 and health.skipped_in_a_row == 0
         if is_due or is_last or stopping:
             phases.enter("save", progress.step)

@@ -189,8 +189,9 @@ class TrainConfig:
 
 
 def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
-    """Return the architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
+    """Return the architecture that a `model:` section describes.
 
+    A section without a name holds only what it changes of `source`, the model of the weights that it starts from.
     Raises ConfigError with what the models package found.
     """
     options = dict(values)
@@ -229,7 +230,10 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
-    """Return the set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and its samples' order."""
+    """Return the set that is trained on and the order of its samples.
+
+    It is the sets of `cfg.data.sets()` joined to one, where the shards of `cfg.data.drop` are empty.
+    """
     # Before anything else: a dropped shard counts as empty, and the numbers of the others stay as they were.
     sets = without(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}

@@ -23,6 +23,8 @@ from pipeline.evaluation.probe import L2, linear_probe
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization.losses import hits
 
+# N samples, D features
+
 
 @dataclass(frozen=True)
 class ProbeConfig:
@@ -65,7 +67,7 @@ def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[E
             shard_name = samples.index.shards[shard_number].name
         phases.enter("evaluate", step, shard_name)
         yield next(batches)
-    # The last batch is done when its results are asked for: from here on it is not the last shard's fault.
+    # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
     phases.enter("evaluate", step)
 
 
@@ -74,7 +76,8 @@ def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[E
 
     Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
     """
-    # The mode holds between two batches too: the generator is paused inside `no_grad`, so the caller's loop needs none.
+    # Whether gradients are kept is the thread's mode, not this function's: while the generator is paused at a batch,
+    # the caller's forward pass keeps none either.
     training = model.training
     model.eval()
     try:

@@ -33,7 +33,7 @@ def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
 
 
 def solve(x: Tensor, y: Tensor, l2: float) -> Tensor:
-    """(N, D), (N, C) → (D, C): ridge regression through the smaller of the two Gram matrices' eigenvectors."""
+    """(N, D), (N, C) → (D, C): ridge regression, by the eigenvectors of the smaller of the two Gram matrices."""
     # Both forms give the same map; the smaller matrix is the cheaper one to decompose.
     fewer_rows = len(x) < x.shape[1]
     gram = x @ x.T if fewer_rows else x.T @ x

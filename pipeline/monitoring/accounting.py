@@ -31,7 +31,7 @@ class Account:
 
     @property
     def wall(self) -> float:
-        """Return the sum of all fields: every second is booked exactly once."""
+        """Return the seconds of all fields together."""
         return sum(asdict(self).values())
 
     @property

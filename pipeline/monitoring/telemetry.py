@@ -30,7 +30,8 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; which values i
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, which hold the newest record: one of 50 steps has about 3 KB
+# The newest record is looked for in so many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
+TAIL_BYTES = 1 << 20
 
 
 # ------------------------------------------------------------------------------------------------ numbers for people
@@ -89,7 +90,7 @@ def memory_gb() -> float:
     """Return the peak memory of this worker in GiB: the GPU's where there is one, resident memory otherwise."""
     import torch
 
-    # A run ends when memory is short at its highest point, so the peak is shown, not what is in use now.
+    # The peak and not what is in use now: the peak decides whether a run fits.
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource

@@ -28,10 +28,12 @@ from pathlib import Path
 
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
 WAITING = ("backward", "reduce", "save")  # phases with collectives: who is there may be waiting for the others
-DUMP_AT = 0.8  # of the time-out: each worker writes its stacks into its log before the driver ends it
+# At this share of the time-out a worker writes its stacks into its log: later the driver may have ended it already.
+DUMP_AT = 0.8
 LINE_BYTES = 256  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
-SLOW_LOOKS = 60  # looks of the driver (0.5 s each) in a row of which a slow worker must be alone behind in most
-SLOW_SHARE = 0.9  # that is "most"
+# A worker is slow when it was alone behind in this share of so many looks of the driver, which looks twice a second.
+SLOW_LOOKS = 60
+SLOW_SHARE = 0.9
 
 
 def phase_file(folder: Path, rank: int) -> Path:
@@ -91,7 +93,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is; the one that has entered fewer phases is behind."""
+    """Says where a worker is; of two workers the one that has entered fewer phases is behind."""
 
     entered: int  # phases so far
     phase: str
@@ -112,7 +114,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who holds up the worker group, and why."""
+    """Names the worker that holds up the worker group, and says why."""
 
     rank: int
     cause: str
@@ -242,7 +244,7 @@ class Watch:
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
 
-        It tells once for every `SLOW_LOOKS` looks, None between.
+        It answers once for every `SLOW_LOOKS` looks, and returns None in between.
         """
         if self.looks < SLOW_LOOKS:
             return None
