@@ -30,6 +30,7 @@ class Arithmetic:
 
     def slots(self, rank: int) -> range:
         """Return the contiguous slots of the global batch that a worker owns."""
+        # Rounded down at both ends: shares differ by one at most, and every slot has exactly one owner.
         first = rank * self.batch_size // self.world
         stop = (rank + 1) * self.batch_size // self.world
         return range(first, stop)
@@ -47,6 +48,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     )
     unit = cfg.micro_batch * world
     if cfg.batch_size % unit != 0 and not cfg.uneven:
+        # The message names sizes that work, so that nobody has to find them by trial.
         below = cfg.batch_size // unit * unit
         above = below + unit
         sizes = f"{below} or {above}" if below > 0 else f"{above}"
@@ -59,13 +61,17 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         not cfg.exact_parts or cfg.exact_parts % world == 0,
         f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
     )
+    # All workers take equally many micro-batches, since their collectives must pair up: the largest share counts.
     largest_share = math.ceil(cfg.batch_size / world)
     accumulation = math.ceil(largest_share / cfg.micro_batch)
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 
 
 def steps_of(cfg: TrainConfig, samples: int) -> int:
-    """Optimizer steps of the stage (big_vision utils.steps: passes · samples / batch, rounded); `data.drop` counts."""
+    """Return the optimizer steps of the stage: passes · samples / batch, rounded, as big_vision utils.steps does.
+
+    `samples` holds those of dropped shards too, so that a stage which drops a shard keeps its number of steps.
+    """
     if cfg.steps is not None:
         return cfg.steps
     assert cfg.passes is not None
@@ -93,8 +99,11 @@ def bytes_of_a_number(cfg: TrainConfig) -> int:
 
 
 def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
-    """Bytes a parameter that `exact_parts` holds at most: a micro-batch's gradient, its part's and, in fp32, one for
-    each level of the worker's subtree, and the optimizer's share."""
+    """Return the bytes of gradients that `exact_parts` holds at most for each parameter.
+
+    They are a micro-batch's gradient in the precision of computing and, in fp32, its part's sum, one sum for each level
+    of the worker's subtree, and the optimizer's share.
+    """
     levels = (cfg.exact_parts // world).bit_length() - 1
     sums = BYTES_FP32 * (1 + levels)
     optimizer_share = BYTES_FP32 / world
@@ -111,7 +120,8 @@ def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[i
     weights = float(bytes_of_a_number(cfg))
     gradients = float(BYTES_FP32)
     fp32_copies = len(STATE[cfg.optim.name])
-    if cfg.zero > 0:  # at stage 0 the weights are the masters
+    # At stage 0 the weights themselves are the masters.
+    if cfg.zero > 0:
         fp32_copies += 1
     if cfg.polyak:
         fp32_copies += 1
@@ -119,7 +129,8 @@ def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[i
 
     if cfg.zero >= 3:
         weights /= world
-    if cfg.exact_parts:  # whole gradients on every worker, whatever the stage
+    # Exact mode keeps whole gradients on every worker, whatever the stage.
+    if cfg.exact_parts:
         gradients = exact_gradient_bytes(cfg, world)
     elif cfg.zero >= 2:
         gradients /= world
@@ -127,11 +138,13 @@ def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[i
         state /= world
     states = round(models.parameters_of(model) * (weights + gradients + state))
 
-    if not isinstance(model, models.ViTConfig):  # a ResNet; activations are counted for transformers alone
+    # Activations of a ResNet are not known: the count is of a transformer's block.
+    if not isinstance(model, models.ViTConfig):
         return states, 0
     whole, recomputed = block_activation_bytes(model, bytes_of_a_number(cfg))
     recomputed_count = min(recomputed_blocks(cfg, model), model.depth)
     per_image = (model.depth - recomputed_count) * whole + recomputed_count * recomputed
-    if recomputed_count > 0:  # one block at a time comes back whole in the backward pass
+    # In the backward pass one recomputed block at a time has all its activations again.
+    if recomputed_count > 0:
         per_image += whole
     return states, cfg.micro_batch * per_image

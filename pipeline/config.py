@@ -61,6 +61,7 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
+    # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
     for override in overrides:
         require(
             "=" in override,
@@ -141,6 +142,7 @@ def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: 
             continue
         path = f"{where}.{name}"
         require(isinstance(value, Mapping), f"{path} is {value!r}, expected a section of {inner.__name__} fields")
+        # Under `mixture` the keys are names that the user chose, and only what stands below them can be wrong.
         if not is_named(hints[name]):
             _check_names(inner, value, path)
             continue
@@ -185,6 +187,7 @@ def plain(config: ConfigDataclass) -> dict[str, object]:
 
 def digest(value: object) -> str:
     """Return the sha256 of a JSON-able value, independent of key order."""
+    # Sorted, because two recipes that write the same keys in another order are one stage.
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -201,6 +204,7 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         sections = _sections(field.name, value)
         for path, section in sections.items():
             values |= tagged(section, tag, f"{prefix}{path}.", own)
+        # An empty mapping holds no section and stands for itself; a later entry in it is a change.
         if not sections and own == tag:
             values[prefix + field.name] = value
     return _as_json(values)
@@ -221,12 +225,14 @@ def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
 
 def _as_json(values: object) -> dict[str, Any]:
     """Return what is left of `values` after a trip through JSON: tuples are lists, paths are texts."""
+    # A manifest is read back from JSON: without the trip a tuple would differ from its own list at every resume.
     return json.loads(json.dumps(values, default=str))
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Return "key: old → new" for every key whose value differs, the keys of `old` first."""
     changes = []
+    # A dict keeps the order of keys; a set of them would print the differences in another order each time.
     for key in {**old, **new}:
         before = old.get(key)
         after = new.get(key)

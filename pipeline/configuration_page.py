@@ -70,6 +70,7 @@ class Section:
 def meanings(kind: Kind) -> dict[str, str]:
     """Return {field: the comment that explains it}, inherited fields included; "" where there is none."""
     texts: dict[str, str] = {}
+    # Parents first, so that what a class says itself replaces what it inherits.
     for parent in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(parent):
             continue
@@ -81,6 +82,7 @@ def meanings(kind: Kind) -> dict[str, str]:
 
 def comments_of(kind: Kind) -> dict[str, str]:
     """Return the comments of the fields that the class itself declares."""
+    # From the source, because Python forgets comments; an indented class alone would not parse.
     source = textwrap.dedent(inspect.getsource(kind))
     beside, above = comments_by_line(source)
     definition = ast.parse(source).body[0]
@@ -91,6 +93,7 @@ def comments_of(kind: Kind) -> dict[str, str]:
             continue
         lines_above: list[str] = []
         line = node.lineno - 1
+        # Upwards until a line that is no comment: a blank line or code ends what belongs to this field.
         while line in above:
             lines_above.insert(0, above[line])
             line -= 1
@@ -166,6 +169,7 @@ def sections_of(
         else:
             assert dataclasses.is_dataclass(default) and not isinstance(default, type)
             keys.append(Key(name, "see below", "section", resume, meaning))
+            # Inner tables come after this one: a reader meets the section's row before its keys.
             inside.append(sections_of(inner, default, f"{name}.", resume))
     yield Section(prefix.rstrip("."), docstring(kind), keys)
     for sections in inside:
@@ -192,6 +196,7 @@ def flow_yaml(value: object) -> str:
     """Return a value as YAML on one line."""
     if value is None:
         return "null"
+    # Before numbers: a bool is an int to Python, and YAML writes it in small letters.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -251,6 +256,7 @@ def page(introduction: str, cluster: Kind, stages: Kinds) -> str:
     shown: dict[Kind, str] = {}
     for name, (kind, defaults) in stages.items():
         lines += [f"## Stage `{name}`", ""]
+        # Two kinds of stages may share a class; a second table of the same keys would hide the defaults that differ.
         if kind in shown:
             lines += same_keys_lines(shown[kind], stages[shown[kind]], (kind, defaults))
             continue
@@ -283,7 +289,7 @@ def table(keys: list[Key]) -> list[str]:
 def same_keys_lines(
     name: str, shown: tuple[Kind, ConfigDataclass | None], other: tuple[Kind, ConfigDataclass | None]
 ) -> list[str]:
-    """Return what a kind of stage has other defaults for than another kind with the same config."""
+    """Return the lines about a kind of stage whose config is that of the kind `name`: the defaults that differ."""
     before = all_keys(*shown)
     changed = [key for key, old in zip(all_keys(*other), before, strict=True) if key.default != old.default]
     return [f"It has the keys of `{name}`, with other defaults for these:", "", *table(changed), ""]

@@ -45,13 +45,16 @@ class Fragment:
 def join_group(timeout_s: float) -> torch.device:
     """Join (or adopt) the process group and return this worker's device; NCCL on GPUs, gloo otherwise.
 
-    The time-out holds for every later group too: DeepSpeed makes groups of its own and forgets it.
+    The time-out holds for every later group too: DeepSpeed makes groups of its own and does not pass it on.
     """
+    # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # JIT-builds for minutes, never used, leaks /dev/shm
+    # On CPUs DeepSpeed compiles this operator at start (81 CPU-seconds) and never uses it. A build that was killed
+    # leaves a lock on which every later run hangs; one that loads leaves 69 MB a worker behind in /dev/shm.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -59,8 +62,10 @@ def join_group(timeout_s: float) -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
+    # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
     timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():  # Ray has made the group already
+    # Under Ray Train the group is there already; plain processes make it here.
+    if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout)
     give_later_groups_the_timeout(timeout)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
@@ -90,15 +95,20 @@ def deepspeed_config(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
         "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,  # SGD with momentum
+        # DeepSpeed refuses torch's SGD under ZeRO without this.
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": zero},
     }
     if zero == 3:
-        # The default replaces torch's linear for the whole process and changes later models' bf16 numerics.
+        # The default replaces torch's linear function for the whole process, even after the engine is closed, and
+        # changes the bf16 results of models that come later.
         ours["zero_optimization"]["memory_efficient_linear"] = False
     if precision == "bf16":
+        # Without the check DeepSpeed does not skip a step of bf16 whose gradient is not finite.
         ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        if zero > 1:  # at stage 1 this selects another optimizer class, without fragments: bf16 accumulation there
+        # At stage 1 this setting selects another optimizer class, which has no fragments; so there bf16 gradients are
+        # accumulated in bf16.
+        if zero > 1:
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
@@ -131,8 +141,9 @@ class Engine:
     """A model under DeepSpeed ZeRO with an optimizer whose masters and moments are fp32.
 
     With `polyak` > 0 also an fp32 "average" of the masters: after each applied update it becomes
-    polyak · average + (1 − polyak) · master. It starts as the initial weights, which the paper does not say (B.1.1
-    gives the factor alone); after n updates they weigh polyakⁿ, of 20,000 with factor 0.9999 that is 14 %.
+    polyak · average + (1 − polyak) · master. It starts as the initial weights: the paper (B.1.1) gives the factor and
+    does not say where the average starts. After n updates the initial weights still have the share polyakⁿ, which is
+    14 % after 20,000 updates with the factor 0.9999.
     """
 
     def __init__(
@@ -153,12 +164,14 @@ class Engine:
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
         self.sizes: dict[str, int] = {}  # elements of every parameter
-        masters: dict[str, Tensor] = {}  # before DeepSpeed rounds them
+        # DeepSpeed rounds the weights in place to bf16, so the fp32 values are copied before it sees the model.
+        masters: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             self.sizes[name] = p.numel()
             if is_bf16:
                 masters[name] = p.detach().clone().flatten()
 
+        # A plain torch optimizer: those of DeepSpeed compile at first use, FusedAdam for 145 CPU-seconds.
         optimizer = build_optimizer(model, decayed, optim)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
@@ -190,7 +203,8 @@ class Engine:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _start_state(self) -> None:
-        """Allocate the state now, so that a checkpoint of step 0 and a resume find it."""
+        """Allocate the optimizer's state before its first update."""
+        # Torch makes an optimizer's state at its first update; a checkpoint of step 0 and a resume need it earlier.
         inner = self._optimizer
         for flat in self._flats:
             state = inner.state[flat]
@@ -198,10 +212,13 @@ class Engine:
                 state[name] = torch.zeros_like(flat)
             if self.polyak:
                 state["average"].copy_(flat.detach())
-            if "exp_avg" in self.state_names:  # Adam counts its updates; torch's fused kernel on the device
+            # Adam counts its updates in a tensor. Torch's fused kernel wants it on the device, the others on the CPU.
+            if "exp_avg" in self.state_names:
                 device = flat.device if inner.defaults.get("fused") else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        if self.zero in (1, 2):  # DeepSpeed links parameters to their state lazily, once; it must be to this state
+        # DeepSpeed links parameters to their state once, when it is first asked. With several parameter groups its own
+        # accessor fails without this, so the link is made anew, to the state above.
+        if self.zero in (1, 2):
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -212,10 +229,12 @@ class Engine:
     def end_micro_batch(self, rate: float) -> None:
         """Close a micro-batch; at the last of an accumulation the optimizer steps with this learning rate."""
         self._set_rate(rate)
-        is_stepping = self.engine.is_gradient_accumulation_boundary()  # asked before the step, which moves it
+        # Asked before the step, because the step moves on to the next micro-batch.
+        is_stepping = self.engine.is_gradient_accumulation_boundary()
         if self.zero == 0 and is_stepping:
             self._guard_stage_0()
         self.engine.step()
+        # A skipped step is no update: it must not pull the average towards the masters once more.
         if self.polyak and is_stepping and math.isfinite(self.gradient_norm()):
             self._average()
 
@@ -243,11 +262,12 @@ class Engine:
             average = self._optimizer.state[flat]["average"]
             master = flat.detach().clone()
             flat.copy_(average)
+            # The masters wait in the average's place; the second swap brings both back to the bit.
             average.copy_(master)
         self._refresh()
 
     def _guard_stage_0(self) -> None:
-        """ZeRO 1–3 skip a non-finite step themselves; at stage 0 dropping the gradients makes it a no-op."""
+        """At stage 0, make a step with a non-finite gradient do nothing, as ZeRO 1–3 do; clip the others."""
         parameters: list[nn.Parameter] = []
         gradients: list[Tensor] = []
         for p in self.model.parameters():
@@ -256,6 +276,7 @@ class Engine:
                 gradients.append(p.grad)
         self._norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(self._norm):
+            # A parameter without a gradient is passed over by the optimizer: neither weights nor moments change.
             for p in parameters:
                 p.grad = None
         elif self.clip:
@@ -274,9 +295,9 @@ class Engine:
         return float(norm)
 
     def fragments(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
-        """Iterate views of the fp32 masters and state that this worker owns, each element owned by exactly one worker.
+        """Iterate views of the fp32 masters and state that this worker owns; every element has exactly one owner.
 
-        `kinds` are "master" and names of states; all, where none is named.
+        `kinds` are "master" and names of states; all of them, where none is named.
         """
         kinds = kinds or ("master", *self.state_names)
         cut = self._part_of_a_replica
@@ -286,6 +307,7 @@ class Engine:
             cut = self._part_of_a_partition
         for name, p in self.model.named_parameters():
             start, views = cut(p, kinds)
+            # A worker may own nothing of a small parameter; an empty fragment would only be an empty entry in its file.
             if views and views[kinds[0]].numel():
                 yield Fragment(name, start, views)
 
@@ -350,11 +372,13 @@ class Engine:
             yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds})
 
     def _refresh_stage_3(self) -> None:
+        # DeepSpeed copies masters to the weights only in its own step; after a restore we do what that step does.
         zero_3 = self.engine.optimizer
         for group, flat in enumerate(zero_3.fp32_partitioned_groups_flat):
             zero_3.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
             zero_3._unflatten_partitioned_parameters(group)
-        # Parameters gathered before, and the small ones that are never partitioned, still have the old values.
+        # Parameters gathered before, and the small ones that are never partitioned, still have the old values, and the
+        # next forward pass would compute with them.
         self.engine.empty_partition_cache()
         if zero_3.persistent_parameters:
             zero_3.persistent_parameters[0].all_gather(zero_3.persistent_parameters)

@@ -36,6 +36,7 @@ def swap(give: Tensor, take: Tensor, peer: int) -> None:
     """Send `give` to a worker while `take` is filled with what it sends."""
     sending = dist.P2POp(dist.isend, give, peer)
     receiving = dist.P2POp(dist.irecv, take, peer)
+    # Both at once: two workers that each send first and receive afterwards would wait for each other.
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
 
@@ -53,6 +54,7 @@ def tree_sum(flat: Tensor) -> None:
     # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of what is left.
     span = flat
     for level in range(levels):
+        # Both peers cut alike, also where the length is odd: the first half is the longer one.
         low, high = span.tensor_split(2)
         if rank >> level & 1:
             kept, sent = high, low
@@ -78,7 +80,7 @@ class FlatPlan:
 
 
 class ExactEngine(Engine):
-    """Has Engine's verbs with sums in the fixed order; `loss` is the last step's mean, summed like a gradient."""
+    """Does what Engine does, with sums in the fixed order; `loss` is the last step's mean, summed as gradients are."""
 
     def __init__(
         self,
@@ -97,7 +99,8 @@ class ExactEngine(Engine):
         assert parts % world == 0 and self.micro_batches % parts == 0, (parts, self.micro_batches)
         self.part_length = self.micro_batches // parts  # micro-batches
         self.parts_here = parts // world
-        self.forward = self.model  # past DeepSpeed's hooks on the output, which start its own reduction
+        # Past DeepSpeed's hooks on the output, which start its own reduction, whose order depends on the world size.
+        self.forward = self.model
         self.loss = 0.0
         self._spans = [*self.sizes.values(), 1]  # of the flat vector: the gradient of every parameter, the loss
         self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
@@ -129,9 +132,12 @@ class ExactEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` / (accumulation × world) to that of its part."""
+        # Divided by a number that is the same at every world size.
         loss = loss / self.micro_batches
+        # Not `backward`: that would run DeepSpeed's hooks. A parameter that is not used gets zeros: places stay.
         gradients = torch.autograd.grad(loss, list(self.model.parameters()), materialize_grads=True)
         if self._part is None:
+            # fp32 also where weights are bf16: sums of many small numbers lose their last bits in bf16.
             self._part = torch.zeros(sum(self._spans), device=loss.device)
         # The loss travels behind the gradient, so that its mean over the batch is summed in the same order.
         addends = [*gradients, loss.detach()]
@@ -164,12 +170,15 @@ class ExactEngine(Engine):
     @torch.no_grad()
     def _step(self, rate: float) -> None:
         """Sum over workers, clip, update; a gradient that is not finite touches nothing, on any worker."""
+        # A power of two of parts leaves exactly one sum; more would be a bug in the carries.
         (total,) = self._sums
         self._sums = []
         tree_sum(total)
         gradient = total[:-1]
         self.loss = float(total[-1])
+        # Of the whole gradient, on every worker alike: a sum over partitions would depend on where they are cut.
         self._norm = float(torch.linalg.vector_norm(gradient))
+        # All workers hold the same bits, so all of them skip the step together, without asking one another.
         if not math.isfinite(self._norm):
             return
         if self.clip:
@@ -209,15 +218,20 @@ class ExactEngine(Engine):
 
 def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
     """Collective: measure how long a sum over the workers takes once all have come to it."""
+    # Without it the time would hold how much later the slowest worker came.
     dist.barrier()
     began = time.monotonic()
     add_up(flat)
-    float(flat[0])  # waits for the device
+    # A GPU works on after the call has returned: reading an element waits for it.
+    float(flat[0])
     return time.monotonic() - began
 
 
 def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
-    """Collective: measure and say it, and what the bits depend on that has changed since the attempt before."""
+    """Collective: measure and report the price of the exact sum.
+
+    Reports too what has changed since the attempt before, of the conditions that the bits depend on.
+    """
     tree_s, plain_s = engine.price()
     if dist.get_rank() != 0:
         return
@@ -228,7 +242,8 @@ def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step:
         f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
     )
     now = conditions()
-    earlier = read_metrics(telemetry.directory, "exact")  # of the attempts before this one
+    # Read before this attempt's own record is written.
+    earlier = read_metrics(telemetry.directory, "exact")
     telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
     if not earlier:
         return
@@ -240,6 +255,7 @@ def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step:
 
 def conditions() -> dict[str, int | str]:
     """Return what the last bits of a gradient depend on beside the config."""
+    # With 2 threads instead of 1, 20,218,211 of the 21,669,514 gradient elements of S/16 differed (docs/exact.md).
     processor = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
         processor = torch.cuda.get_device_name()

@@ -80,7 +80,8 @@ class Health:
         alike, after `max_skipped` non-finite steps in a row.
         """
         limit = self.spike_limit()
-        is_spike = not norm <= limit  # NaN is one too
+        # Not `norm > limit`: that is false for NaN, which is a spike too.
+        is_spike = not norm <= limit
         # A stretch of spikes is one event: its first step is reported, the others belong to it.
         is_first = not self.recent or self.recent[-1].grad_norm <= limit
         self.recent.append(StepRecord(step, loss, norm, ledger[:12]))
@@ -90,7 +91,8 @@ class Health:
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return
-        # The engine has already left the weights alone; here we count, and give up in time.
+        # The engine has already left the weights alone; here we count, and give up in time. All workers see the same
+        # norm, so all of them raise at the same step and none is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.say(
             f"step {step}: gradient not finite, step skipped, weights unchanged; "
@@ -101,14 +103,17 @@ class Health:
 
     def spike_limit(self) -> float:
         """Return the norm above which a step is a spike; the largest float until enough norms are known."""
+        # A median, because the spikes themselves are among the recent norms and would lift a mean.
         finite_norms = [record.grad_norm for record in self.recent if math.isfinite(record.grad_norm)]
         if len(finite_norms) < SPIKE_AFTER:
-            return sys.float_info.max  # JSON has no infinity
+            # Not infinity: the limit is written into metrics.jsonl, and JSON has no infinity.
+            return sys.float_info.max
         return SPIKE * statistics.median(finite_norms)
 
     def report_spike(self, step: int, norm: float, limit: float, ids: list[list[int]]) -> None:
         """Record the step with the recent ones, and name the command that shows its batch."""
         usual = "" if limit == sys.float_info.max else f", usual is up to {limit:.3g}"
+        # Whole records of the steps before it: the run may go back to a commit that is older than they are.
         self.telemetry.report(
             "spike",
             {
@@ -126,7 +131,7 @@ class Health:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
         last_committed = newest_committed_step(self.checkpoints)
         happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
-        # Going back a second time helps only where something was committed since the first.
+        # Where nothing was committed since the run went back, it would go back to the same step and fail once more.
         if self.left_out and last_committed <= self.left_out[-1].stop:
             stretch = self.left_out[-1]
             raise Diverged(
@@ -134,8 +139,10 @@ class Health:
                 f"  the last good weights are in {self.checkpoints}\n"
                 "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
             )
+        # The earlier stretches stay in the file: a run that falls back behind them must leave them out again.
         if dist.get_rank() == 0:
             write_left_out(self.directory, [*self.left_out, range(last_committed, step)])
+        # The file must be there before any worker's error reaches the driver, which then starts the next attempt.
         dist.barrier()
         raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are left out")
 
@@ -151,6 +158,7 @@ class Health:
     def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:
         """Raise DataError when more of the samples seen were bad than a healthy set can have."""
         allowed = self.cfg.data.max_bad_fraction
+        # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
         if bad > allowed * max(seen, BAD_GRACE):
             raise DataError(
                 f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows\n"
@@ -160,6 +168,7 @@ class Health:
 
 def read_left_out(directory: Path) -> list[range]:
     """Collective: return what rank 0 reads of the file; nothing where there is none."""
+    # Rank 0 reads for all: on shared storage another node may not see the file yet, and would train other steps.
     path = directory / LEFT_OUT
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():

@@ -18,7 +18,11 @@ from pipeline import config
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
 
-DROPOUT = 1  # keeps dropout's draws apart from those of masked prediction
+# b samples of a micro-batch, S image side
+
+# A purpose keeps one kind of draw apart from another that has the same seed, step and samples; masked prediction
+# has none.
+DROPOUT = 1
 
 Objective = Callable[[Worker, int, Tensor, Batch], Tensor]
 
@@ -28,9 +32,12 @@ def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch)
     cfg = worker.cfg
     labels = batch.labels.to(worker.device)
     targets = dense_targets(labels, worker.model_config.classes, cfg.label_smoothing)
+    # Seeded by the step alone, so that all micro-batches of a step blend with the same share; the partner is the
+    # neighbour within the micro-batch, as in the original it is the neighbour on the same device.
     if cfg.mixup:
         images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, step))
     logits = worker.engine.forward(images)
+    # A sum, not a mean: where workers own one sample more or less, a mean of means would weight samples unequally.
     return LOSSES[cfg.loss](logits, targets).sum()
 
 
@@ -53,4 +60,5 @@ OBJECTIVES: dict[str, Objective] = {
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
     """Derive the seed of a micro-batch's draws from the recipe's seed, the step, its sample ids and the purpose."""
+    # 15 hex digits are 60 bits, which fit the 64-bit seeds of torch's generators.
     return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)

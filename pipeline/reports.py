@@ -15,11 +15,12 @@ from pipeline.start import Progress, Worker
 
 
 def report_training(worker: Worker, progress: Progress, rate: float) -> None:
-    """Write the log line and its record, of the steps since the one before; then begin the next window."""
+    """Write the log line and the record of the steps since the last report; then begin the next window."""
     cfg = worker.cfg
     window = worker.window
     window.stalled_s = worker.saver.stalled_s
     samples = cfg.batch_size * len(window.losses)
+    # The FLOPs of the algorithm, as published: blocks that are computed again in the backward pass do not count twice.
     flops = models.training_flops(worker.model_config, 1) * samples / worker.world
     values = {
         "step": progress.step,
@@ -33,6 +34,7 @@ def report_training(worker: Worker, progress: Progress, rate: float) -> None:
         "ledger": progress.ledger.hex,
     }
     worker.telemetry.report("train", values, log_line(values))
+    # The next window begins behind the writing of this report, and the time of saves is booked in one window only.
     window.clear()
     worker.saver.stalled_s = 0.0
 
@@ -46,6 +48,7 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
         values |= measure_accuracy(worker, progress.step, job.evaluate)
     if job.probe_train and job.probe_test:
         values |= measure_few_shot(worker, progress.step, job.probe_train, job.probe_test)
+    # Counts such as "judged" go to the record; checkpoints and results keep the measures, which are all floats.
     if values and worker.rank == 0:
         progress.last_metrics = {name: value for name, value in values.items() if isinstance(value, float)}
         shown = []
@@ -54,13 +57,18 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
                 shown.append(f"{name} {value:.4f}")
         line = f"evaluate step {progress.step}  {'  '.join(shown)}{remark}"
         worker.telemetry.report("evaluate", {"step": progress.step, **values}, line)
+    # Noted apart from training, whose images per second an evaluation would seem to slow down.
     worker.window.evaluated_s += time.monotonic() - began
 
 
 def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | int]:
-    """Collective: {"accuracy": top-1, "judged": samples that could be read}; says how many could not."""
+    """Collective: return {"accuracy": top-1, "judged": samples that could be read}.
+
+    Rank 0 reports how many could not be read.
+    """
     samples = samples_of(worker, step, path)
     share_right, judged = accuracy(worker.engine.model, samples, worker.engine.dtype, worker.device)
+    # A damaged set must not pass for a worse or better model: what could not be judged is said.
     unreadable = worker.sets[path].samples - judged
     if unreadable and worker.rank == 0:
         worker.telemetry.say(f"evaluate: {unreadable} bad samples of {path} count neither way; see `jobs data check`")
@@ -73,6 +81,7 @@ def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[s
     dtype = worker.engine.dtype
     train_features = features(model, samples_of(worker, step, train), dtype, worker.device)
     test_features = features(model, samples_of(worker, step, test), dtype, worker.device)
+    # The others wait here while rank 0 solves, so that the watchdog takes rank 0 for the one that they wait for.
     with worker.phases.led("probe", step, worker.rank == 0):
         if worker.rank != 0:
             return {}
@@ -84,7 +93,9 @@ def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch
     data = worker.cfg.data
     samples = EvaluationSet(
         worker.sets[path],
+        # big_vision's few-shot evaluation squashes an image to a square (SPEC 2.5); a recipe names other ops.
         data.preprocess or f"resize({worker.model_config.image_size})",
+        # Training fitted this many images in memory, so evaluation, which keeps no activations, does too.
         batch_size=worker.cfg.micro_batch,
         rank=worker.rank,
         world=worker.world,

@@ -58,12 +58,12 @@ class Job:
 
     @property
     def attempt_folder(self) -> Path:
-        """What this attempt's workers leave behind: their places, ends and logs."""
+        """Return the folder of what this attempt's workers leave behind: their places, ends and logs."""
         return Path(self.directory) / "attempts" / f"attempt-{self.attempt:06d}"
 
     @property
     def stop_file(self) -> Path:
-        """Appears when the driver wants the worker group to commit and end."""
+        """Return the file that appears when the driver wants the worker group to commit and end."""
         return self.attempt_folder / "stop"
 
     def set_paths(self) -> set[str]:
@@ -123,6 +123,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     sets = {path: load_index(path) for path in job.set_paths()}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
+    # The batch does not depend on the world; how it is shared does, and the world may be another one in every attempt.
     arithmetic = batch_arithmetic(cfg, world)
     model_config: ModelConfig = models.from_dict(job.model)
     check_model(cfg, job, model_config, sets)
@@ -150,6 +151,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         sets=sets,
         index=index,
         order=order,
+        # Samples of dropped shards count too: a run that does without a shard keeps its number of steps.
         steps=steps_of(cfg, sum(training_set.samples for training_set in training_sets)),
         arithmetic=arithmetic,
         model_config=model_config,
@@ -158,25 +160,33 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         health=Health(cfg, directory, saver.folder, telemetry),
     )
 
+    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with phases.led("restore", 0, rank == 0):
         manifest = checkpoint.restore(engine, saver.folder, job.attempt, telemetry.say)
     if manifest is None:
         progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
     else:
+        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
         check_stage(cfg, job, manifest, saver.folder)
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
+        # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
     say_how_it_starts(worker, progress, manifest)
     if isinstance(engine, ExactEngine):
+        # Measured in every attempt, because the nodes and the links between them may be others now.
         say_price(engine, cfg, telemetry, progress.step)
     return worker, progress
 
 
 def check_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, sets: dict[str, Index]) -> None:
-    """Raise DataError where a set has labels that the head has no output for; training images are square."""
+    """Raise DataError where a set has labels that the head has no output for.
+
+    Raises ConfigError where the model's images are not square, since training crops are.
+    """
     height, width = model_config.image_size
     config.require(height == width, f"image_size is {height}×{width}: training crops are square")
-    if cfg.objective == "masked":  # labels are not used
+    # Masked prediction reads labels and does not use them.
+    if cfg.objective == "masked":
         return
     labelled = [*job.train]
     if job.evaluate:
@@ -192,6 +202,8 @@ def check_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, sets: dic
 
 def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
     """Return the network with random weights from the seed or those of `init`, recomputed and compiled as asked."""
+    # Every worker draws the same weights from the same seed; with a generator of its own the draw does not depend on
+    # what was drawn before.
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
     if job.init:
         stored_weights, stored_config = models.load_weights(job.init)
@@ -203,6 +215,7 @@ def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry
             f"parameters of init: {len(report.kept)} kept, {len(report.resized)} resized, {len(report.new)} new, "
             f"{len(report.dropped)} dropped",
         )
+    # Neither changes a shape or a name: checkpoints and weights are the same with and without them.
     model.recomputed_blocks = recomputed_blocks(cfg, model_config)
     if cfg.compile:
         models.compile_blocks(model)
@@ -229,6 +242,7 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folde
     """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return
+    # The key covers the stage's inputs too, so it can differ where no key of the config does.
     changed = "; ".join(config.differences(manifest.config, config.tagged(cfg, "forbid"))) or "its inputs"
     raise CheckpointError(
         f"the newest checkpoint in {folder} is of stage key {manifest.key[:8]}, not "
@@ -253,7 +267,9 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
         "step": progress.step,
         "text": text,
         "world": worker.world,
+        # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
+        # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
         "drop": cfg.data.drop,
     }
     worker.telemetry.report("start", record)
@@ -267,6 +283,7 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
 
 def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | None) -> str:
     """Return the words for which of the three ways of starting it is."""
+    # The order is that of the list at the top of this file; what loses is named, so that nobody looks for its effect.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
         return (

@@ -138,6 +138,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
+        # Measured: DeepSpeed takes an Adam step while it is built there, and the weights go another way from then on.
         is_phantom = self.zero == 0 and self.precision == "bf16"
         require(
             not is_phantom,
@@ -173,6 +174,7 @@ class TrainConfig:
         require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
         if parts == 0:
             return
+        # A part is made of whole micro-batches: a micro-batch has one gradient, which two parts cannot share.
         unit = parts * self.micro_batch
         require(
             self.batch_size % unit == 0 and not self.uneven,
@@ -187,14 +189,16 @@ class TrainConfig:
 
 
 def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
-    """Return the architecture of a `model:` section: named, or what it changes of `source`, the weights it starts from.
+    """Return the architecture that a `model:` section describes.
 
+    A section without a name holds only what it changes of `source`, the model of the weights that it starts from.
     Raises ConfigError with what the models package found.
     """
     options = dict(values)
     try:
         if "name" not in options and source is not None:
             return models.from_dict({**models.to_dict(source), **options})
+        # A masked model has no head, whatever number of classes the set has.
         if str(options.get("name")).startswith("Masked-"):
             options["classes"] = 0
         name = options.pop("name")
@@ -214,6 +218,7 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     """
     is_masked = cfg.objective == "masked"
     if isinstance(source, MaskedConfig) and not is_masked:
+        # What predicts patches is no part of a classifier; the ViT inside goes on with its own config.
         source = source.vit
     model = model_config(cfg.model, source)
     require(
@@ -225,7 +230,11 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
-    """Return the set that is trained on, `cfg.data.sets()` as one without `cfg.data.drop`, and its samples' order."""
+    """Return the set that is trained on and the order of its samples.
+
+    It is the sets of `cfg.data.sets()` joined to one, where the shards of `cfg.data.drop` are empty.
+    """
+    # Before anything else: a dropped shard counts as empty, and the numbers of the others stay as they were.
     sets = without(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
     # What the recipe leaves open has its default in data.Order, which depends on the batch size.

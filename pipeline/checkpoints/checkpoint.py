@@ -42,7 +42,8 @@ from pipeline.engine import Engine
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
 NAME = re.compile(r"step-\d{10}(-\d{6})?")  # of a committed checkpoint
-UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}  # this file is bad; any other error: the storage is
+# With these errors the file itself is bad; any other error means the storage is, and no checkpoint is to blame.
+UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
 
 
 class FileRecord(TypedDict):
@@ -89,10 +90,11 @@ def newest_attempt(directory: Path) -> int:
 
 
 def committed(folder: Path) -> list[Path]:
-    """List the checkpoints that were renamed into place, newest step first, then attempt (by name, never by time).
+    """List the checkpoints that were renamed into place, newest step first, and of one step the later attempt first.
 
-    Folders of other names, copies that somebody made say, are none.
+    A folder of any other name, such as a copy that somebody made, is no checkpoint.
     """
+    # By name, never by time: clocks of nodes differ, and a copy of a run has times of its own.
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), reverse=True)
 
 
@@ -124,9 +126,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         text = path.read_text()
         body = json.loads(text)["body"]
+        # The whole text is compared, not the digest alone: a change outside the body would pass otherwise.
         if text != sealed_text(body):
             raise CheckpointError(f"{path} does not match its own digest")
         values = json.loads(body)
+        # Refused before the fields are read, which a newer schema may have renamed; and never passed over for an older
+        # checkpoint, because that would throw away progress.
         if values["schema"] > SCHEMA:
             raise NewerSchema(
                 f"{checkpoint} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
@@ -137,6 +142,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise unreadable(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is torn or not a manifest") from None
+    # A folder that was renamed by hand would be loaded as another step than its weights are of.
     if checkpoint.name.startswith("step-") and step_of(checkpoint) != manifest.step:
         raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(checkpoint)}")
     return manifest
@@ -156,6 +162,7 @@ def verify(checkpoint: Path) -> Manifest:
     """
     manifest = read_manifest(checkpoint)
     expected = set(manifest.files)
+    # A file too many is refused like one too few: it is not what was committed.
     present = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
     if present != expected:
         missing = sorted(expected - present)
@@ -163,15 +170,17 @@ def verify(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
         verify_file(checkpoint / name, record)
-    # The headers too: a digest made over a pickle does not make it a checkpoint.
+    # The headers too: a digest may be right for a file that never was a checkpoint, such as a pickle.
     Reader(checkpoint, manifest.files)
     return manifest
 
 
 def verify_file(path: Path, expected: FileRecord) -> None:
     """Raise CheckpointError unless the file has the size and digest that the manifest gives it."""
-    if not path.is_file():  # a pipe would keep us waiting for ever
+    # To read from a pipe would be to wait for ever.
+    if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
+    # The size first: a truncated file is found without reading gigabytes of it.
     size = path.stat().st_size
     if size != expected["bytes"]:
         raise CheckpointError(f"{path}: {size} bytes, the manifest says {expected['bytes']}")
@@ -194,6 +203,7 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
     is written. Raises CheckpointError where the storage fails, where a checkpoint is of a newer schema, and where
     all are bad: to start from nothing again is a person's decision.
     """
+    # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run.
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     checkpoints = committed(folder)
@@ -204,6 +214,7 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
             except NewerSchema:
                 raise
             except CheckpointError as error:
+                # Renamed, not deleted: a person may still want to read it, and no later attempt tries it again.
                 aside = folder / f"bad-{checkpoint.name.removeprefix('step-')}-{attempt:06d}"
                 os.rename(checkpoint, aside)
                 say(f"checkpoint refused: {error}; kept as {aside.name}, trying the one before it")
@@ -249,6 +260,7 @@ class Reader:
         handle = safetensors.safe_open(checkpoint / file, "pt")
         self.handles[file] = handle
         for key in handle.keys():  # noqa: SIM118 (not a mapping)
+            # From the right: a parameter's name may hold the separator, the other two cannot.
             name, kind, start = key.rsplit("|", 2)
             count = handle.get_slice(key).get_shape()[0]
             self.pieces.setdefault((name, kind), []).append(Piece(int(start), count, file, key))
@@ -258,6 +270,7 @@ class Reader:
 
         Raises CheckpointError where the checkpoint holds no such parameter or not all of the range.
         """
+        # The range may lie across files of several workers, wherever the world that saved it made its cuts.
         wanted = torch.empty(count)
         filled = 0
         for piece in self.pieces.get((name, kind), ()):
@@ -267,6 +280,7 @@ class Reader:
                 stored = self.handles[piece.file].get_slice(piece.key)
                 wanted[first - start : stop - start] = stored[first - piece.start : stop - piece.start]
                 filled += stop - first
+        # What is missing would be memory that was never set: weights of noise, and no error.
         if filled != count:
             raise CheckpointError(
                 f"the checkpoint holds {filled} of {count} elements of {name} ({kind}); it belongs to another model"
@@ -283,6 +297,7 @@ def restore(engine: Engine, folder: Path, attempt: int, say: Callable[[str], Non
 
     Raises CheckpointError on every worker alike, with what `choose` found on rank 0.
     """
+    # The decision comes before DeepSpeed is touched: no worker may find out half-way that the rest cannot be read.
     decision: list[tuple[Path, Manifest] | CheckpointError | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -297,6 +312,7 @@ def restore(engine: Engine, folder: Path, attempt: int, say: Callable[[str], Non
         raise chosen
     checkpoint, manifest = chosen
     engine.restore(Reader(checkpoint, manifest.files))
+    # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
     engine.updates = manifest.updates
     return manifest
 
@@ -308,6 +324,7 @@ def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
     Raises OSError where the renaming fails; nothing is half deleted then.
     """
     removed = []
+    # Two at least: the newest may turn out to be damaged when it is read.
     for checkpoint in committed(folder)[max(keep, 2) :]:
         is_milestone = keep_every > 0 and step_of(checkpoint) % keep_every == 0
         if is_milestone:
@@ -315,6 +332,7 @@ def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
         doomed = folder / f".tmp-old-{checkpoint.name}"
         os.rename(checkpoint, doomed)
         sync(folder)
+        # What is left of it when this fails is swept by the next attempt, as any temporary folder.
         shutil.rmtree(doomed, ignore_errors=True)
         removed.append(checkpoint)
     return removed

@@ -55,7 +55,10 @@ class Verdict:
 
 
 class Saver:
-    """Has one save in flight: `begin` costs the loop a copy, `finish` commits what the threads of all workers wrote."""
+    """Saves in the background, one save at a time.
+
+    `begin` costs the loop a copy in host memory; `finish` commits what the threads of all workers have written.
+    """
 
     def __init__(
         self, folder: Path, run: Path, telemetry: Telemetry, *, keep: int, keep_every: int, max_failed_saves: int
@@ -80,12 +83,12 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """A save has begun and is not committed yet."""
+        """Return whether a save has begun and is not committed yet."""
         return self.thread is not None
 
     @property
     def written(self) -> bool:
-        """This worker's thread has ended, well or badly."""
+        """Return whether this worker's thread has ended, well or badly."""
         return self.thread is not None and not self.thread.is_alive()
 
     def begin(self, engine: Engine, manifest: Manifest) -> None:
@@ -93,10 +96,13 @@ class Saver:
         assert not self.in_flight
         self.began = time.monotonic()
         self.manifest = manifest
+        # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
         path = self.temporary / f"rank-{dist.get_rank():05d}.safetensors"
         content = self.take_snapshot(engine)
+        # Where the thread dies of what `write` does not catch, this stays, and the save counts as failed.
         self.result = WrittenFile(path.name, error="never ran")
+        # A daemon, so that a worker that ends with an error does not stay until a slow disk has taken the file.
         self.thread = threading.Thread(target=self.write, args=(path, content), name="checkpoint", daemon=True)
         self.thread.start()
         self.snapshot_s = time.monotonic() - self.began
@@ -108,9 +114,11 @@ class Saver:
         for fragment in engine.fragments():
             for kind, view in fragment.tensors.items():
                 views[f"{fragment.name}|{kind}|{fragment.start}"] = view
+        # The header is made here, because safetensors' own writer would copy all of the state a second time.
         header, spans = safetensors_header(views)
         header_bytes = len(header)
         total_bytes = header_bytes + sum(view.nbytes for view in views.values())
+        # The memory is kept from save to save; on a GPU it is pinned, so that the copy is not staged once more.
         if self.snapshot.numel() != total_bytes:
             self.snapshot = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self.snapshot[:header_bytes] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -122,6 +130,7 @@ class Saver:
     def write(self, path: Path, content: memoryview) -> None:
         """Do the thread's work, and leave what became of it in `result`."""
         try:
+            # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
             path.parent.mkdir(exist_ok=True)
             write_durably(path, content)
             self.result = WrittenFile(path.name, len(content), hashlib.sha256(content).hexdigest())
@@ -139,6 +148,7 @@ class Saver:
         self.thread.join()
         self.thread = None
         results = [self.result] * dist.get_world_size()
+        # Gathered in the loop's thread: a thread of its own inside a collective would wait for ever for a dead worker.
         dist.all_gather_object(results, self.result)
         verdict = [Verdict(None)]
         if dist.get_rank() == 0:
@@ -148,6 +158,7 @@ class Saver:
         now = time.monotonic()
         took_s = now - self.began
         stalled_s = self.snapshot_s + now - finish_began
+        # Every worker heard the same verdict, so what is raised below is raised on all of them.
         self.failure = verdict[0].failure
         if verdict[0].has_newer_owner:
             raise CheckpointError(self.failure)
@@ -180,6 +191,7 @@ class Saver:
 
     def count_failure(self, stalled_s: float, took_s: float) -> None:
         """Report a failed save; raise CheckpointError when too many have failed in a row."""
+        # One failed save is no reason to stop: the weights are in memory, and the storage may have room again.
         step = self.manifest.step
         self.failures_in_a_row += 1
         self.telemetry.report(
@@ -218,7 +230,8 @@ def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice
         spans[key] = slice(first_byte // 4, end_byte // 4)
         first_byte = end_byte
     text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins aligned
+    # Padded to 8 bytes, so that the data behind it can be viewed as fp32 in place.
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, spans
 
 
@@ -238,6 +251,7 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
             )
             return Verdict(None, message, has_newer_owner=True)
 
+        # One worker's full disk makes the whole save fail: a checkpoint that lacks a file could not be loaded anywhere.
         errors = [result.error for result in results if result.error]
         if errors:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -246,6 +260,7 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
         files: dict[str, FileRecord] = {}
         for result in results:
             files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
+        # The manifest is written last of all files, and fsynced: where it is valid, what it names is on the disk.
         manifest = replace(manifest, files=files)
         write_durably(temporary / MANIFEST, seal(manifest).encode())
         sync(temporary)
@@ -255,6 +270,7 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
         if final.exists():
             final = final.with_name(f"{final.name}-{manifest.attempt:06d}")
         os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
+        # A rename is durable only once the folder that holds the name is flushed.
         sync(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -23,6 +23,8 @@ from pipeline.evaluation.probe import L2, linear_probe
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization.losses import hits
 
+# N samples, D features
+
 
 @dataclass(frozen=True)
 class ProbeConfig:
@@ -65,6 +67,7 @@ def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[E
             shard_name = samples.index.shards[shard_number].name
         phases.enter("evaluate", step, shard_name)
         yield next(batches)
+    # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
     phases.enter("evaluate", step)
 
 
@@ -73,6 +76,8 @@ def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[E
 
     Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
     """
+    # Whether gradients are kept is the thread's mode, not this function's: while the generator is paused at a batch,
+    # the caller's forward pass keeps none either.
     training = model.training
     model.eval()
     try:
@@ -89,9 +94,11 @@ def accuracy(
 
     Collective: all workers return the same.
     """
+    # float64 counts exactly far beyond any set; float32 would stop at 16,777,216.
     counts = torch.zeros(2, dtype=torch.float64, device=device)  # right, judged
     for batch in _batches(model, samples):
         logits = model(normalise(batch.images, dtype, device))
+        # Labels are padded with −1, which no prediction equals; a row without a good sample is masked besides.
         is_right = hits(logits, batch.labels.to(device))
         is_judged = batch.mask.to(device)
         counts += torch.stack([(is_right & is_judged).sum(), is_judged.sum()])
@@ -120,6 +127,7 @@ def features(
     # Workers may have different numbers of good samples, which a gather of tensors could not take.
     parts: list[tuple[Tensor, Tensor]] = [part] * dist.get_world_size()
     dist.all_gather_object(parts, part)
+    # Parts are contiguous and in the order of ranks, so the result is in the order of the set at any world size.
     all_features, all_labels = zip(*parts, strict=True)
     return torch.cat(all_features), torch.cat(all_labels)
 

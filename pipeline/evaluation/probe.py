@@ -23,6 +23,7 @@ def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
 
     A class with fewer rows gives all it has; larger shots contain smaller ones.
     """
+    # One generator for all classes, as in the original: another order of classes would pick other rows.
     rng = np.random.default_rng(seed)
     picked = []
     for label in range(int(labels.max()) + 1):
@@ -32,7 +33,8 @@ def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
 
 
 def solve(x: Tensor, y: Tensor, l2: float) -> Tensor:
-    """(N, D), (N, C) → (D, C): ridge regression through the smaller of the two Gram matrices' eigenvectors."""
+    """(N, D), (N, C) → (D, C): ridge regression, by the eigenvectors of the smaller of the two Gram matrices."""
+    # Both forms give the same map; the smaller matrix is the cheaper one to decompose.
     fewer_rows = len(x) < x.shape[1]
     gram = x @ x.T if fewer_rows else x.T @ x
     values, vectors = torch.linalg.eigh(gram)
@@ -74,6 +76,7 @@ def linear_probe(
     picked_labels = labels[rows]
     mean = x.mean(0)
     std = x.std(0, correction=0) + 1e-5
+    # Classes are counted from the picked rows: a class above them in the test set can only be predicted wrongly.
     targets = 2.0 * torch.nn.functional.one_hot(picked_labels, int(picked_labels.max()) + 1) - 1
     weights = solve(standardised(x, mean, std), targets.double(), l2)
 

@@ -1,6 +1,6 @@
 """Where a stage's wall time went, from its metrics alone: the effective training time ratio and its breakdown.
 
-1. Every attempt leaves a record of its start and one a report ("train"), each with the time at which it was written.
+1. Every attempt leaves one record of its start and one for every report ("train"), each with the time of its writing.
 2. The reports' seconds are booked as waiting for data, checkpoints, evaluation and, what remains, compute.
 3. Steps that a later attempt did again count as lost; the time between two attempts counts as recovery.
 
@@ -31,10 +31,12 @@ class Account:
 
     @property
     def wall(self) -> float:
+        """Return the seconds of all fields together."""
         return sum(asdict(self).values())
 
     @property
     def ratio(self) -> float:
+        """Return the effective training time ratio: the share of compute; 0 where no time has passed."""
         return self.compute / self.wall if self.wall else 0.0
 
     def line(self) -> str:
@@ -59,9 +61,11 @@ def account(records: Sequence[Record]) -> Account:
     starts = [record for record in records if record["kind"] == "start"]
     previous_end = 0.0
     for number, start in enumerate(starts):
+        # An attempt that died leaves no record of its end: its last record of any kind stands for it.
         attempt = [record for record in records if record["attempt"] == start["attempt"]]
         windows = [record for record in attempt if record["kind"] == "train" and "seconds" in record]
         end = attempt[-1]["time"]
+        # A report's time is that of its end. An attempt that left no report is start or recovery as a whole.
         first_step_at = windows[0]["time"] - windows[0]["seconds"] if windows else end
 
         # Until its first step an attempt starts or, after another one, recovers. Clocks of nodes may have jumped back.
@@ -86,6 +90,7 @@ def add(total: Account, window: Record, kept: int) -> None:
     """Book one report's seconds; its steps after step `kept` are lost, each with its share."""
     steps = len(window["losses"])
     lost_steps = min(max(window["step"] - kept, 0), steps)
+    # A later attempt may begin amid a report's steps. Their single times are not known, so all count alike.
     lost_share = lost_steps / steps
     kept_share = 1 - lost_share
     seconds = window["seconds"]

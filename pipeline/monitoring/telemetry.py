@@ -30,7 +30,8 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; which values i
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, which hold the newest record: one of 50 steps has about 3 KB
+# The newest record is looked for in so many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
+TAIL_BYTES = 1 << 20
 
 
 # ------------------------------------------------------------------------------------------------ numbers for people
@@ -89,6 +90,7 @@ def memory_gb() -> float:
     """Return the peak memory of this worker in GiB: the GPU's where there is one, resident memory otherwise."""
     import torch
 
+    # The peak and not what is in use now: the peak decides whether a run fits.
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource
@@ -105,6 +107,7 @@ def peak_flops(device: torch.device) -> float | None:
 
     if device.type != "cuda":
         return None
+    # Names hold more than the model, such as "NVIDIA H100 80GB HBM3".
     name = torch.cuda.get_device_name(device)
     for model, peak in PEAK.items():
         if model in name:
@@ -160,6 +163,7 @@ class Window:
             storage_s += wait.storage_s
             decode_s += wait.decode_s
             transfer_s += wait.transfer_s
+        # Three shares and not one, since each has another cure: storage, decoding processes, the copying of images.
         wait_storage = storage_s / elapsed
         wait_decode = decode_s / elapsed
         wait_transfer = transfer_s / elapsed
@@ -197,6 +201,7 @@ class Telemetry:
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
+            # Flushed every 10 s, so that a run that is killed loses little of its curves.
             self.tensorboard = SummaryWriter(str(directory / "tensorboard"), flush_secs=10)
 
     def say(self, text: str) -> None:
@@ -224,6 +229,7 @@ class Telemetry:
         """
         lost = self.lost_lines.get(name, 0)
         if lost:
+            # The line break ends what a refused write may have left of its line; readers skip both as torn.
             text = f"\n({lost} lines lost: the disk refused them)\n{text}"
         if append_whole(self.directory / name, text.encode()):
             self.lost_lines[name] = 0
@@ -242,6 +248,7 @@ def append_whole(path: Path, content: bytes) -> bool:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            # A disk that fills up may take a part of the bytes: that line is lost too.
             return os.write(handle, content) == len(content)
         finally:
             os.close(handle)
@@ -270,6 +277,7 @@ def read_metrics(directory: Path, kind: str | None = "train", tail: int | None =
             record = json.loads(line)
         except ValueError:  # torn
             continue
+        # Part of a torn line may be valid JSON by chance: a number, say.
         if not isinstance(record, dict):
             continue
         if kind is None or record["kind"] == kind:

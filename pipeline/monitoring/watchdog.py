@@ -28,10 +28,12 @@ from pathlib import Path
 
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
 WAITING = ("backward", "reduce", "save")  # phases with collectives: who is there may be waiting for the others
-DUMP_AT = 0.8  # of the time-out: each worker writes its stacks into its log before the driver ends it
+# At this share of the time-out a worker writes its stacks into its log: later the driver may have ended it already.
+DUMP_AT = 0.8
 LINE_BYTES = 256  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
-SLOW_LOOKS = 60  # looks of the driver (0.5 s each) in a row of which a slow worker must be alone behind in most
-SLOW_SHARE = 0.9  # that is "most"
+# A worker is slow when it was alone behind in this share of so many looks of the driver, which looks twice a second.
+SLOW_LOOKS = 60
+SLOW_SHARE = 0.9
 
 
 def phase_file(folder: Path, rank: int) -> Path:
@@ -59,8 +61,10 @@ class Phases:
         """
         self.entered += 1
         line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard}).encode()
+        # One write at a fixed place and of a fixed length: the driver, which reads at any moment, finds a whole line.
         with suppress(OSError):
             os.pwrite(self.handle, line[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n", 0)
+        # Setting the timer anew cancels the one before. It writes the stacks even while Python is stuck in a library.
         faulthandler.dump_traceback_later(self.stall_s * DUMP_AT, file=self.log)
 
     @contextmanager
@@ -70,6 +74,7 @@ class Phases:
         All enter both phases, so that their counts stay comparable.
         """
         self.enter(phase, step)
+        # Those that wait have then entered one phase more than rank 0, so rank 0 counts as the one behind.
         if not is_rank_0:
             self.enter("wait", step)
         yield
@@ -88,7 +93,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is; the one that has entered fewer phases is behind."""
+    """Says where a worker is; of two workers the one that has entered fewer phases is behind."""
 
     entered: int  # phases so far
     phase: str
@@ -109,7 +114,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who holds up the worker group, and why."""
+    """Names the worker that holds up the worker group, and says why."""
 
     rank: int
     cause: str
@@ -145,6 +150,7 @@ class Watch:
 
         `frozen` tells whether the process of a rank is stopped by a signal.
         """
+        # Counted from the first look: there may be no file of any worker for a long time.
         if self.began is None:
             self.began = self.clock()
         self.update_places()
@@ -175,6 +181,7 @@ class Watch:
             known = self.places.get(rank)
             if place is None:
                 continue
+            # Judged by the count, on this clock: a phase may follow one of the same name, and nodes' clocks differ.
             if known is None or place.entered != known.entered:
                 self.places[rank] = replace(place, since=self.clock())
 
@@ -205,16 +212,19 @@ class Watch:
     def judge(self, idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
         """Name one of the workers that are furthest behind, and say why as far as can be told from outside."""
         fewest = min(place.entered for place in self.places.values())
+        # Several may be equally far behind; one that is stopped by a signal explains why the rest do not move.
         late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
         for rank in late:
             if frozen(rank):
                 return Verdict(rank, frozen_for(idle_s))
 
         rank = late[0]
+        # In this phase a worker waits for nobody but the storage and its own decoding processes.
         if self.places[rank].phase == "data":
             return Verdict(rank, f"stalled reader: {idle_s:.0f}s without a batch")
         if self.world == 1:
             return Verdict(rank, f"stuck for {idle_s:.0f}s")
+        # All are in the same phase: no single worker is to blame, so the collective itself is named.
         if len(late) == self.world:
             return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s")
         return Verdict(rank, f"stuck for {idle_s:.0f}s, the others wait for it")
@@ -225,6 +235,7 @@ class Watch:
         if self.world == 1:
             return None
         for rank, place in self.places.items():
+            # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
             waits_for_it = place.phase in WAITING and place.entered > self.places[last].entered
             if rank != last and not waits_for_it:
                 return None
@@ -233,10 +244,11 @@ class Watch:
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
 
-        It tells once for every `SLOW_LOOKS` looks, None between.
+        It answers once for every `SLOW_LOOKS` looks, and returns None in between.
         """
         if self.looks < SLOW_LOOKS:
             return None
+        # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
         looks = self.looks
         most_often_behind = self.behind.most_common(1)
         self.looks = 0

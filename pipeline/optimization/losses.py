@@ -13,8 +13,9 @@ from torch import Tensor
 
 def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
     """(B, L) class ids padded with −1 → (B, C) multi-hot float32, smoothed to t·(1 − s) + s/C."""
+    # Padding goes to a column more than there are classes, which is cut off again: scatter must write somewhere.
     targets = torch.zeros(len(labels), classes + 1, device=labels.device)
-    targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)  # padding lands in a column that is cut off
+    targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
     targets = targets[:, :classes]
     if not smoothing:
         return targets
@@ -23,6 +24,7 @@ def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """(B, C), (B, C) → (B,): summed over classes, as big_vision utils.sigmoid_xent does."""
+    # In fp32 also where the model computes in bf16: the sum is over up to some 20,000 classes.
     return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
 
 

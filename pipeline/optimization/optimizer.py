@@ -50,6 +50,7 @@ def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> to
 
     The rate is set by the loop before every step.
     """
+    # Torch has one decay a group. Groups are by value, so equal decays of head and body make a single group.
     by_decay: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         decay = 0.0
@@ -60,6 +61,8 @@ def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> to
         by_decay.setdefault(decay, []).append(parameter)
     groups: list[dict[str, object]] = [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()]
     if cfg.name == "adam":
+        # Not on CPUs: there torch's fused kernels give other bits where a vector is cut in pieces. Exact mode cannot
+        # have that: with 30,011 pieces 72,002 of 200,003 second moments differed after five steps (docs/exact.md).
         is_cuda = next(model.parameters()).is_cuda
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=is_cuda)
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)

@@ -35,6 +35,7 @@ class ScheduleConfig:
 
 def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> float:
     """Return the rate of update `step` (0-based) of `steps`: warm-up, decay and cool-down multiplied together."""
+    # The decay runs over the steps after the warm-up; a stage that is all warm-up has none, and no division by zero.
     progress = (step - cfg.warmup_steps) / max(steps - cfg.warmup_steps, 1)
     progress = min(max(progress, 0.0), 1.0)
     if cfg.decay == "linear":
@@ -42,6 +43,7 @@ def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> fl
     elif cfg.decay == "cosine":
         rate = peak * 0.5 * (1 + math.cos(math.pi * progress))
     elif cfg.decay == "rsqrt":
+        # Constant during the warm-up, as in big_vision: only the linear rise changes the rate there.
         since = max(step, cfg.warmup_steps) + cfg.shift - cfg.warmup_steps
         rate = peak / math.sqrt(1 + since / cfg.timescale)
     else:
@@ -49,5 +51,6 @@ def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> fl
     if cfg.warmup_steps:
         rate *= min(1.0, step / cfg.warmup_steps)
     if cfg.cooldown_steps:
+        # The last update, step steps − 1, still has a rate above 0.
         rate *= min(1.0, (steps - step) / cfg.cooldown_steps)
     return rate
