@@ -206,25 +206,27 @@ def kept_parameters(stage: Path, step: int, shapes: dict[str, torch.Size]) -> di
     return {name: values.view(shapes[name]) for name, values in whole.items()}
 
 
+FAST = [
+    ("pre", 1000, 1, {"zero": 0}),
+    ("pre", 100, 2, {"zero": 2, "micro_batch": 16}),
+    ("pre", 100, 2, {"zero": 2, "micro_batch": 16, "exact_parts": 4}),
+    ("ft", 300, 1, {"zero": 0}),
+]
+SLOW = [
+    ("pre", 100, 2, {"zero": 0, "micro_batch": 16}),
+    ("pre", 100, 1, {"zero": 1, "micro_batch": 32}),
+    ("pre", 100, 2, {"zero": 1, "micro_batch": 32}),
+    ("pre", 100, 2, {"zero": 3, "micro_batch": 16}),
+    ("ft", 100, 2, {"zero": 1, "micro_batch": 16}),
+    ("ft", 100, 2, {"zero": 2, "micro_batch": 32}),
+    ("ft", 100, 2, {"zero": 3, "micro_batch": 16}),
+    ("ft", 100, 2, {"zero": 1, "micro_batch": 16, "exact_parts": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("phase", "steps", "workers", "changes"),
-    [
-        ("pre", 1000, 1, {"zero": 0}),
-        ("pre", 100, 2, {"zero": 0, "micro_batch": 16}),
-        ("pre", 100, 1, {"zero": 1, "micro_batch": 32}),
-        ("pre", 100, 2, {"zero": 1, "micro_batch": 32}),
-        ("pre", 100, 2, {"zero": 2, "micro_batch": 16}),
-        ("pre", 100, 2, {"zero": 3, "micro_batch": 16}),
-        ("pre", 100, 2, {"zero": 2, "micro_batch": 16, "exact_parts": 4}),
-        ("ft", 300, 1, {"zero": 0}),
-        ("ft", 100, 2, {"zero": 1, "micro_batch": 16}),
-        ("ft", 100, 2, {"zero": 2, "micro_batch": 32}),
-        ("ft", 100, 2, {"zero": 3, "micro_batch": 16}),
-        ("ft", 100, 2, {"zero": 1, "micro_batch": 16, "exact_parts": 2}),
-    ],
-    ids=lambda value: (
-        "-".join(f"{name}{number}" for name, number in value.items()) if isinstance(value, dict) else None
-    ),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_training_follows_the_originals_own_run(phase, steps, workers, changes, pool, tmp_path) -> None:
     trace = Trace(phase)
