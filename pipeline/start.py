@@ -12,6 +12,7 @@ Everything here is collective: all workers of the group do it together, and in t
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,8 @@ class Worker:
     device: torch.device
     phases: Phases
     telemetry: Telemetry
-    window: Window  # the steps since the last report
+    window: Window  # the steps since the last record
+    since_line: Window  # the steps that are recorded since the last log line
     sets: dict[str, Index]  # by path: every set that the stage reads
     index: Index  # of what is trained on, mixtures joined
     order: Order | Mixture
@@ -93,6 +95,11 @@ class Worker:
     engine: Engine
     saver: Saver
     health: Health
+    sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
+
+    def wants_stop(self) -> bool:
+        """Tell whether this worker is asked to stop: by a signal or, rank 0 only, by the driver's file."""
+        return self.sigterm.is_set() or (self.rank == 0 and self.job.stop_file.exists())
 
 
 @dataclass
@@ -147,6 +154,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         phases=phases,
         telemetry=telemetry,
         window=Window(),
+        since_line=Window(),
         sets=sets,
         index=index,
         order=order,
