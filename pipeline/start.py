@@ -12,8 +12,10 @@ Everything here is collective: all workers of the group do it together, and in t
 """
 
 import os
+import queue
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from data.errors import CheckpointError, DataError
+from data.errors import CheckpointError, DataError, Preempted
 from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
@@ -38,6 +40,8 @@ from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
 from pipeline.training_config import TrainConfig, cache_line, training_order
+
+STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
 @dataclass(frozen=True)
@@ -305,4 +309,36 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return iter(loader)
+    return once_the_first_is_there(worker, loader)
+
+
+def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:
+    """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
+
+    Raises Preempted in the worker that waits. No step was taken, so there is nothing to commit and to agree on.
+    """
+    batches = iter(loader)
+    answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            if worker.device.type == "cuda":  # which GPU is the current one is known to each thread apart
+                torch.cuda.set_device(worker.device)
+            answers.put(next(batches))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=fetch, name="first batch", daemon=True).start()
+    first = None
+    while first is None:
+        with suppress(queue.Empty):
+            first = answers.get(timeout=STOP_POLL_S)
+        # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
+        is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
+        if first is None and is_asked:
+            loader.stop()
+            raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
+    if isinstance(first, Exception):
+        raise first
+    yield first
+    yield from batches

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import models
+from data.decoder import Decoder
 from data.errors import RunOwned
 from jobs.cluster import processes
 from jobs.cluster import worker_group as group
@@ -245,6 +246,19 @@ def stopped_in_an_evaluation() -> None:
         return original(*args)
 
     evaluate.hits = hits  # type: ignore[assignment]
+
+
+def no_first_batch() -> None:
+    """Worker 1 waits for its first batch until there is a file "arrived" beside the run; it says so in "waiting"."""
+    original = Decoder.run
+
+    def run(decoder: Decoder, *args: Any) -> Any:
+        while on_rank_1() and not Path("arrived").exists():
+            Path("waiting").touch()
+            time.sleep(0.02)
+        return original(decoder, *args)
+
+    Decoder.run = run  # type: ignore[method-assign]
 
 
 def short_of_memory() -> None:

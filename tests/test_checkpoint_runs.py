@@ -321,6 +321,19 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
     assert step_losses(stage(run)) == {step: losses[:1] for step, losses in step_losses(stage(twin)).items()}
 
 
+def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
+    process = start(run, patch="no_first_batch")
+    while process.is_alive() and not (run.parent / "waiting").exists():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=60)
+    process.kill()  # where it has not heard; an exit code stays as it is
+    assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
+    assert "restarting" not in said(run) and not committed(stage(run) / "checkpoints")
+    (run.parent / "arrived").touch()
+    assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
+
+
 def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> None:
     """A byte of the evaluation's last shard is wrong, which worker 1 reads; then it is put right."""
     evaluated = run.parent / "evaluated"
