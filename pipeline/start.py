@@ -12,7 +12,10 @@ Everything here is collective: all workers of the group do it together, and in t
 """
 
 import os
+import queue
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from data.errors import CheckpointError, DataError
+from data.errors import CheckpointError, DataError, Preempted
 from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
@@ -37,6 +40,8 @@ from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
 from pipeline.training_config import TrainConfig, cache_line, training_order
+
+STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class Worker:
     device: torch.device
     phases: Phases
     telemetry: Telemetry
-    window: Window  # the steps since the last report
+    window: Window  # the steps since the last record
+    since_line: Window  # the steps that are recorded since the last log line
     sets: dict[str, Index]  # by path: every set that the stage reads
     index: Index  # of what is trained on, mixtures joined
     order: Order | Mixture
@@ -93,6 +99,11 @@ class Worker:
     engine: Engine
     saver: Saver
     health: Health
+    sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
+
+    def wants_stop(self) -> bool:
+        """Tell whether this worker is asked to stop: by a signal or, rank 0 only, by the driver's file."""
+        return self.sigterm.is_set() or (self.rank == 0 and self.job.stop_file.exists())
 
 
 @dataclass
@@ -148,6 +159,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         phases=phases,
         telemetry=telemetry,
         window=Window(),
+        since_line=Window(),
         sets=sets,
         index=index,
         order=order,
@@ -314,4 +326,36 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return iter(loader)
+    return once_the_first_is_there(worker, loader)
+
+
+def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:
+    """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
+
+    Raises Preempted in the worker that waits. No step was taken, so there is nothing to commit and to agree on.
+    """
+    batches = iter(loader)
+    answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            if worker.device.type == "cuda":  # which GPU is the current one is known to each thread apart
+                torch.cuda.set_device(worker.device)
+            answers.put(next(batches))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=fetch, name="first batch", daemon=True).start()
+    first = None
+    while first is None:
+        with suppress(queue.Empty):
+            first = answers.get(timeout=STOP_POLL_S)
+        # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
+        is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
+        if first is None and is_asked:
+            loader.stop()
+            raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
+    if isinstance(first, Exception):
+        raise first
+    yield first
+    yield from batches

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
 from jobs.follow import Follower, waiting_for
 from jobs.session import table, write_status
-from pipeline.monitoring.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
+from pipeline.monitoring.telemetry import Telemetry, Window, amount, duration, last_metrics, log_line, read_metrics
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
 REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}
@@ -47,6 +48,27 @@ def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_ta
     last = last_metrics(tmp_path)
     assert last is not None and (last["step"], last["attempt"]) == (4, 3)
     assert last_metrics(tmp_path / "nothing") is None
+
+
+def test_a_line_tells_the_speed_of_all_steps_since_the_line_before() -> None:
+    """A save after 2 of 5 steps ended a record: the line's 50 images took 10 s, not the last 30 images 4 s."""
+    since_line = Window()
+    before_save = Window()
+    before_save.losses = [3.0, 2.9]
+    before_save.norms = [0.5, 0.4]
+    before_save.evaluated_s = 1.0
+    after_save = Window()
+    after_save.losses = [2.8, 2.7, 2.6]
+    after_save.norms = [0.3, 0.3, 0.2]
+    now = time.monotonic()
+    before_save.since = now - 11
+    after_save.since = now - 4
+    since_line.extend(before_save)
+    since_line.extend(after_save)
+    values = since_line.values(samples=50, flops=0.0, peak=None, steps_left=5)
+    assert values["images_per_s"] == pytest.approx(50 / 10, rel=0.01)
+    assert values["losses"] == [3.0, 2.9, 2.8, 2.7, 2.6] and values["grad_norm"] == 0.2
+    assert values["eta_s"] == pytest.approx(10, rel=0.01)
 
 
 def test_only_rank_0_reports_and_every_worker_may_say(tmp_path: Path):

@@ -18,6 +18,7 @@ from data.files import whole_file
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Manifest, Reader, committed, read_manifest, step_of
 from pipeline.config import differences
+from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.train import export
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -77,16 +78,18 @@ def list_all(path: Path) -> Iterator[str]:
     """List every checkpoint folder of every stage, also those that are not committed."""
     for stage in stage_folders(path):
         yield f"{stage.name}:"
+        # A step is evaluated after its commit, so its scores are not in its manifest.
+        evaluations = {record["step"]: record for record in read_metrics(stage, "evaluate")}
         for folder in committed(stage / "checkpoints"):
-            yield f"  {list_line(folder)}"
+            yield f"  {list_line(folder, evaluations.get(step_of(folder), {}))}"
         for folder in sorted((stage / "checkpoints").glob("bad-*")):
             yield f"  {folder.name}  refused by a start, kept for you to look at; delete it when you have"
         for folder in sorted((stage / "checkpoints").glob(".tmp-*")):
             yield f"  {folder.name}  a save in flight, or one that died; the next start sweeps it"
 
 
-def list_line(folder: Path) -> str:
-    """Return one checkpoint's size, world size, attempt and scores as a line, from its manifest alone."""
+def list_line(folder: Path, evaluation: Record) -> str:
+    """One checkpoint's size, world, attempt and scores, from its manifest and the record of its step's evaluation."""
     try:
         manifest = read_manifest(folder)
     except (CheckpointError, OSError) as error:
@@ -96,9 +99,9 @@ def list_line(folder: Path) -> str:
         f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
         f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
     )
-    # A few-shot probe saves its single draws ("…seed…") too; a list shows their mean.
-    for name, value in manifest.metrics.items():
-        if "seed" not in name:
+    for name, value in evaluation.items():
+        is_score = isinstance(value, float) and name != "time"
+        if is_score and "seed" not in name:
             line += f"  {name} {value:.4f}"
     return line
 

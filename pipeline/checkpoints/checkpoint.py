@@ -68,7 +68,7 @@ class Manifest:
     key: str  # of the stage
     code: str  # version of the code that wrote it
     bad_samples: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
     files: dict[str, FileRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
 

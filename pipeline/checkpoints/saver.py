@@ -152,6 +152,7 @@ class Saver:
         dist.all_gather_object(results, self.result)
         verdict = [Verdict(None)]
         if dist.get_rank() == 0:
+            self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
             verdict = [commit(self.folder, self.temporary, self.run, self.manifest, results)]
         dist.broadcast_object_list(verdict, src=0)
 

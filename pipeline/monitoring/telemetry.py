@@ -1,7 +1,8 @@
 """What a run says: log lines, metrics.jsonl and TensorBoard, always with the same names.
 
 1. The loop puts every step's loss, gradient norm and waits into a `Window`.
-2. At a report the window becomes values, which rank 0 writes as a record and as one log line:
+2. At a report the window becomes values, which rank 0 writes as a record and as one log line. A save writes the record
+   alone, so that a committed step is in metrics.jsonl; every step is in one record of its attempt:
 
        {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, "images_per_s": 41200.0, …}
        step 50/700000  loss 2.8410  lr 4.0e-06  grad 0.42  img/s 41.2k (2.6k/worker)  wait 0.8%  mem 61.0G  eta 3d04h
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+from data.files import sync
 
 if TYPE_CHECKING:  # the driver reads metrics without loading torch
     import torch
@@ -136,7 +139,7 @@ class WindowValues(TypedDict):
 
 
 class Window:
-    """The steps since the last report: losses, gradient norms, and what the loop waited for."""
+    """A stretch of steps, such as those since the last record: losses, gradient norms, what the loop waited for."""
 
     def __init__(self) -> None:
         self.clear()
@@ -149,6 +152,15 @@ class Window:
         self.waits: list[Wait] = []  # of every micro-batch
         self.stalled_s = 0.0  # by checkpoints
         self.evaluated_s = 0.0
+
+    def extend(self, later: Window) -> None:
+        """Add the steps of a window that followed this one."""
+        self.since = min(self.since, later.since)
+        self.losses += later.losses
+        self.norms += later.norms
+        self.waits += later.waits
+        self.stalled_s += later.stalled_s
+        self.evaluated_s += later.evaluated_s
 
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
         """Return what the window comes to; `samples` are all workers', `flops` are one worker's."""
@@ -209,21 +221,30 @@ class Telemetry:
         prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
         self._append("log.txt", f"{prefix}{text}\n")
 
-    def report(self, kind: str, values: Mapping[str, object], line: str = "") -> None:
-        """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0."""
+    def report(self, kind: str, values: Mapping[str, object], line: str = "") -> bool:
+        """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0.
+
+        Returns False where the disk refused the record.
+        """
         if self.tensorboard is None:
-            return
+            return True
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        self._append("metrics.jsonl", json.dumps(record) + "\n")
+        is_written = self._append("metrics.jsonl", json.dumps(record) + "\n")
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
                     self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
         if line:
             self.say(line)
+        return is_written
 
-    def _append(self, name: str, text: str) -> None:
-        """Append to a file of the stage; a full disk costs lines, not the run.
+    def sync(self) -> None:
+        """Bring the records to the disk, so that what relies on them may follow."""
+        with suppress(OSError):  # it may not be there: a full disk, as in `_append`
+            sync(self.directory / "metrics.jsonl")
+
+    def _append(self, name: str, text: str) -> bool:
+        """Append to a file of the stage; a full disk costs lines, not the run. Returns False where it refused.
 
         The lines that fit again are preceded by how many did not.
         """
@@ -231,10 +252,9 @@ class Telemetry:
         if lost:
             # The line break ends what a refused write may have left of its line; readers skip both as torn.
             text = f"\n({lost} lines lost: the disk refused them)\n{text}"
-        if append_whole(self.directory / name, text.encode()):
-            self.lost_lines[name] = 0
-        else:
-            self.lost_lines[name] = lost + 1
+        is_written = append_whole(self.directory / name, text.encode())
+        self.lost_lines[name] = 0 if is_written else lost + 1
+        return is_written
 
     def close(self) -> None:
         """Close TensorBoard's file; the other two are opened for every line."""
