@@ -11,7 +11,6 @@ For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` t
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
 from models.checks import did_you_mean
-from pipeline import config
+from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import require
 from pipeline.training_config import TrainConfig, model_config, trained_model
@@ -56,6 +55,7 @@ KINDS: dict[str, StageKind] = {
     "fewshot": fewshot,
 }
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
+MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,8 @@ class Campaign:
         return str(Path(value).resolve())
 
     def done(self, stage: Stage) -> dict[str, Any] | None:
-        """Return the content of a stage's done.json; None where the stage has not finished."""
-        marker = self.directory(stage) / "done.json"
-        # It is written last: where it lies, everything else of the stage is whole.
-        if not marker.exists():
-            return None
-        return json.loads(marker.read_text())
+        """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
+        return handover.read_done(self.directory(stage))
 
 
 # ------------------------------------------------------------------------------------------------ reading a recipe
@@ -253,25 +249,31 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
     key = config.digest({"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs})
-    model = model_of_stage(name, kind, stage_config, earlier)
+    # Weights that are missing or have changed tell nothing about the model.
+    model = None
+    if keys.get("init") != MISSING:
+        model = model_of_stage(name, kind, stage_config, earlier)
     return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
 
 
 def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
     """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
 
-    An input that does not exist is noted in `missing`, which stops `run` and not `plan`.
+    What does not exist, or is not what its maker wrote, is noted in `missing`: that stops `run`, not `plan`.
     """
     try:
         if field != "init":
             return load_index(path).digest
-        with open(Path(path) / "weights.safetensors", "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
-    except OSError:
-        missing.append(f"{name}.{field}: no weights.safetensors in {path}\n  give a folder that holds one, or @stage")
-    return "missing"
+    except OSError as error:
+        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
+    return MISSING
+
+
+def not_now(text: str) -> None:
+    """Leave a line unsaid: a stage says it when it starts from these weights; reading a recipe prints nothing."""
 
 
 def check_part(field: str, value: str, part: str, parent: Stage) -> None:
@@ -317,7 +319,10 @@ def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
     path = Path(init) / "model.json"
     if not path.is_file():
         return None
-    return models.from_dict(json.loads(path.read_text()))
+    try:
+        return models.from_dict(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
+        raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
 
 
 def check_training(stage: Stage, cluster: ClusterConfig) -> None:

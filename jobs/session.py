@@ -28,6 +28,7 @@ from jobs.cluster import backends
 from jobs.follow import Follower
 from jobs.ownership import owned
 from jobs.stage_run import changed_warnings, run_stage
+from pipeline import handover
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -114,7 +115,7 @@ def run_campaign(
                 outcome = loaded.done(stage)
                 is_skipped = outcome is not None
                 if outcome is not None:
-                    follower.say(skip_line(loaded, stage))
+                    follower.say(skip_line(loaded, stage, follower.say))
                 elif stopper.asked:
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
@@ -174,11 +175,15 @@ def ray_metrics(loaded: Campaign) -> Tick:
     return Gauges(loaded.run).tick
 
 
-def skip_line(loaded: Campaign, stage: Stage) -> str:
-    """Say why a finished stage is not run again, and which fields have changed since."""
+def skip_line(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> str:
+    """Why a finished stage is not run again, and what it did otherwise than is asked now.
+
+    Raises DataError where a file that it handed on has changed since.
+    """
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
-    # Fields tagged "warn" are no part of the key: the stage counts as finished although they have changed.
+    if not handover.check_files(directory, say):
+        line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
     if warnings:
         line += f", but for {'; '.join(warnings)}; move {directory} away to do it over"

@@ -28,7 +28,7 @@ import models
 from data.errors import Preempted
 from data.files import whole_file
 from models import ModelConfig
-from pipeline import config
+from pipeline import config, handover
 from pipeline.checkpoints import checkpoint
 from pipeline.evaluation.evaluate import normalise
 from pipeline.exact import ExactEngine
@@ -50,6 +50,7 @@ class StageResult(TypedDict):
     bad_samples: int
     metrics: dict[str, float]
     world: int
+    files: dict[str, checkpoint.FileRecord]  # the weights and their model, as rank 0 read them back
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
@@ -272,6 +273,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         "bad_samples": manifest.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
+        "files": handover.digests(directory, handover.WEIGHT_FILES),
     }
 
 

@@ -37,6 +37,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_exact.py",
         "test_finetune.py",
         "test_full_size.py",
+        "test_handover.py",
         "test_optimizer.py",
         "test_probe.py",
         "test_telemetry.py",

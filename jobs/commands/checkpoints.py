@@ -15,6 +15,8 @@ import torch
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
+from jobs.context import code_version
+from pipeline import handover
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Manifest, Reader, committed, read_manifest, step_of
 from pipeline.config import differences
@@ -202,11 +204,16 @@ def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     folder = newest(path, step)
     # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
     checkpoint.verify(folder)
-    record = json.loads((folder.parents[1] / "stage.json").read_text())
-    model = models.from_dict(record["model"])
+    stage_record = handover.read_record(folder.parents[1] / "stage.json")
+    if not stage_record.is_sealed:
+        yield f"unverified: {folder.parents[1] / 'stage.json'}, which names the model, has no digest"
+    model = models.from_dict(stage_record.values["model"])
     target = target.resolve()
     target.mkdir(parents=True, exist_ok=True)
     models.save_weights(export(folder, model), target, model, writing=whole_file)
+    # A stage's own done.json speaks for its folder, and finds weights of another step there.
+    if not (target / handover.DONE).exists():
+        handover.record_weights(target, {"exported": str(folder), "code": code_version()})
     yield f"step {step_of(folder)}: weights.safetensors and model.json in {target}"
 
 

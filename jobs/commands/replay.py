@@ -8,7 +8,6 @@
 A path is a run directory with one trained stage, or a stage's folder.
 """
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from data.errors import UsageError
 from data.loader import TrainLoader
 from data.order import Mixture, Order
 from data.shards.index import Index, load_index
-from pipeline import config
+from pipeline import config, handover
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig, training_order
 
@@ -48,7 +47,7 @@ class Job(TypedDict):
 def replay(run: Path, step: str, target: str | None) -> list[str]:
     """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz."""
     folder = stage_of(run)
-    task = json.loads((folder / "task.json").read_text())
+    task = handover.read_record(folder / "task.json").values
     job: Job = task["job"]
     number = parse_step(step)
     recorded = config.build(TrainConfig, task["config"], "config")

@@ -18,8 +18,10 @@ from torch import Tensor
 
 import models
 from data.errors import DataError, UsageError
-from data.files import whole_file, write_whole
+from data.files import whole_file
 from jobs.context import code_version
+from models.weights.files import CONFIG
+from pipeline import handover
 from pipeline.config import differences, require
 
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
@@ -30,16 +32,18 @@ def import_weights(path: str, directory: str, overrides: Sequence[str] = ()) -> 
     """Write foreign weights into a folder that a recipe's `init:` can name; returns the report."""
     refuse_existing(directory)
     changes = overrides_of(overrides)
+    verification = verified(path)
     model = load(path, changes)
     models.save(model, directory, writing=whole_file)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-    write_whole(Path(directory) / "provenance.json", json.dumps(record, indent=1))
-    return [*described(model, path), *numerics(model), f"written  {directory}"]
+    handover.record_weights(Path(directory), record)
+    return [*described(model, path), *verification, *numerics(model), f"written  {directory}"]
 
 
 def export_weights(directory: str, path: str, format: str) -> list[str]:
     """Write our weights into a file or folder of others, read it back and compare; returns the report."""
     refuse_existing(path)
+    verification = verified(directory)
     model = load(directory, {})
     config = model.config
     with warnings.catch_warnings(record=True) as inexact:
@@ -55,7 +59,10 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
         changes["image_size"] = config.image_size
     exported = load(path, changes)
 
-    lines = [*described(model, directory), *numerics(model)]
+    if format == "safetensors":
+        record = {"exported": str(Path(directory).resolve()), "code": code_version()}
+        handover.record_weights(Path(path), record)
+    lines = [*described(model, directory), *verification, *numerics(model)]
     for warning in inexact:
         lines.append(f"INEXACT  {warning.message}")
     lines += read_back(model, exported)
@@ -87,6 +94,22 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
             value = tuple(value)
         overrides[name] = value
     return overrides
+
+
+def verified(path: str) -> list[str]:
+    """Whether weights of ours are what their maker wrote, as a line; none for foreign ones, which have no digests.
+
+    Raises DataError where they are not.
+    """
+    file = Path(path)
+    folder = file if file.is_dir() else file.parent
+    is_ours = (folder / CONFIG).is_file() and ".npz" not in file.name
+    if not is_ours:
+        return []
+    lines: list[str] = []
+    if handover.check_weights(folder, lines.append).is_verified:
+        lines.append("verified the sha256 of weights.safetensors and model.json")
+    return lines
 
 
 def load(path: str, overrides: Mapping[str, object]) -> models.Model:

@@ -22,7 +22,7 @@ from data.shards.index import load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.supervisor import attempt_folder, supervise
-from pipeline import config
+from pipeline import config, handover
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.evaluate import ProbeConfig
@@ -70,11 +70,14 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
 
 
 def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
-    """Return what the workers of an attempt are told."""
+    """Return what the workers of an attempt are told. Raises DataError where the weights have changed."""
+    init = context.resolve(cfg.init)
+    assert init is not None, "init has no default that is None"
+    handover.check_weights(Path(init), context.say)
     return {
         "config": config.plain(cfg),
         "folder": str(attempt_folder(context.directory, attempt)),
-        "init": context.resolve(cfg.init),
+        "init": init,
         "train": context.resolve(cfg.probe.train),
         "test": context.resolve(cfg.probe.test),
     }

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 
 import models
 from data.errors import DataError
-from data.files import write_whole
 from data.shards.index import Index, load_index, without
 from data.shards.reader import check_sizes
 from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
 from jobs.supervisor import supervise
-from pipeline import config
+from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic
+from pipeline.checkpoints import checkpoint
 from pipeline.start import Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -81,7 +80,14 @@ def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
 
 
 def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
-    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts."""
+    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts.
+
+    Raises DataError where the weights that the attempt starts from have changed.
+    """
+    init = context.resolve(cfg.init)
+    # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
+    if init is not None and not checkpoint.committed(context.directory / "checkpoints"):
+        handover.check_weights(Path(init), context.say)
     job = Job(
         run=str(context.run),
         directory=str(context.directory),
@@ -91,13 +97,13 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         model=models.to_dict(context.model),
         train=training_sets(cfg, context),
         evaluate=context.resolve(cfg.data.evaluate),
-        init=context.resolve(cfg.init),
+        init=init,
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
         claimed=time.time(),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    write_whole(context.directory / "task.json", json.dumps(task, indent=1))
+    handover.write_record(context.directory / "task.json", task)
     return task
 
 
