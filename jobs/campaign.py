@@ -28,6 +28,7 @@ from models.checks import did_you_mean
 from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import require
+from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, model_config, trained_model
 
 
@@ -333,7 +334,8 @@ def check_training(stage: Stage, cluster: ClusterConfig) -> None:
         f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
     )
     try:
-        batch_arithmetic(stage.config, cluster.workers)
+        arithmetic = batch_arithmetic(stage.config, cluster.workers)
+        engine_settings(stage.config, arithmetic.accumulation)  # reads and checks the user's DeepSpeed file
     except ConfigError as error:
         raise ConfigError(f"{stage.name}: {error}") from None
 

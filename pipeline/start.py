@@ -234,9 +234,12 @@ def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry
     return model
 
 
-def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
-    settings = deepspeed_config(
+def engine_settings(cfg: TrainConfig, accumulation: int) -> dict[str, Any]:
+    """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
+
+    Raises ConfigError where the user's DeepSpeed file holds more than tuning.
+    """
+    return deepspeed_config(
         zero=cfg.zero,
         precision=cfg.precision,
         micro_batch=cfg.micro_batch,
@@ -244,6 +247,11 @@ def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engin
         clip=cfg.optim.clip,
         user_file=cfg.deepspeed,
     )
+
+
+def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
+    """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
+    settings = engine_settings(cfg, accumulation)
     decayed = models.decayed(model)
     if cfg.exact_parts:
         return ExactEngine(model, decayed, cfg.optim, settings, cfg.polyak, parts=cfg.exact_parts)

@@ -115,7 +115,7 @@ class TrainConfig:
     checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
     activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    deepspeed: str | None = None  # path of your own ds_config.json, merged in
+    deepspeed: str | None = None  # path of a ds_config.json of yours; it may tune how data moves, nothing else
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation

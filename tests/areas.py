@@ -32,6 +32,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_checkpoint.py",
         "test_checkpoint_crash.py",
         "test_config.py",
+        "test_deepspeed_file.py",
         "test_engine.py",
         "test_evaluate.py",
         "test_exact.py",

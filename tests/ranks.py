@@ -43,7 +43,7 @@ def start(task: dict[str, Any]) -> Engine:
         micro_batch=micro_batch,
         accumulation=BATCH // micro_batch // dist.get_world_size(),
         clip=1.0,
-        user_file=None,
+        user_file=task.get("deepspeed"),
     )
     if task["zero"] == 3:  # else parameters this small are never partitioned
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
