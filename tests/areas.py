@@ -25,6 +25,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_packing.py",
         "test_preprocess.py",
         "test_randaug.py",
+        "test_rot.py",
         "test_tar.py",
     ),
     "pipeline": (

@@ -111,6 +111,13 @@ class Cache:
         os.utime(path)
         return path
 
+    def drop(self, shard: Shard, inode: int) -> None:
+        """Delete the copy of a shard that has this inode; a newer one, which another process fetched, stays."""
+        path = self.directory / f"{shard.sha256}.tar"
+        with self.turn(path), suppress(FileNotFoundError):
+            if path.stat().st_ino == inode:
+                path.unlink()
+
     def make_directory(self) -> None:
         """Create the cache's folder; raises StorageError where it cannot be made."""
         try:

@@ -289,10 +289,10 @@ def index_file(file: IO[bytes], name: str, output: Path, classes: int | None) ->
     """Write the table of an open shard; returns its record. Raises DataError where it is no tar, or of a label."""
     with mapped(file) as tar:
         result = walk(tar, name)
-        table = result.table()
+        table = result.table(tar)
         class_counts, unlabelled = count_classes(tar, table, name, classes)
-        write_table(output, name, table)
-        shard = Shard(name, len(table), len(tar), sha256(tar).hexdigest())
+        table_digest = write_table(output, name, table)
+        shard = Shard(name, len(table), len(tar), sha256(tar).hexdigest(), table_digest)
     return Record(shard, class_counts, result.refused + unlabelled)
 
 

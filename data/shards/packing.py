@@ -127,9 +127,11 @@ def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: boo
     """Whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False
-    table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
-    # The journal knows names and sizes alone, which a corrected label or image may leave as they were: the contents
-    # are compared too.
+    table_path = path.parent / table_name(path.name)
+    expected = journal.records[path.name].shard.table
+    if not table_path.exists() or sha256(table_path.read_bytes()).hexdigest() != expected:
+        return False
+    table = np.load(table_path, mmap_mode="r", allow_pickle=False)
     if len(table) != len(group):
         return False
     written_at = path.stat().st_mtime
@@ -178,8 +180,8 @@ def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restar
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
-        write_table(path.parent, path.name, result.table())
-        shard = Shard(path.name, len(result.rows), len(tar), sha256(tar).hexdigest())
+        table_digest = write_table(path.parent, path.name, result.table(tar))
+        shard = Shard(path.name, len(result.rows), len(tar), sha256(tar).hexdigest(), table_digest)
     return Record(shard, class_counts, result.refused)
 
 

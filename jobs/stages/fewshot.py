@@ -58,6 +58,10 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
     # One question is enough: ProbeConfig takes both sets or neither.
     require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
+    for probed_set in (cfg.probe.train, cfg.probe.test):
+        index = load_index(context.resolve(probed_set) or "")
+        if not index.sees_rot:
+            context.say(index.lack)
     make_task = partial(make_fewshot_task, cfg, context)
     ask_to_stop = partial(stop_at_once, context.name)
     results = supervise(worker, make_task, context, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
