@@ -25,6 +25,7 @@ from data.files import write_whole
 from jobs import campaign
 from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
+from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
 from jobs.ownership import owned
 from jobs.stage_run import changed_warnings, run_stage
@@ -59,6 +60,11 @@ class Stopper:
     def is_asked(self) -> bool:
         """Tell whether somebody wants this command to end."""
         return self.asked
+
+    def end_if_asked(self) -> None:
+        """Raise Preempted where somebody wants this command to end: for a wait in which nothing has to be committed."""
+        if self.asked:
+            raise Preempted("stopped while waiting for the cluster; run the same command again to go on")
 
 
 class Watchers:
@@ -104,8 +110,10 @@ def run_campaign(
             campaign.check_inputs(stages)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
-                show_cluster(loaded, follower.say)
+                show_cluster(loaded, follower.say, stopper.end_if_asked)
                 watchers.ticks.append(ray_metrics(loaded))
+            if needs_workers(loaded, stages):
+                warn_of_unused_gpus(loaded.cluster, follower.say)
             # What earlier commands logged has been shown already.
             for stage in loaded.stages:
                 follower.skip(loaded.directory(stage))
@@ -159,13 +167,25 @@ def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
 
 
-def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
-    """Start or join the cluster and say where to watch it."""
-    info = backends.connect(loaded.cluster, say)
+def show_cluster(loaded: Campaign, say: Callable[[str], None], on_tick: Callable[[], None]) -> None:
+    """Start or join the cluster and say where to watch it; what `on_tick` raises ends the wait for its resources."""
+    info = backends.connect(loaded.cluster, say, on_tick)
     kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
     say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
     if info.dashboard:
         say(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
+
+
+def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> None:
+    """Say once that GPUs are there which no worker uses, and which key is to be set."""
+    gpus, place = backends.gpus_present(cluster)
+    used = cluster.workers * cluster.gpus_per_worker
+    unused = f"unused GPUs: {gpus - used} of the {gpus} of this {place}"
+    if gpus and not used:
+        say(f"{unused}: the workers compute on the CPU; type cluster.gpus_per_worker=1 to use them")
+    # The rest of another cluster is for other people.
+    elif gpus > used and place == "machine":
+        say(f"{unused}; type cluster.workers={gpus // cluster.gpus_per_worker} to use them")
 
 
 def ray_metrics(loaded: Campaign) -> Tick:

@@ -270,6 +270,13 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folde
     )
 
 
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the name of the GPU, such as "NVIDIA H100 80GB HBM3"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
 def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.Manifest | None) -> None:
     """Say in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
     if worker.rank != 0:
@@ -279,7 +286,8 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
     worker.telemetry.say(
-        f"attempt {job.attempt}: {text}; {worker.world} workers × micro_batch {arithmetic.micro_batch} × accumulation "
+        f"attempt {job.attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
+        f"× micro_batch {arithmetic.micro_batch} × accumulation "
         f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
         f"{cfg.precision}"
     )

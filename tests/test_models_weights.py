@@ -20,6 +20,7 @@ from data.files import whole_file
 from models.layers import ACTIVATIONS
 from models.weights import timm as weights_timm
 
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 CASES = {  # file: tolerance, what the file cannot tell
@@ -345,6 +346,13 @@ def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, descr
 def test_an_approximation_is_said(tmp_path):
     with pytest.warns(UserWarning, match="gelu_tanh"):
         models.save(random_model(activation="gelu"), tmp_path / "out.npz", format="npz")
+
+
+def test_the_pinned_torchvision_is_the_one_for_the_pinned_torch():
+    pins = dict(line.strip().split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    torch_minor, torchvision_minor = (int(pins[name].split(".")[1]) for name in ("torch", "torchvision"))
+    # github.com/pytorch/vision, "Installation": torch 2.0 goes with torchvision 0.15, 2.1 with 0.16, and so on.
+    assert torchvision_minor == torch_minor + 15
 
 
 @pytest.fixture(scope="module")

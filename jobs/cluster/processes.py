@@ -10,7 +10,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -31,8 +30,10 @@ from jobs.cluster.worker_group import (
     RankInfo,
     Task,
     WorkerFunction,
+    meeting_place,
     oom_kills,
     rank_zero_value,
+    serve_store,
     worker_file,
     worker_records,
 )
@@ -48,7 +49,9 @@ def run_worker_group(
 ) -> object:
     """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup."""
     _require_gpus(cluster)
-    workers = _make_workers(function, task, cluster, folder)
+    # It listens as long as this function runs: the workers meet there.
+    store = serve_store(LOOPBACK)
+    workers = _make_workers(function, task, cluster, folder, store.port)
     # Counts once before any worker starts: a kill is seen as a difference, however early it comes.
     recent_oom_kills = RecentOomKills()
     try:
@@ -100,12 +103,12 @@ class RecentOomKills:
         return oom_kills() > count_before
 
 
-def _make_workers(function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path) -> list[BaseProcess]:
+def _make_workers(
+    function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path, port: int
+) -> list[BaseProcess]:
     context = _process_context(cluster)
     # The fork server keeps the environment of its own start; credentials may have come since.
-    environment = dict(os.environ)
-    environment["MASTER_ADDR"] = LOOPBACK
-    environment["MASTER_PORT"] = str(_free_port())
+    environment = {**os.environ, **meeting_place(LOOPBACK, port)}
     workers = []
     for rank in range(cluster.workers):
         info = RankInfo(
@@ -191,22 +194,19 @@ def _kill(workers: list[BaseProcess]) -> None:
         worker.join()
 
 
-def _free_port() -> int:
-    # The kernel picks a free port, which stays free only until somebody takes it: where another program is faster than
-    # rank 0, this attempt fails, and the next one asks again.
-    with socket.socket() as server:
-        server.bind((LOOPBACK, 0))
-        return server.getsockname()[1]
+def gpus_present() -> int:
+    """Return how many GPUs this process sees: CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
     """Raise ClusterError where this machine has fewer GPUs than the worker group wants."""
     if not cluster.gpus_per_worker:
         return
-    import torch
-
     wanted = cluster.workers * cluster.gpus_per_worker
-    present = torch.cuda.device_count()
+    present = gpus_present()
     if present < wanted:
         raise ClusterError(
             f"{cluster.workers} workers want {wanted} GPUs and this machine has {present}\n"

@@ -55,7 +55,10 @@ def list_jobs(_debug: Debug = False) -> None:
     """List the jobs on the cluster."""
     from jobs.cluster import submission
 
-    for job in submission.list_jobs():
+    jobs = submission.list_jobs()
+    if not jobs:
+        print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
+    for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_s))
         print(f"{job.status:10} {started}  {job.run}  ({job.id})")
 
