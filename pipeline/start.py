@@ -30,6 +30,7 @@ from models import ModelConfig
 from pipeline import config
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.exact import ExactEngine, say_price
@@ -137,6 +138,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
+        expected_bytes=checkpoint_bytes(cfg, model_config),
     )
     worker = Worker(
         cfg=cfg,
