@@ -92,7 +92,7 @@ def run_campaign(
     """
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    follower = Follower(quiet)
+    follower = Follower(quiet, loaded.cluster.start_timeout_s)
     watchers = Watchers()
     watchers.ticks.append(follower.tick)
     if also is not None:
@@ -121,6 +121,7 @@ def run_campaign(
                 elif stopper.asked:
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
+                    follower.log = loaded.directory(stage) / "log.txt"
                     outcome = run_stage(
                         loaded,
                         stage,
@@ -129,6 +130,7 @@ def run_campaign(
                         stopping=stopper.is_asked,
                         fresh=fresh,
                     )
+                    follower.log = None
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
         for line in table(rows):

@@ -246,8 +246,9 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     job = worker.job
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
+    attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
     worker.telemetry.say(
-        f"attempt {job.attempt}: {text}; {worker.world} workers × micro_batch {arithmetic.micro_batch} × accumulation "
+        f"attempt {attempt}: {text}; {worker.world} workers × micro_batch {arithmetic.micro_batch} × accumulation "
         f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
         f"{cfg.precision}"
     )
@@ -271,8 +272,9 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | No
     """Return the words for which of the three ways of starting it is."""
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
+        attempt = checkpoint.attempt_of_stage(Path(job.directory), manifest.attempt)
         return (
-            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
+            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
     if job.init:

@@ -16,7 +16,7 @@ import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Manifest, Reader, committed, read_manifest, step_of
+from pipeline.checkpoints.checkpoint import Manifest, Reader, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.train import export
 
@@ -92,9 +92,10 @@ def list_line(folder: Path) -> str:
     except (CheckpointError, OSError) as error:
         return f"{folder.name}  BAD: {error}"
     size = sum(file["bytes"] for file in manifest.files.values())
+    attempt = attempt_of_stage(folder.parents[1], manifest.attempt)
     line = (
         f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
-        f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
+        f"ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
     )
     # A few-shot probe saves its single draws ("…seed…") too; a list shows their mean.
     for name, value in manifest.metrics.items():
