@@ -86,6 +86,9 @@ def report_usage(error: TyperException) -> int:
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
     print(f"error: {error.format_message()}", file=sys.stderr)
+    parameter = getattr(error, "param", None)
+    if parameter is not None and parameter.name == "recipe":
+        print(f"  expected a YAML file, or a recipe that ships: {', '.join(campaigns.shipped())}", file=sys.stderr)
     if context is not None:
         print(f"  {context.command_path} --help tells more", file=sys.stderr)
     return ExitCode.USAGE
