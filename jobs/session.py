@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
-from data.files import write_whole
+from data.files import explain, write_with_reserve
 from jobs import campaign
 from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
@@ -33,6 +33,9 @@ from pipeline import handover
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
+
+STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk
+LONGEST_MESSAGE = 600  # characters; as JSON each may take six bytes
 
 # Kinds whose work is done by the driver itself; all others run on workers.
 WORKERLESS_KINDS = ("pack", "resize")
@@ -96,7 +99,7 @@ def run_campaign(
     """
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    follower = Follower(quiet)
+    follower = Follower(quiet, loaded.cluster.start_timeout_s)
     watchers = Watchers()
     watchers.ticks.append(follower.tick)
     if also is not None:
@@ -127,6 +130,7 @@ def run_campaign(
                 elif stopper.asked:
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
+                    follower.log = loaded.directory(stage) / "log.txt"
                     outcome = run_stage(
                         loaded,
                         stage,
@@ -135,6 +139,7 @@ def run_campaign(
                         stopping=stopper.is_asked,
                         fresh=fresh,
                     )
+                    follower.log = None
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
         for line in table(rows):
@@ -212,7 +217,8 @@ def skip_line(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> str
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's name where the message is empty."""
-    lines = str(error).splitlines()
+    text = explain(error) if isinstance(error, OSError) else str(error)
+    lines = text.splitlines()
     return lines[0] if lines else type(error).__name__
 
 
@@ -246,12 +252,13 @@ def result_text(row: Mapping[str, Any]) -> str:
 def write_status(run: Path, exit_code: int | None, message: str, command: str) -> None:
     """Write status.json: how a command on this run ended, or, with code None, that it is running.
 
-    It is needed beside the exit code, because Ray Jobs reduce that to 0 and 1.
+    It is needed beside the exit code, because Ray Jobs reduce that to 0 and 1. The end can be written on a full disk
+    too, into the room that "running" has kept.
     """
     record = {
         "exit_code": exit_code,
-        "message": message,
+        "message": message[:LONGEST_MESSAGE],
         "command": command,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    write_whole(run / "status.json", json.dumps(record, indent=1))
+    write_with_reserve(run / "status.json", json.dumps(record, indent=1), STATUS_RESERVE_BYTES)

@@ -33,6 +33,7 @@ from models import ModelConfig
 from pipeline import config
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.exact import ExactEngine, say_price
@@ -149,6 +150,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
+        expected_bytes=checkpoint_bytes(cfg, model_config),
     )
     worker = Worker(
         cfg=cfg,
@@ -285,8 +287,9 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     job = worker.job
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
+    attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
     worker.telemetry.say(
-        f"attempt {job.attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
+        f"attempt {attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation "
         f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
         f"{cfg.precision}"
@@ -317,8 +320,9 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | No
     # The order is that of the list at the top of this file; what loses is named, so that nobody looks for its effect.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
+        attempt = checkpoint.attempt_of_stage(Path(job.directory), manifest.attempt)
         return (
-            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
+            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
     if job.init:

@@ -1,7 +1,9 @@
 """One command runs the chain, and the same command again goes on; nothing wrong starts at all."""
 
 import json
+import os
 import shutil
+import stat
 import tarfile
 from pathlib import Path
 
@@ -25,7 +27,11 @@ def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
 
 
 def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, capsys):
-    assert main(["run", str(recipe)]) == 0
+    previous = os.umask(0o002)
+    try:
+        assert main(["run", str(recipe)]) == 0
+    finally:
+        os.umask(previous)
     out = capsys.readouterr().out
     assert "random weights from seed 0, step 0" in out and "weights from" in out and "1shot" in out
     pretrained, finetuned = stage_folder(recipe, "pretrain"), stage_folder(recipe, "finetune")
@@ -38,6 +44,10 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
     assert read_metrics(pretrained, "evaluate")[-1]["judged"] == 355
     assert any((pretrained / "tensorboard").iterdir())
+    assert "attempt 1: weights from" in (finetuned / "log.txt").read_text(), "attempts count within their stage"
+    written = [path for path in (recipe.parent / "run").rglob("*") if path.is_file()]
+    modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in written}
+    assert set(modes.values()) == {0o664}, modes
 
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out

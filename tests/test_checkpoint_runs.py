@@ -186,6 +186,8 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
                 stopped = read_manifest(newest[0]).step
                 assert process.exitcode == 75 and stopped >= step, context
                 assert f"stopped at step {stopped} after committing it" in said(run), context
+                log = (stage(run) / "log.txt").read_text()
+                assert f"[driver] {signals[0].name}: finishing the step" in log, log
         assert not list(stage(run).glob("stop*"))
         assert finish(run) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
         assert_same(run, twin)
@@ -501,6 +503,8 @@ def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsy
     ends = [record["ledger"] for record in read_metrics(stage(twin)) if record["step"] == 16]
     assert ends == [ledger.update(15, *order.batch(15)).hex]
     assert main(["replay", str(twin), "13th"]) == 64
+    assert main(["replay", str(twin), "step=40"]) == 0 and main(["replay", str(twin), "step=41"]) == 64
+    assert "step 41 is beyond the last of pretrain-" in capsys.readouterr().err
 
 
 def test_the_time_of_a_run_adds_up(twin) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "Missing argument"),
+        (["run"], "expected a YAML file, or a recipe that ships: digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),

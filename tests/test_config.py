@@ -111,6 +111,11 @@ def test_a_batch_that_does_not_fit_names_the_nearest_that_do():
     cfg = TrainConfig(steps=1, batch_size=4000, micro_batch=32)
     with pytest.raises(ConfigError, match=r"micro_batch 32 × 12 workers = 384; nearest: 3840 or 4224"):
         batch_arithmetic(cfg, 12)
+    with pytest.raises(ConfigError, match=r"(?s)131072 × 2 workers = 262144 is more .* set micro_batch=2000, or"):
+        batch_arithmetic(dataclasses.replace(cfg, micro_batch=131_072), 2)
+    assert batch_arithmetic(dataclasses.replace(cfg, micro_batch=2000), 2).accumulation == 1
+    with pytest.raises(ConfigError, match="set micro_batch=1333 and batch_size=3999, or"):
+        batch_arithmetic(dataclasses.replace(cfg, micro_batch=131_072), 3)
     with pytest.raises(ConfigError, match="less than 5000 workers"):
         batch_arithmetic(cfg, 5000)
 

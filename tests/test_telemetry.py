@@ -11,7 +11,7 @@ import pytest
 from data.errors import UsageError, exit_code
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
-from jobs.follow import Follower, waiting_for
+from jobs.follow import Follower
 from jobs.session import table, write_status
 from pipeline.monitoring.telemetry import Telemetry, Window, amount, duration, last_metrics, log_line, read_metrics
 
@@ -89,7 +89,73 @@ def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
     log.write_text("one\ntwo\nthree\n")
     follower.tick(attempt, 1)
     assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
-    assert waiting_for(tmp_path / "pretrain-1", attempt) == "waiting for the workers to start"
+
+
+def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    log = tmp_path / "pretrain-1" / "log.txt"
+    follower = Follower()
+    follower.say("pretrain: skipped")
+    follower.log = log
+    Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).say("bad sample 1 replaced")
+    follower.say("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
+    follower.tick(attempt, 3)
+    assert log.read_text() == (
+        "[worker 1] bad sample 1 replaced\n[driver] SIGTERM: finishing the step\n[driver]   Ctrl-C again ends at once\n"
+    )
+    assert capsys.readouterr().out == (
+        "pretrain: skipped\nSIGTERM: finishing the step\n  Ctrl-C again ends at once\n"
+        "[pretrain-1] [worker 1] bad sample 1 replaced\n"
+    )
+
+
+def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    follower = Follower(start_timeout_s=300.0)
+    follower.log = tmp_path / "pretrain-1" / "log.txt"
+
+    def looks(count: int) -> list[str]:
+        for _ in range(count):
+            follower.spoke -= 11.0  # as if nothing had been said for so many seconds
+            follower.tick(attempt, 3)
+        return capsys.readouterr().out.splitlines()
+
+    waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
+    assert looks(5) == [waiting]
+    (attempt / "rank-00000.json").write_text("{}")
+    assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
+    Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
+    assert len(looks(3)) == 3, "signs of life"
+    assert follower.log.read_text().splitlines() == [
+        f"[driver] {waiting}",
+        "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
+    ]
+
+
+def test_tensorboard_opens_on_the_loss(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    telemetry = Telemetry(tmp_path, rank=0, attempt=1)
+    for kind in ("train", "checkpoint", "effective", "evaluate"):
+        telemetry.report(kind, REPORT | {"took_s": 1.0, "accuracy": 0.9})
+    telemetry.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curves = sorted(events.Tags()["scalars"])  # as TensorBoard's page has them
+    assert curves[0] == "1 train/1 loss" and "2 evaluate/accuracy" in curves and "checkpoint/took_s" in curves
+
+
+def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path):
+    for name in ("pretrain-1", "finetune-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stage.json").write_text("{}")
+    assert status(tmp_path / "finetune-2") == [
+        f"run  {tmp_path}",
+        "end  unknown: no command has ended yet",
+        f"{'finetune-2':24} started, no step yet",
+    ]
 
 
 def test_the_closing_table_tells_images_results_and_time():

@@ -149,7 +149,7 @@ def _worker(function: WorkerFunction, task: Task, folder: Path, environment: dic
     # PR_SET_PDEATHSIG would not do: the parent is the fork server, which outlives a killed driver.
     threading.Thread(target=_die_with_driver, daemon=True).start()
     # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.
-    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
     with worker_records(folder, info) as result:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol,
 
 import psutil
 
-from data.files import write_whole
+from data.files import refusal, write_with_reserve
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -35,6 +35,8 @@ WorkerFunction = Callable[[Task], object]  # importable by its module's name; wh
 
 LOOPBACK = "127.0.0.1"
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
+LONGEST_TRACEBACK = 10_000  # characters, from the end
+RECORD_RESERVE_BYTES = 16_384  # in a worker's record, for its error and traceback
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
@@ -215,8 +217,8 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
                 "ended": time.time(),
                 "exit_code": wanted,
                 "kind": type(error).__name__,
-                "error": str(error),
-                "traceback": traceback.format_exc(),
+                "error": refusal(error) if isinstance(error, OSError) else str(error),
+                "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
             }
             _write_record(folder, end)
             # This may only be the echo of a peer's death: the driver must see that death before it sees our end.
@@ -313,4 +315,6 @@ def worker_file(folder: Path, rank: int, suffix: str) -> Path:
 
 def _write_record(folder: Path, record: WorkerRecord) -> None:
     # Whole, because the driver reads the records while the workers write them.
-    write_whole(worker_file(folder, record["rank"], ".json"), json.dumps(record))
+    path = worker_file(folder, record["rank"], ".json")
+    # With room for the end, which is written on a full disk too: the disk may be why the worker ends.
+    write_with_reserve(path, json.dumps(record), RECORD_RESERVE_BYTES)

@@ -115,10 +115,15 @@ def recipe_path(recipe: str) -> Path:
     path = Path(recipe)
     if path.exists():
         return path
-    shipped = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
-    if recipe not in shipped:
-        raise ConfigError(f"no recipe at {recipe}\n  recipes that ship: {', '.join(shipped)}")
-    return shipped[recipe]
+    recipes = shipped()
+    if recipe not in recipes:
+        raise ConfigError(f"no recipe at {recipe}\n  recipes that ship: {', '.join(recipes)}")
+    return recipes[recipe]
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that ship, by their bare names."""
+    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
 
 
 def stage_of_kind(loaded: "Campaign", kind: str) -> str:

@@ -18,7 +18,7 @@ from data.files import whole_file
 from jobs.context import code_version
 from pipeline import handover
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Manifest, Reader, committed, read_manifest, step_of
+from pipeline.checkpoints.checkpoint import Manifest, Reader, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.train import export
@@ -97,9 +97,10 @@ def list_line(folder: Path, evaluation: Record) -> str:
     except (CheckpointError, OSError) as error:
         return f"{folder.name}  BAD: {error}"
     size = sum(file["bytes"] for file in manifest.files.values())
+    attempt = attempt_of_stage(folder.parents[1], manifest.attempt)
     line = (
         f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
-        f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
+        f"ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
     )
     for name, value in evaluation.items():
         is_score = isinstance(value, float) and name != "time"

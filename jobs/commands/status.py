@@ -23,9 +23,15 @@ class Outcome(TypedDict):
 
 
 def status(run: Path) -> list[str]:
-    """One line a stage folder, in the order they were first started. Raises UsageError where there is no run."""
+    """One line a stage folder, in the order they were first started; of a stage's folder, that stage alone.
+
+    Raises UsageError where there is no run.
+    """
     # A stage's folder has a stage.json from its very start.
     folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
+    if (run / "stage.json").exists():
+        folders = [run]
+        run = run.parent
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
         raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")

@@ -1,6 +1,6 @@
 """What pretrain and finetune share: the sets are checked, the workers are told what to do, and how to be stopped.
 
-1. Every set is loaded and looked at: a stage that could not be judged at its end must not begin.
+1. Every set is loaded and looked at, and the disk: a stage that could not be judged or saved must not begin.
 2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
 3. To stop, the driver touches a file; rank 0 sees it at the end of a step, and all workers commit and end.
 """
@@ -21,6 +21,7 @@ from jobs.supervisor import supervise
 from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.room import check_room
 from pipeline.start import Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -33,6 +34,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     # Called for its error alone, which names batch sizes that would work.
     batch_arithmetic(cfg, context.cluster.workers)
     check_sets(cfg, context)
+    check_room(cfg, context.model, context.directory / "checkpoints")
     make_task = partial(make_training_task, cfg, context)
     return supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
 

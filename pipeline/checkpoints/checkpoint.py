@@ -89,6 +89,16 @@ def newest_attempt(directory: Path) -> int:
     return newest
 
 
+def attempt_of_stage(directory: Path, attempt: int) -> int:
+    """Return how many attempts a stage had when this one began, itself counted: what people are told.
+
+    `attempt` counts over the whole run, because it fences late commits.
+    """
+    numbers = [int(folder.name.rpartition("-")[2]) for folder in (directory / "attempts").glob("attempt-*")]
+    earlier = sum(number < attempt for number in numbers)
+    return earlier + 1
+
+
 def committed(folder: Path) -> list[Path]:
     """List the checkpoints that were renamed into place, newest step first, and of one step the later attempt first.
 

@@ -33,6 +33,8 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; which values i
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+# How TensorBoard's groups are called; by name alone, checkpoint/* would come first and open.
+TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 # The newest record is looked for in so many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
 
@@ -233,7 +235,7 @@ class Telemetry:
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
-                    self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
+                    self.tensorboard.add_scalar(tensorboard_tag(kind, name), value, values["step"])
         if line:
             self.say(line)
         return is_written
@@ -263,10 +265,21 @@ class Telemetry:
                 self.tensorboard.close()
 
 
+def tensorboard_tag(kind: str, name: str) -> str:
+    """Return the name of a curve: of all curves, TensorBoard's page begins with "1 train/1 loss".
+
+    It sorts the groups by name, and the curves within a group, and opens the first group alone.
+    """
+    group = TENSORBOARD_GROUPS.get(kind, kind)
+    if (kind, name) == ("train", "loss"):
+        return f"{group}/1 loss"
+    return f"{group}/{name}"
+
+
 def append_whole(path: Path, content: bytes) -> bool:
     """Append by a single write, which O_APPEND keeps apart from other workers' lines; False where the disk refuses."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             # A disk that fills up may take a part of the bytes: that line is lost too.
             return os.write(handle, content) == len(content)
