@@ -18,7 +18,7 @@ from torch import Tensor
 
 import models
 from data.errors import DataError, UsageError
-from data.files import whole_file
+from data.files import whole_file, write_whole
 from jobs.context import code_version
 from models.weights.files import CONFIG
 from pipeline import handover
