@@ -252,10 +252,13 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     job = worker.job
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
+    precision: str = cfg.precision
+    if precision == "bf16":
+        precision = f"bf16, gradients summed in {worker.engine.sums_in}"
     worker.telemetry.say(
         f"attempt {job.attempt}: {text}; {worker.world} workers × micro_batch {arithmetic.micro_batch} × accumulation "
         f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
-        f"{cfg.precision}"
+        f"{precision}"
     )
     record = {
         "step": progress.step,
