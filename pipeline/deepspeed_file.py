@@ -4,7 +4,8 @@
 2. What Patchline derives itself may stand there with the same value, or as "auto"; a section that is off may too.
 3. Of the rest only the keys of TUNING may be set, at the ZeRO stages that read them, and DeepSpeed's own schema
    checks their values.
-4. Everything else is refused with the recipe key that does the same, or with the nearest name.
+4. `communication_data_type` may make gradients of precision bf16 be summed in bf16; the start line then says so.
+5. Everything else is refused with the recipe key that does the same, or with the nearest name.
 
 In:  {"zero_optimization": {"reduce_bucket_size": 5e7}, "gradient_clipping": "auto"} and our settings at ZeRO 2
 Out: our settings with zero_optimization: {"stage": 2, "reduce_bucket_size": 5e7}
@@ -71,6 +72,7 @@ INSTEAD: dict[str, str] = {
     "checkpoint": ONLY_PATCHLINE,
     "nebula": ONLY_PATCHLINE,
     "datastates": ONLY_PATCHLINE,
+    "communication_data_type": "precision=fp32 sums gradients in fp32; leave it out",
     "prescale_gradients": OTHER_SUMS,
     "gradient_predivide_factor": OTHER_SUMS,
     "gradient_allreduce_op": OTHER_SUMS,
@@ -120,6 +122,12 @@ def merge_file(ours: Settings, path: str, zero: int) -> dict[str, Any]:
     for key, value in user.items():
         if key == "zero_optimization":
             merged[key] = merge_zero(ours[key], value, zero, where)
+        elif key == "communication_data_type" and "bf16" in ours:
+            require(
+                value in ("fp32", "bf16"),
+                f"{where}: {key} is {value!r}\n  expected fp32; or bf16: half the bytes, every sum rounded",
+            )
+            merged[key] = value
         elif not says_nothing(key, value, ours):
             refuse(key, value, ours, where)
     check_values(merged["zero_optimization"], where)

@@ -288,11 +288,14 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
     attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
+    precision: str = cfg.precision
+    if precision == "bf16":
+        precision = f"bf16, gradients summed in {worker.engine.sums_in}"
     worker.telemetry.say(
         f"attempt {attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation "
         f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
-        f"{cfg.precision}"
+        f"{precision}"
     )
     record = {
         "step": progress.step,

@@ -110,7 +110,7 @@ class TrainConfig:
     micro_batch: int = 64  # images a worker takes at a time; accumulation is derived
     uneven: bool = False  # let workers own numbers of a batch's slots that differ by one
     exact_parts: int = 0  # 1, 2, 4 … up to so many workers have the same bits (docs/exact.md); 0: off
-    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the optimizer keeps fp32
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the sums of gradients and optimizer: fp32
     zero: int = 2  # DeepSpeed ZeRO stage, 0 to 3: workers share 1 the optimizer's state, 2 gradients too, 3 weights too
     checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
     activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this

@@ -53,6 +53,7 @@ def test_a_file_that_tunes_is_merged_and_what_we_derive_may_be_auto(tmp_path: Pa
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm is 'perhaps'\n  DeepSpeed says: "),
         ({"zero_optimization": True}, "zero_optimization is True\n  expected a mapping"),
         ({"gradient_accumulation_steps": 3}, "your file says 3, the recipe 2"),
+        ({"communication_data_type": "bf16"}, "recipe 'fp32'\n  remove one of them: precision=fp32 sums gradients"),
         ({"xyzzy": 1}, "xyzzy may not stand there\n  expected zero_optimization with some of overlap_comm"),
         ([], "holds no mapping"),
     ],
@@ -61,6 +62,13 @@ def test_everything_else_is_refused_with_what_to_write_instead(content, message,
     with pytest.raises(ConfigError) as refusal:
         settings_with(json.dumps(content), tmp_path)
     assert message in str(refusal.value) and "ds.json" in str(refusal.value)
+
+
+def test_the_type_of_sums_is_fp32_or_bf16_under_precision_bf16_alone(tmp_path: Path):
+    chosen = settings_with('{"communication_data_type": "bf16"}', tmp_path, precision="bf16")
+    assert chosen["communication_data_type"] == "bf16"
+    with pytest.raises(ConfigError, match="communication_data_type is 'fp16'\n  expected fp32; or bf16"):
+        settings_with('{"communication_data_type": "fp16"}', tmp_path, precision="bf16")
 
 
 @pytest.mark.parametrize(
