@@ -27,7 +27,7 @@ from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
 from jobs.follow import Follower
 from jobs.ownership import owned
-from jobs.stage_run import changed_warnings, run_stage
+from jobs.stage_run import changed_warnings, check_unchanged, run_stage
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -97,6 +97,8 @@ def run_campaign(
         with owned(loaded.run), status_file(loaded.run, command):
             stopper = Stopper(follower.say)
             campaign.check_inputs(stages)
+            if not fresh:
+                check_unchanged(loaded, stages)
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
                 show_cluster(loaded, follower.say)
                 watchers.ticks.append(ray_metrics(loaded))
