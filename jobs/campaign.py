@@ -5,7 +5,8 @@ How a recipe becomes a campaign, in order (`load`):
 2. `run` and `cluster` are taken out; every other section is a stage, whose kind is its name or its `kind:` key;
 3. each section becomes the frozen config of its kind, so that a wrong key stops here;
 4. stages are put in order: one that names another's output ("@stage" or "@stage/part") comes after it;
-5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs.
+5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs;
+6. `check_stage` compares each stage with the data that is there already; before it runs it is compared once more.
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
@@ -19,17 +20,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import models
-from data.errors import ConfigError, DataError
-from data.shards.index import load_index
+from data.checks import check_name
+from data.errors import ConfigError, DataError, PatchlineError
+from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
 from models.checks import did_you_mean
 from pipeline import config, handover
-from pipeline.arithmetic import batch_arithmetic
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.config import require
 from pipeline.start import engine_settings
-from pipeline.training_config import TrainConfig, model_config, trained_model
+from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
 
 class StageKind(Protocol):
@@ -123,7 +125,8 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.plain_yaml(config.read_yaml(recipe, overrides))
     # These two belong to the whole campaign; whatever is left is a stage.
-    run = Path(values.pop("run", None) or Path("runs") / recipe.stem).resolve()
+    run = values.pop("run", None) or f"runs/{recipe.stem}"
+    require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
@@ -135,20 +138,22 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
         stages[name] = resolve_stage(name, kind, stage_config, stages)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
-    for stage in stages.values():
-        if isinstance(stage.config, TrainConfig):
-            check_training(stage, cluster)
-    return Campaign(run, cluster, tuple(stages.values()))
+    campaign = Campaign(Path(run).resolve(), cluster, tuple(stages.values()))
+    for stage in campaign.stages:
+        check_stage(campaign, stage)
+    return campaign
 
 
 def read_section(name: str, section: Any) -> tuple[str, Any]:
     """Return the kind of a stage's section, and its config, an instance of the kind's Config."""
+    check_name(name, "a stage", "rename it, and what reads it as @stage")
     require(
         isinstance(section, Mapping),
         f"{name} is {section!r}, expected a stage's section{did_you_mean(name, KINDS)}",
     )
     values = dict(section)
     kind = values.pop("kind", name)
+    require(isinstance(kind, str), f"{name}.kind is {kind!r}, expected one of {', '.join(KINDS)}")
     if kind not in KINDS:
         message = f"unknown stage or key {kind!r}{did_you_mean(kind, [*KINDS, 'run', 'cluster'])}"
         if "kind" not in section:
@@ -326,18 +331,53 @@ def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
         raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
 
 
-def check_training(stage: Stage, cluster: ClusterConfig) -> None:
-    """Raise ConfigError unless a trained stage names its data and its batch falls evenly on the workers."""
-    data_config = stage.config.data
+def check_stage(campaign: Campaign, stage: Stage) -> None:
+    """Raise ConfigError or DataError where a trained stage does not fit the cluster, or the data that is there.
+
+    `load` asks for every stage, so that `plan` refuses what `run` would; data that a stage before it makes is there
+    when the stage is about to run, and then it asks again.
+    """
+    cfg = stage.config
+    if not isinstance(cfg, TrainConfig):
+        return
     require(
-        bool(data_config.train or data_config.mixture),
+        bool(cfg.data.train or cfg.data.mixture),
         f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
     )
     try:
-        arithmetic = batch_arithmetic(stage.config, cluster.workers)
-        engine_settings(stage.config, arithmetic.accumulation)  # reads and checks the user's DeepSpeed file
+        arithmetic = batch_arithmetic(cfg, campaign.cluster.workers)
+        engine_settings(cfg, arithmetic.accumulation)  # reads and checks the user's DeepSpeed file
     except ConfigError as error:
         raise ConfigError(f"{stage.name}: {error}") from None
+
+    classes: dict[str, int] = {}  # of every labelled set that is there, by what the recipe calls it
+    samples: list[int] = []  # of every set to train on that is there
+    sets = cfg.data.sets().values()
+    for path, _weight in sets:
+        index = index_of(campaign, path)
+        if index is not None:
+            classes[path] = index.classes
+            samples.append(index.samples)
+    if cfg.data.evaluate is not None:
+        index = index_of(campaign, cfg.data.evaluate)
+        if index is not None:
+            classes[cfg.data.evaluate] = index.classes
+
+    # The model is not known where the weights that it starts from do not exist.
+    if stage.model is not None:
+        check_model(cfg, stage.model, classes, f"{stage.name}.model")
+    # The steps are not known where passes are to be made over data that is not there.
+    all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
+    if cfg.steps is not None or all_samples is not None:
+        check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
+
+
+def index_of(campaign: Campaign, path: str) -> Index | None:
+    """The index of a set that a recipe names, None where it has not been made yet."""
+    try:
+        return load_index(campaign.resolve(path) or "")
+    except PatchlineError:
+        return None
 
 
 def resolved(campaign: Campaign) -> str:

@@ -28,7 +28,7 @@ from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
 from jobs.ownership import owned
-from jobs.stage_run import changed_warnings, run_stage
+from jobs.stage_run import changed_warnings, check_unchanged, run_stage
 from pipeline import handover
 from pipeline.monitoring.telemetry import duration
 
@@ -111,6 +111,8 @@ def run_campaign(
         with owned(loaded.run), status_file(loaded.run, command):
             stopper = Stopper(follower.say)
             campaign.check_inputs(stages)
+            if not fresh:
+                check_unchanged(loaded, stages)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
                 show_cluster(loaded, follower.say, stopper.end_if_asked)

@@ -1,7 +1,7 @@
 """One stage of a campaign, run: what is checked before it, and the files that say what it was and what it did.
 
 In order:
-1. the stages it reads must have finished;
+1. the stages it reads must have finished, and what they made must fit it;
 2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
 3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
 4. the stage works (jobs/stages);
@@ -16,14 +16,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import models
 from data.errors import ConfigError
-from jobs.campaign import Campaign, Stage
+from jobs.campaign import Campaign, Stage, check_stage
 from jobs.context import Context, code_version, reference
 from pipeline import config, handover
 
@@ -48,12 +48,9 @@ def run_stage(
     began = time.time()
     # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
     check_parents(campaign, stage)
-    changes = changes_since_half_done(campaign, stage)
-    if changes and not fresh:
-        raise ConfigError(
-            f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes) + "\n"
-            "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)"
-        )
+    check_stage(campaign, stage)  # once more: data that stages before it made is there only now
+    if not fresh:
+        check_unchanged(campaign, [stage])
 
     directory = campaign.directory(stage)
     directory.mkdir(parents=True, exist_ok=True)
@@ -101,6 +98,17 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
         if campaign.done(campaign.stage(parent)) is None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+            )
+
+
+def check_unchanged(campaign: Campaign, stages: Sequence[Stage]) -> None:
+    """Raise ConfigError where one of these stages is half done with another config."""
+    for stage in stages:
+        changes = changes_since_half_done(campaign, stage)
+        if changes:
+            raise ConfigError(
+                f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes) + "\n"
+                "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)"
             )
 
 

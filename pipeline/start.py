@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from data.errors import CheckpointError, DataError, Preempted
+from data.errors import CheckpointError, Preempted
 from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
@@ -40,7 +40,7 @@ from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
-from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
@@ -138,7 +138,8 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     # The batch does not depend on the world; how it is shared does, and the world may be another one in every attempt.
     arithmetic = batch_arithmetic(cfg, world)
     model_config: ModelConfig = models.from_dict(job.model)
-    check_model(cfg, job, model_config, sets)
+    labelled = [path for path in (*job.train, job.evaluate) if path is not None]
+    check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
     model = build_model(cfg, job, model_config, telemetry).to(device)
 
     phases.enter("engine", 0)
@@ -190,28 +191,6 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         # Measured in every attempt, because the nodes and the links between them may be others now.
         say_price(engine, cfg, telemetry, progress.step)
     return worker, progress
-
-
-def check_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, sets: dict[str, Index]) -> None:
-    """Raise DataError where a set has labels that the head has no output for.
-
-    Raises ConfigError where the model's images are not square, since training crops are.
-    """
-    height, width = model_config.image_size
-    config.require(height == width, f"image_size is {height}×{width}: training crops are square")
-    # Masked prediction reads labels and does not use them.
-    if cfg.objective == "masked":
-        return
-    labelled = [*job.train]
-    if job.evaluate:
-        labelled.append(job.evaluate)
-    for path in labelled:
-        classes = sets[path].classes
-        if classes > model_config.classes:
-            raise DataError(
-                f"{path} has labels up to {classes - 1}, the model has {model_config.classes} classes\n"
-                f"  set model.classes={classes}"
-            )
 
 
 def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:

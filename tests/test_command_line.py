@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools import find_packages
 
 from data.errors import Preempted
@@ -67,6 +68,20 @@ def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, wor
     assert calls == [((recipe, ["a=1", "b=2"]), True)]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["{recipe}", "pretrain.seed=5", "pretrain.keep=7", "--resolved"],
+        ["--resolved", "{recipe}", "pretrain.seed=5", "pretrain.keep=7"],
+        ["{recipe}", "pretrain.seed=5", "--resolved", "pretrain.keep=7"],
+    ],
+)
+def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(recipe, capsys, words):
+    assert main(["plan", *(word.format(recipe=recipe) for word in words)]) == 0
+    pretrain = yaml.safe_load(capsys.readouterr().out)["pretrain"]
+    assert (pretrain["seed"], pretrain["keep"]) == (5, 7)
+
+
 def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits", f"run={tmp_path}"]) == 0
@@ -77,7 +92,8 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
 
 def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
     shards = campaign.load(recipe, []).stage("pretrain").config.data.train
-    second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1}}"
+    second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
+    second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
     monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from data.errors import ClusterError, Preempted
+from data.errors import ClusterError, ConfigError, Preempted
 from jobs import campaign
 from jobs.cluster import processes, worker_group
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
@@ -219,7 +219,7 @@ def test_a_wait_says_what_for_and_ends(two, full) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
 def test_a_size_that_makes_no_sense_is_refused(field, value) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}, expected"):
+    with pytest.raises(ConfigError, match=f"{field} is {value}, expected"):
         ClusterConfig(**{field: value})
 
 

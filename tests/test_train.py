@@ -92,7 +92,8 @@ def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, ov
 def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
     losses = []
     for workers in (1, 2):
-        overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.exact_parts=2", f"cluster.workers={workers}")
+        overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=2")
+        overrides += ("pretrain.exact_parts=2", f"cluster.workers={workers}")
         (folder,) = run_stages(recipe, "pretrain", overrides=(*overrides, f"run={recipe.parent / str(workers)}"))
         losses.append([loss for record in read_metrics(folder) for loss in record["losses"]])
     assert losses[0] == losses[1]

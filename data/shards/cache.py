@@ -30,7 +30,8 @@ from typing import IO, TypeVar
 
 import numpy as np
 
-from data.errors import DataError, StorageError
+from data.checks import at_least, more_than_0
+from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
 from data.order import Mixture, Order
 from data.shards.index import Index, Shard
@@ -58,15 +59,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         # Workers run in folders of their own, where a relative path would be another one for each.
         if self.directory and not Path(self.directory).expanduser().is_absolute():
-            raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
-        for name in ("limit_bytes", "attempts", "timeout_s", "fetchers"):
-            value = getattr(self, name)
-            if value <= 0:
-                raise ValueError(f"cache.{name} is {value}, expected more than 0")
-        for name in ("backoff_s", "ahead"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"cache.{name} is {value}, expected 0 or more")
+            raise ConfigError(f"cache.directory is {self.directory!r}, expected an absolute path")
+        more_than_0(self, "limit_bytes attempts timeout_s fetchers", "cache.")
+        at_least(self, 0, "backoff_s ahead", "cache.")
 
 
 def never() -> bool:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol,
 
 import psutil
 
+from data.checks import at_least, more_than_0
 from data.files import refusal, write_with_reserve
 
 if TYPE_CHECKING:
@@ -120,13 +121,11 @@ class ClusterConfig:
         ],
         "free",
     )
-    LEAST: ClassVar[Mapping[str, int]] = {"workers": 1, "cpus_per_worker": 1, "gpus_per_worker": 0, "max_restarts": 0}
 
     def __post_init__(self) -> None:
-        for name, least in self.LEAST.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} is {value}, expected {least} or more")
+        at_least(self, 1, "workers cpus_per_worker")
+        at_least(self, 0, "gpus_per_worker max_restarts backoff_s")
+        more_than_0(self, "start_timeout_s")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import models
+from data.checks import at_least, more_than_0
 from data.errors import Preempted
 from data.evaluation import EvaluationSet
 from data.files import write_whole
@@ -45,7 +46,8 @@ class Config:
 
     def __post_init__(self) -> None:
         evaluate.check_ops(self.preprocess)
-        require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
+        at_least(self, 1, "micro_batch")
+        more_than_0(self, "stall_s")
 
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before

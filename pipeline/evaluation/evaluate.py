@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.checks import at_least
 from data.errors import ConfigError, PatchlineError, Preempted, exit_code
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.images.preprocess import parse_ops
@@ -42,8 +43,10 @@ class ProbeConfig:
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
         fewest = min(self.shots, default=0)
-        require(fewest > 0, f"shots are {self.shots}, expected 1 or more")
-        require(len(self.seeds) > 0, "seeds are empty, expected at least one")
+        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
+        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
+        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        at_least(self, 0, "l2", "probe.")
 
 
 def check_ops(ops: str | None) -> None:
