@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from data.checks import printable_lines
 from jobs.progress import live_bar
 from pipeline.monitoring.telemetry import duration, last_metrics
 
@@ -22,6 +23,7 @@ class Follower:
     def say(self, text: str) -> None:
         """One line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
+        text = printable_lines(text)
         if self.quiet:
             return
         with suppress(OSError):  # whoever read it is gone; log.txt has it
