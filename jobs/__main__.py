@@ -21,6 +21,7 @@ import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, shards, weights
@@ -106,7 +107,7 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     # To have stopped after a commit is no error: the message says what to type next.
     if code != ExitCode.PREEMPTED:
         text = f"error: {text}"
-    print(text, file=sys.stderr)
+    print(printable_lines(text), file=sys.stderr)
     return code
 
 

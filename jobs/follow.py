@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from data.checks import printable_lines
 from jobs.progress import live_bar
 from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
 
@@ -34,6 +35,7 @@ class Follower:
     def show(self, text: str) -> None:
         """Print a line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
+        text = printable_lines(text)
         if self.quiet:
             return
         # A closed terminal or pipe must not end the run; log.txt has the lines.

@@ -131,6 +131,7 @@ def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(mon
         (["run", "x"], KeyboardInterrupt(), 130, "interrupted twice"),
         (["status", "x"], BrokenPipeError(), 74, ""),
         (["status", "x"], Preempted("stopped; run me again"), 75, "stopped; run me again\n"),
+        (["status", "x"], Preempted("a\x1b[2Jb\nc\x9b"), 75, "a\\x1b[2Jb\nc\\x9b\n"),
     ],
 )
 def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys, words, error, code, message):

@@ -189,3 +189,8 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path):
 def test_no_error_ends_a_command_with_success():
     assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash wants no code of its own"
     assert [exit_code(e) for e in (WorkerGroupError(0, "n", "", exit_code=65), OSError(), ValueError())] == [65, 74, 70]
+
+
+def test_a_line_of_the_log_cannot_act_on_a_terminal(tmp_path):
+    Telemetry(tmp_path, 0, 1).say("bad sample a\x1b]0;title\x07: × 3\nthe second line\u202e")
+    assert (tmp_path / "log.txt").read_text() == "bad sample a\\x1b]0;title\\x07: × 3\nthe second line\\u202e\n"

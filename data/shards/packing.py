@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.checks import check_name, printable
 from data.errors import DataError
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
@@ -55,6 +56,7 @@ def pack(
     shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes`, a repeated key
     in a shard, or no samples.
     """
+    check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     setting = f"{shard_samples} {shard_bytes} {restarts}"
@@ -212,5 +214,6 @@ def check_labels(shard: str, sample: Sample, classes: int | None) -> None:
     if not (is_usable and is_below):
         last = classes - 1 if classes else "the number of classes"
         raise DataError(
-            f"{shard}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of 0 … {last}"
+            f"{shard}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
+            f"expected one or more of 0 … {last}"
         )

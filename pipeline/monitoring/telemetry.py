@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from data.checks import printable_lines
 from data.files import sync
 
 if TYPE_CHECKING:  # the driver reads metrics without loading torch
@@ -221,7 +222,7 @@ class Telemetry:
     def say(self, text: str) -> None:
         """Write one line for people, from any worker."""
         prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
-        self._append("log.txt", f"{prefix}{text}\n")
+        self._append("log.txt", f"{prefix}{printable_lines(text)}\n")
 
     def report(self, kind: str, values: Mapping[str, object], line: str = "") -> bool:
         """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0.
