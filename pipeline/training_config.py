@@ -6,7 +6,7 @@ Out: a frozen TrainConfig; `trained_model` and `training_order` say what follows
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import models
@@ -196,23 +196,33 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
     Raises ConfigError with what the models package found.
     """
     options = dict(values)
-    for name, value in options.items():
-        is_number = not isinstance(value, float) or math.isfinite(value)
-        require(is_number, f"model.{name} is {value}, expected a finite number")
     try:
         if "name" not in options and source is not None:
-            return models.from_dict({**models.to_dict(source), **options})
+            return with_finite_numbers(models.from_dict({**models.to_dict(source), **options}))
         # A masked model has no head, whatever number of classes the set has.
         if str(options.get("name")).startswith("Masked-"):
             options["classes"] = 0
         name = options.pop("name")
         image_size = options.pop("image_size")
         classes = options.pop("classes")
-        return models.config_of(name, image_size, classes, **options)
+        return with_finite_numbers(models.config_of(name, image_size, classes, **options))
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
+
+
+def with_finite_numbers(model: ModelConfig) -> ModelConfig:
+    """Return the architecture as it is; raise ConfigError where a field that is a number holds a text or no number.
+
+    A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
+    """
+    for part in fields(model):
+        if isinstance(part.default, float):
+            value = getattr(model, part.name)
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            require(is_number, f"model.{part.name} is {value}, expected a finite number")
+    return model
 
 
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
