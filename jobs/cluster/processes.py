@@ -107,8 +107,10 @@ def _make_workers(
     function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path, port: int
 ) -> list[BaseProcess]:
     context = _process_context(cluster)
-    # The fork server keeps the environment of its own start; credentials may have come since.
+    # The fork server keeps the environment and the umask of its own start; credentials may have come since.
     environment = {**os.environ, **meeting_place(LOOPBACK, port)}
+    umask = os.umask(0)  # can only be read by setting it
+    os.umask(umask)
     workers = []
     for rank in range(cluster.workers):
         info = RankInfo(
@@ -121,7 +123,7 @@ def _make_workers(
             threads=cluster.cpus_per_worker,
             gpus=cluster.gpus_per_worker,
         )
-        process = context.Process(target=_worker, args=(function, task, folder, environment, info))  # type: ignore[attr-defined]
+        process = context.Process(target=_worker, args=(function, task, folder, environment, umask, info))  # type: ignore[attr-defined]
         workers.append(process)
     return workers
 
@@ -137,13 +139,16 @@ def _process_context(cluster: ClusterConfig) -> BaseContext:
     return context
 
 
-def _worker(function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], info: RankInfo) -> None:
+def _worker(
+    function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], umask: int, info: RankInfo
+) -> None:
     """Be one worker: lead a process group, die with the driver, write to the worker's own log, run the function."""
     # Loaders that this worker starts then belong to its process group, and are killed with it.
     os.setsid()
     # The fork server's environment is out of date: the driver has sent its own (see _make_workers).
     os.environ.clear()
     os.environ.update(environment)
+    os.umask(umask)
     # Who stops a job signals its whole tree; the driver tells the worker group when to stop, and kills it if it must.
     signal.signal(signal.SIGTERM, _do_nothing)
     # PR_SET_PDEATHSIG would not do: the parent is the fork server, which outlives a killed driver.
