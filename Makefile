@@ -26,7 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '$(TORCH)'
 	$(REQUIREMENTS) > $(STAMP).txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
-	@# timm imports torchvision, which has no CPU wheel beside torch's: the tests declare the operators it misses
+	@# timm imports torchvision; 0.28 is the one for torch 2.13. Beside torch 2.13.0+cpu the package registry has no build
+	@# of it that loads: there the tests declare the operators that it misses (README, "Contributing").
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	@# the command $(BIN)/patchline, which runs this very checkout
 	$(BIN)/python -m pip install --quiet --no-deps --editable .

@@ -34,6 +34,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from data.checks import printable
 from data.errors import DataError
 from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
@@ -180,7 +181,7 @@ class Decoder:
             arrays.ids[row] = self.order.replacement(task.step, task.first + row, attempt)
             key = int(self.keys(arrays.ids[row : row + 1])[0])
         raise DataError(
-            f"{MAX_REPLACEMENTS} bad samples in a row, the last {bad[-1].key} of {bad[-1].shard}: "
+            f"{MAX_REPLACEMENTS} bad samples in a row, the last {printable(bad[-1].key)} of {bad[-1].shard}: "
             f"{bad[-1].reason}; `python -m jobs data check` lists them"
         )
 

@@ -6,11 +6,16 @@ How a file is written whole, in order:
 3. the temporary name is renamed to the final one, which is atomic;
 4. the folder is flushed, so that a power cut cannot take the name away again.
 A reader therefore finds the old file, the new file or none, and never a part of one.
+
+Every file gets the mode that the umask gives, whoever wrote its bytes. An error of the disk names the file; `explain`
+says it in words, with the room that there is.
 """
 
 import errno
 import fcntl
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +25,10 @@ from data.errors import StorageError
 
 # What a file system answers when it has no such operation at all; any other error is about this one file.
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+NOT_OURS_TO_WRITE = {errno.EROFS, errno.EACCES, errno.EPERM}
+# What write and fsync answer. An error of the network, say, is not about the file that was being written.
+OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
 
 
 def state_folder() -> Path:
@@ -30,7 +39,7 @@ def state_folder() -> Path:
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write and fsync under the final name; for files in a folder that is itself renamed when it is whole."""
-    with open(path, "wb") as file:
+    with naming(path, len(content)), open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -74,9 +83,16 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     temporary = temporary_name(path)
     try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
+        with naming(path, instead_of=temporary):
+            # We create the file, so that we know the mode that the umask gives: safetensors puts a file of its own
+            # in its place, which only its owner may read.
+            temporary.touch()
+            mode = stat.S_IMODE(temporary.stat().st_mode)
+            yield temporary
+            if stat.S_IMODE(temporary.stat().st_mode) != mode:
+                temporary.chmod(mode)
+            sync(temporary)
+            os.replace(temporary, path)
     # Ctrl-C too must not leave the temporary file behind.
     except BaseException:
         with suppress(OSError):
@@ -88,8 +104,27 @@ def whole_file(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the file at `path` by `content`; nobody ever reads a part of it."""
     encoded = content.encode() if isinstance(content, str) else content
-    with whole_file(path) as temporary:
+    with naming(path, len(encoded)), whole_file(path) as temporary:
         temporary.write_bytes(encoded)
+
+
+def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
+    """Replace a small text file as `write_whole` does, and keep room in it, as blanks, for what is written later.
+
+    Where the disk is full the text goes into the file that is there, in place, which needs no room: so a run can say
+    on a full disk how it ended. Who reads at that very moment may find a part of each.
+    """
+    encoded = text.encode()
+    try:
+        write_whole(path, encoded + b" " * reserve_bytes)
+    except OSError as error:
+        room = path.stat().st_size if path.is_file() else 0
+        if error.errno not in NO_ROOM or len(encoded) > room:
+            raise
+        with open(path, "r+b") as file:
+            file.write(encoded.ljust(room))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def create_exclusively(path: Path, content: str) -> bool:
@@ -98,8 +133,9 @@ def create_exclusively(path: Path, content: str) -> bool:
     Raises StorageError where the file system has no hard links, which make this possible.
     """
     temporary = temporary_name(path)
-    write_durably(temporary, content.encode())
     try:
+        with naming(path, instead_of=temporary):
+            write_durably(temporary, content.encode())
         # A rename would replace the other's file in silence, and O_EXCL would show a file that is still empty. A link
         # fails where the name exists, and the file is whole when it appears.
         os.link(temporary, path)
@@ -111,7 +147,7 @@ def create_exclusively(path: Path, content: str) -> bool:
             raise lacking(path, "hard links", error) from None
         raise
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
     return True
 
@@ -151,3 +187,76 @@ def lacking(path: Path, feature: str, error: OSError) -> StorageError:
         f"expected: a local disk, or a network file system with flock and hard links (NFS 4, Lustre with -o flock)\n"
         f"choose another run or cache directory: run=/elsewhere, data.cache.directory=/elsewhere"
     )
+
+
+# ------------------------------------------------------------------------ what the disk refuses, in words
+
+
+@contextmanager
+def naming(path: Path, content_bytes: int | None = None, *, instead_of: Path | None = None) -> Iterator[None]:
+    """Name the file, and how much was to be written, in an error of the disk.
+
+    write and fsync know no name, so their errors come without one. `instead_of` is a temporary name of the same file;
+    an error that names any other file is left alone.
+    """
+    try:
+        yield
+    except OSError as error:
+        names_no_file = error.errno in OF_THE_DISK and error.filename is None
+        if names_no_file or (instead_of is not None and str(error.filename) == str(instead_of)):
+            error.filename = str(path)
+        if content_bytes is not None and error.errno in NO_ROOM:
+            error.add_note(f"{size_text(content_bytes)} needed")
+        raise
+
+
+def refusal(error: OSError) -> str:
+    """Say an error of the operating system in one line: why, which file, and of a full disk how much is free."""
+    if error.errno is None or error.filename is None:
+        return str(error)
+    line = f"{error.strerror}: {error.filename}"
+    if error.errno in NO_ROOM:
+        parts = list(getattr(error, "__notes__", ()))
+        # The disk may be gone by now; then the reason alone has to do.
+        with suppress(OSError):
+            parts.append(f"{size_text(free_bytes(Path(error.filename)))} free")
+        line += f" ({', '.join(parts)})"
+    return line
+
+
+def explain(error: OSError) -> str:
+    """Say an error of the operating system as all our errors are said: found, expected, what to type next."""
+    line = refusal(error)
+    if error.errno in NO_ROOM:
+        return (
+            f"{line}\n"
+            "  expected: room on that disk, and in the quota, for what a run writes\n"
+            "  make room there, or give the run another disk: run=/elsewhere; then run the same command again"
+        )
+    if error.errno in NOT_OURS_TO_WRITE and error.filename is not None:
+        return (
+            f"{line}\n"
+            "  expected: a disk that is not mounted read-only, and a folder that this user may write\n"
+            "  see to the mount or the folder's mode, or name another folder: run=/elsewhere"
+        )
+    return line
+
+
+def free_bytes(path: Path) -> int:
+    """Return how many bytes a user may still write on the disk of a path, which need not exist yet.
+
+    Raises OSError where the disk does not say.
+    """
+    folder = path
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a number of bytes as people say it: 23.4 MB."""
+    if size_bytes < 1e6:
+        return f"{size_bytes / 1e3:.1f} kB"
+    if size_bytes < 1e9:
+        return f"{size_bytes / 1e6:.1f} MB"
+    return f"{size_bytes / 1e9:.1f} GB"

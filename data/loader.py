@@ -105,6 +105,7 @@ class TrainLoader:
         self.prefetch = prefetch
         self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
+        self.ahead: Ahead | None = None  # while shards are fetched in the background
 
         self.parts = cut(slots, micro_batch, accumulation)
         # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
@@ -129,6 +130,7 @@ class TrainLoader:
     def fetching_ahead(self, batches: Generator[Batch]) -> Generator[Batch]:
         """The same batches, while a thread fetches the shards of coming steps."""
         ahead = Ahead(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
+        self.ahead = ahead
         try:
             for batch in batches:
                 ahead.reached(batch.step)
@@ -148,6 +150,11 @@ class TrainLoader:
         for step in count(self.start_step):
             for part in self.parts:
                 yield Task(step, part.start, part.stop)
+
+    def stop(self) -> None:
+        """Fetch no more shards, whatever the iteration waits for; from any thread. The process may then end."""
+        if self.ahead is not None:
+            self.ahead.stop()
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""

@@ -21,7 +21,9 @@ import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
+from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, shards, weights
 from jobs.command_line.words import make_group
 
@@ -85,6 +87,9 @@ def report_usage(error: TyperException) -> int:
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
     print(f"error: {error.format_message()}", file=sys.stderr)
+    parameter = getattr(error, "param", None)
+    if parameter is not None and parameter.name == "recipe":
+        print(f"  expected a YAML file, or a recipe that ships: {', '.join(campaigns.shipped())}", file=sys.stderr)
     if context is not None:
         print(f"  {context.command_path} --help tells more", file=sys.stderr)
     return ExitCode.USAGE
@@ -95,14 +100,14 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     if with_traceback:
         traceback.print_exc()
     code = exit_code(error)
-    text = str(error)
+    text = explain(error) if isinstance(error, OSError) else str(error)
     # Some of our own errors mean 70 (diverged), and carry it as `exit_code`; only what carries none is a bug.
     if code == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
         text = f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"
     # To have stopped after a commit is no error: the message says what to type next.
     if code != ExitCode.PREEMPTED:
         text = f"error: {text}"
-    print(text, file=sys.stderr)
+    print(printable_lines(text), file=sys.stderr)
     return code
 
 

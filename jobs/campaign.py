@@ -5,13 +5,13 @@ How a recipe becomes a campaign, in order (`load`):
 2. `run` and `cluster` are taken out; every other section is a stage, whose kind is its name or its `kind:` key;
 3. each section becomes the frozen config of its kind, so that a wrong key stops here;
 4. stages are put in order: one that names another's output ("@stage" or "@stage/part") comes after it;
-5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs.
+5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs;
+6. `check_stage` compares each stage with the data that is there already; before it runs it is compared once more.
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import models
-from data.errors import ConfigError, DataError
-from data.shards.index import load_index
+from data.checks import check_name
+from data.errors import ConfigError, DataError, PatchlineError
+from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
 from models.checks import did_you_mean
-from pipeline import config
-from pipeline.arithmetic import batch_arithmetic
+from pipeline import config, handover
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.config import require
-from pipeline.training_config import TrainConfig, model_config, trained_model
+from pipeline.start import engine_settings
+from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
 
 class StageKind(Protocol):
@@ -56,6 +58,7 @@ KINDS: dict[str, StageKind] = {
     "fewshot": fewshot,
 }
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
+MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,8 @@ class Campaign:
         return str(Path(value).resolve())
 
     def done(self, stage: Stage) -> dict[str, Any] | None:
-        """Return the content of a stage's done.json; None where the stage has not finished."""
-        marker = self.directory(stage) / "done.json"
-        # It is written last: where it lies, everything else of the stage is whole.
-        if not marker.exists():
-            return None
-        return json.loads(marker.read_text())
+        """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
+        return handover.read_done(self.directory(stage))
 
 
 # ------------------------------------------------------------------------------------------------ reading a recipe
@@ -126,7 +125,8 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.plain_yaml(config.read_yaml(recipe, overrides))
     # These two belong to the whole campaign; whatever is left is a stage.
-    run = Path(values.pop("run", None) or Path("runs") / recipe.stem).resolve()
+    run = values.pop("run", None) or f"runs/{recipe.stem}"
+    require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
@@ -138,20 +138,22 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
         stages[name] = resolve_stage(name, kind, stage_config, stages)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
-    for stage in stages.values():
-        if isinstance(stage.config, TrainConfig):
-            check_training(stage, cluster)
-    return Campaign(run, cluster, tuple(stages.values()))
+    campaign = Campaign(Path(run).resolve(), cluster, tuple(stages.values()))
+    for stage in campaign.stages:
+        check_stage(campaign, stage)
+    return campaign
 
 
 def read_section(name: str, section: Any) -> tuple[str, Any]:
     """Return the kind of a stage's section, and its config, an instance of the kind's Config."""
+    check_name(name, "a stage", "rename it, and what reads it as @stage")
     require(
         isinstance(section, Mapping),
         f"{name} is {section!r}, expected a stage's section{did_you_mean(name, KINDS)}",
     )
     values = dict(section)
     kind = values.pop("kind", name)
+    require(isinstance(kind, str), f"{name}.kind is {kind!r}, expected one of {', '.join(KINDS)}")
     if kind not in KINDS:
         message = f"unknown stage or key {kind!r}{did_you_mean(kind, [*KINDS, 'run', 'cluster'])}"
         if "kind" not in section:
@@ -253,25 +255,31 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
     key = config.digest({"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs})
-    model = model_of_stage(name, kind, stage_config, earlier)
+    # Weights that are missing or have changed tell nothing about the model.
+    model = None
+    if keys.get("init") != MISSING:
+        model = model_of_stage(name, kind, stage_config, earlier)
     return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
 
 
 def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
     """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
 
-    An input that does not exist is noted in `missing`, which stops `run` and not `plan`.
+    What does not exist, or is not what its maker wrote, is noted in `missing`: that stops `run`, not `plan`.
     """
     try:
         if field != "init":
             return load_index(path).digest
-        with open(Path(path) / "weights.safetensors", "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
-    except OSError:
-        missing.append(f"{name}.{field}: no weights.safetensors in {path}\n  give a folder that holds one, or @stage")
-    return "missing"
+    except OSError as error:
+        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
+    return MISSING
+
+
+def not_now(text: str) -> None:
+    """Leave a line unsaid: a stage says it when it starts from these weights; reading a recipe prints nothing."""
 
 
 def check_part(field: str, value: str, part: str, parent: Stage) -> None:
@@ -317,20 +325,59 @@ def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
     path = Path(init) / "model.json"
     if not path.is_file():
         return None
-    return models.from_dict(json.loads(path.read_text()))
+    try:
+        return models.from_dict(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
+        raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
 
 
-def check_training(stage: Stage, cluster: ClusterConfig) -> None:
-    """Raise ConfigError unless a trained stage names its data and its batch falls evenly on the workers."""
-    data_config = stage.config.data
+def check_stage(campaign: Campaign, stage: Stage) -> None:
+    """Raise ConfigError or DataError where a trained stage does not fit the cluster, or the data that is there.
+
+    `load` asks for every stage, so that `plan` refuses what `run` would; data that a stage before it makes is there
+    when the stage is about to run, and then it asks again.
+    """
+    cfg = stage.config
+    if not isinstance(cfg, TrainConfig):
+        return
     require(
-        bool(data_config.train or data_config.mixture),
+        bool(cfg.data.train or cfg.data.mixture),
         f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
     )
     try:
-        batch_arithmetic(stage.config, cluster.workers)
+        arithmetic = batch_arithmetic(cfg, campaign.cluster.workers)
+        engine_settings(cfg, arithmetic.accumulation)  # reads and checks the user's DeepSpeed file
     except ConfigError as error:
         raise ConfigError(f"{stage.name}: {error}") from None
+
+    classes: dict[str, int] = {}  # of every labelled set that is there, by what the recipe calls it
+    samples: list[int] = []  # of every set to train on that is there
+    sets = cfg.data.sets().values()
+    for path, _weight in sets:
+        index = index_of(campaign, path)
+        if index is not None:
+            classes[path] = index.classes
+            samples.append(index.samples)
+    if cfg.data.evaluate is not None:
+        index = index_of(campaign, cfg.data.evaluate)
+        if index is not None:
+            classes[cfg.data.evaluate] = index.classes
+
+    # The model is not known where the weights that it starts from do not exist.
+    if stage.model is not None:
+        check_model(cfg, stage.model, classes, f"{stage.name}.model")
+    # The steps are not known where passes are to be made over data that is not there.
+    all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
+    if cfg.steps is not None or all_samples is not None:
+        check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
+
+
+def index_of(campaign: Campaign, path: str) -> Index | None:
+    """The index of a set that a recipe names, None where it has not been made yet."""
+    try:
+        return load_index(campaign.resolve(path) or "")
+    except PatchlineError:
+        return None
 
 
 def resolved(campaign: Campaign) -> str:

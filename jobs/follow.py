@@ -4,27 +4,41 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from data.checks import printable_lines
 from jobs.progress import live_bar
-from pipeline.monitoring.telemetry import duration, last_metrics
+from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
+DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
 
 
 class Follower:
-    """Prints new lines of a stage's log.txt; knows the newest metrics record. One a campaign, driver only."""
+    """Prints what workers write into a stage's log.txt, and writes there what the driver prints. One a campaign."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0) -> None:
         self.quiet = quiet
+        self.start_timeout_s = start_timeout_s
+        self.log: Path | None = None  # log.txt of the stage that runs; None between stages
+        self.last_wait: tuple[str, Path] | None = None  # what was said last to be waited for, and in which attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.spoke = time.monotonic()
         self.bar = None if quiet else live_bar()
 
     def say(self, text: str) -> None:
+        """Print the driver's line to the terminal, and keep it in the log of the stage that runs."""
+        if self.log is not None:
+            lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
+            # A full disk costs the line in the log; the terminal has it.
+            append_whole(self.log, lines.encode())
+        self.show(text)
+
+    def show(self, text: str) -> None:
         """Print a line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
+        text = printable_lines(text)
         if self.quiet:
             return
-        # A closed terminal or pipe must not end the run; the workers' lines are in log.txt.
+        # A closed terminal or pipe must not end the run; log.txt has the lines.
         with suppress(OSError):
             if self.bar is not None:
                 self.bar.say(text)
@@ -43,10 +57,24 @@ class Follower:
         lines = self.new_lines(directory / "log.txt")
         if lines is not None:
             for line in lines:
-                self.say(f"[{directory.name}] {line}")
+                # Our own lines were shown when they were said.
+                if not line.startswith(DRIVER_MARK):
+                    self.show(f"[{directory.name}] {line}")
             self.advance_bar(directory)
         elif time.monotonic() - self.spoke > QUIET_S:
-            self.say(f"[{directory.name}] {waiting_for(directory, attempt_folder)}")
+            self.say_wait(directory, attempt_folder)
+
+    def say_wait(self, directory: Path, attempt_folder: Path) -> None:
+        """Say what a silent worker group is waited for, each thing once; and of one that works, that it does."""
+        step = step_reported(directory, attempt_folder)
+        if step:
+            # A sign of life for who is watching; a log would fill with them.
+            self.show(f"[{directory.name}] {step}")
+            return
+        wait = f"[{directory.name}] {waiting_for(attempt_folder, self.start_timeout_s)}"
+        if (wait, attempt_folder) != self.last_wait:
+            self.say(wait)
+        self.last_wait = (wait, attempt_folder)
 
     def new_lines(self, log: Path) -> list[str] | None:
         """Return the whole lines that were added since the last call; None where nothing was added."""
@@ -80,14 +108,19 @@ def size_of(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def waiting_for(directory: Path, attempt_folder: Path) -> str:
-    """Say of a silent worker group how many workers have started, or when the last step was reported."""
+def waiting_for(attempt_folder: Path, start_timeout_s: float) -> str:
+    """Say of a worker group without a step how many workers have started, and how long it may take."""
     started = sorted(path.stem for path in attempt_folder.glob("rank-*.json"))
     if not started:
-        return "waiting for the workers to start"
+        return f"waiting for the workers to start, for up to {duration(start_timeout_s)} (cluster.start_timeout_s)"
+    return f"{len(started)} workers are up, waiting for the first step"
+
+
+def step_reported(directory: Path, attempt_folder: Path) -> str:
+    """Say which step the attempt has reported last, and when; "" where it has reported none."""
     last = last_metrics(directory)
     # The newest report may be of the attempt before, which says nothing about these workers.
     if last is None or last["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
-        return f"{len(started)} workers are up, waiting for the first step"
+        return ""
     # The time is that of rank 0's clock, which may be ahead of this one.
     return f"working: step {last['step']}/{last['steps']} was {duration(max(0.0, time.time() - last['time']))} ago"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from data.errors import RunOwned
+from data.errors import ConfigError, RunOwned
 from data.files import create_exclusively, make_folder, take_lock
 from pipeline.checkpoints.checkpoint import newest_attempt
 
@@ -25,10 +25,12 @@ NAME_TRIES = 20  # looks at the owner's file, 0.1 s apart: a new owner has the l
 
 @contextmanager
 def owned(run: Path) -> Iterator[None]:
-    """Own the run directory for the length of the block. Raises RunOwned, which names the process that does.
+    """Own the run directory for the length of the block.
 
+    Raises RunOwned, which names the process that does, and ConfigError where the directory cannot be one.
     The lock is the kernel's (flock): SIGKILL frees it at once, a frozen owner keeps it.
     """
+    refuse_a_file(run)
     make_folder(run, run)
     path = run / OWNER_FILE
     # Opened to append: "w" would wipe out the owner's name before we know whether the lock is free.
@@ -51,6 +53,16 @@ def owned(run: Path) -> Iterator[None]:
         # The end of the block closes the file, which frees the lock. The name stays, so that `status` can say of a
         # killed owner that it is gone.
         yield
+
+
+def refuse_a_file(run: Path) -> None:
+    """Raise ConfigError where the run directory, or a folder that it should lie in, is a file."""
+    for path in (run, *run.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(
+                f"{path} is a file\n  expected the folder that a run writes into, or a new name\n"
+                "  give the run another name: run=…"
+            )
 
 
 def owner_name(path: Path) -> str:

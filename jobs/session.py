@@ -21,16 +21,21 @@ from types import FrameType
 from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
-from data.files import write_whole
+from data.files import explain, write_with_reserve
 from jobs import campaign
 from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
+from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
 from jobs.ownership import owned
-from jobs.stage_run import changed_warnings, run_stage
+from jobs.stage_run import changed_warnings, check_unchanged, run_stage
+from pipeline import handover
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
+
+STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk
+LONGEST_MESSAGE = 600  # characters; as JSON each may take six bytes
 
 # Kinds whose work is done by the driver itself; all others run on workers.
 WORKERLESS_KINDS = ("pack", "resize")
@@ -58,6 +63,11 @@ class Stopper:
     def is_asked(self) -> bool:
         """Tell whether somebody wants this command to end."""
         return self.asked
+
+    def end_if_asked(self) -> None:
+        """Raise Preempted where somebody wants this command to end: for a wait in which nothing has to be committed."""
+        if self.asked:
+            raise Preempted("stopped while waiting for the cluster; run the same command again to go on")
 
 
 class Watchers:
@@ -89,7 +99,7 @@ def run_campaign(
     """
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    follower = Follower(quiet)
+    follower = Follower(quiet, loaded.cluster.start_timeout_s)
     watchers = Watchers()
     watchers.ticks.append(follower.tick)
     if also is not None:
@@ -101,10 +111,14 @@ def run_campaign(
         with owned(loaded.run), status_file(loaded.run, command):
             stopper = Stopper(follower.say)
             campaign.check_inputs(stages)
+            if not fresh:
+                check_unchanged(loaded, stages)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
-                show_cluster(loaded, follower.say)
+                show_cluster(loaded, follower.say, stopper.end_if_asked)
                 watchers.ticks.append(ray_metrics(loaded))
+            if needs_workers(loaded, stages):
+                warn_of_unused_gpus(loaded.cluster, follower.say)
             # What earlier commands logged has been shown already.
             for stage in loaded.stages:
                 follower.skip(loaded.directory(stage))
@@ -114,10 +128,11 @@ def run_campaign(
                 outcome = loaded.done(stage)
                 is_skipped = outcome is not None
                 if outcome is not None:
-                    follower.say(skip_line(loaded, stage))
+                    follower.say(skip_line(loaded, stage, follower.say))
                 elif stopper.asked:
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
+                    follower.log = loaded.directory(stage) / "log.txt"
                     outcome = run_stage(
                         loaded,
                         stage,
@@ -126,6 +141,7 @@ def run_campaign(
                         stopping=stopper.is_asked,
                         fresh=fresh,
                     )
+                    follower.log = None
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
         for line in table(rows):
@@ -158,13 +174,25 @@ def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
 
 
-def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
-    """Start or join the cluster and say where to watch it."""
-    info = backends.connect(loaded.cluster, say)
+def show_cluster(loaded: Campaign, say: Callable[[str], None], on_tick: Callable[[], None]) -> None:
+    """Start or join the cluster and say where to watch it; what `on_tick` raises ends the wait for its resources."""
+    info = backends.connect(loaded.cluster, say, on_tick)
     kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
     say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
     if info.dashboard:
         say(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
+
+
+def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> None:
+    """Say once that GPUs are there which no worker uses, and which key is to be set."""
+    gpus, place = backends.gpus_present(cluster)
+    used = cluster.workers * cluster.gpus_per_worker
+    unused = f"unused GPUs: {gpus - used} of the {gpus} of this {place}"
+    if gpus and not used:
+        say(f"{unused}: the workers compute on the CPU; type cluster.gpus_per_worker=1 to use them")
+    # The rest of another cluster is for other people.
+    elif gpus > used and place == "machine":
+        say(f"{unused}; type cluster.workers={gpus // cluster.gpus_per_worker} to use them")
 
 
 def ray_metrics(loaded: Campaign) -> Tick:
@@ -174,11 +202,15 @@ def ray_metrics(loaded: Campaign) -> Tick:
     return Gauges(loaded.run).tick
 
 
-def skip_line(loaded: Campaign, stage: Stage) -> str:
-    """Say why a finished stage is not run again, and which fields have changed since."""
+def skip_line(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> str:
+    """Why a finished stage is not run again, and what it did otherwise than is asked now.
+
+    Raises DataError where a file that it handed on has changed since.
+    """
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
-    # Fields tagged "warn" are no part of the key: the stage counts as finished although they have changed.
+    if not handover.check_files(directory, say):
+        line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
     if warnings:
         line += f", but for {'; '.join(warnings)}; move {directory} away to do it over"
@@ -187,7 +219,8 @@ def skip_line(loaded: Campaign, stage: Stage) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's name where the message is empty."""
-    lines = str(error).splitlines()
+    text = explain(error) if isinstance(error, OSError) else str(error)
+    lines = text.splitlines()
     return lines[0] if lines else type(error).__name__
 
 
@@ -221,12 +254,13 @@ def result_text(row: Mapping[str, Any]) -> str:
 def write_status(run: Path, exit_code: int | None, message: str, command: str) -> None:
     """Write status.json: how a command on this run ended, or, with code None, that it is running.
 
-    It is needed beside the exit code, because Ray Jobs reduce that to 0 and 1.
+    It is needed beside the exit code, because Ray Jobs reduce that to 0 and 1. The end can be written on a full disk
+    too, into the room that "running" has kept.
     """
     record = {
         "exit_code": exit_code,
-        "message": message,
+        "message": message[:LONGEST_MESSAGE],
         "command": command,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    write_whole(run / "status.json", json.dumps(record, indent=1))
+    write_with_reserve(run / "status.json", json.dumps(record, indent=1), STATUS_RESERVE_BYTES)

@@ -1,12 +1,13 @@
 """One stage of a campaign, run: what is checked before it, and the files that say what it was and what it did.
 
 In order:
-1. the stages it reads must have finished;
+1. the stages it reads must have finished, and what they made must fit it;
 2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
 3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
 4. the stage works (jobs/stages);
 5. `provenance.json` is written: config, inputs, code, environment;
-6. `done.json` is written last: from now on the stage is finished and is skipped.
+6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
+   finished and is skipped.
 """
 
 import dataclasses
@@ -15,17 +16,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import models
 from data.errors import ConfigError
-from data.files import write_whole
-from jobs.campaign import Campaign, Stage
+from jobs.campaign import Campaign, Stage, check_stage
 from jobs.context import Context, code_version, reference
-from pipeline import config
+from pipeline import config, handover
 
 # Packages whose version a number may depend on.
 RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
@@ -48,12 +48,9 @@ def run_stage(
     began = time.time()
     # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
     check_parents(campaign, stage)
-    changes = changes_since_half_done(campaign, stage)
-    if changes and not fresh:
-        raise ConfigError(
-            f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes) + "\n"
-            "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)"
-        )
+    check_stage(campaign, stage)  # once more: data that stages before it made is there only now
+    if not fresh:
+        check_unchanged(campaign, [stage])
 
     directory = campaign.directory(stage)
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +58,7 @@ def run_stage(
     warnings = changed_warnings(directory, stage)
     if warnings:
         say(f"{stage.name}: resuming with a changed {'; '.join(warnings)}")
-    write_whole(directory / "stage.json", json.dumps(stage_record(stage), indent=1))
+    handover.write_record(directory / "stage.json", stage_record(stage))
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
 
     context = Context(
@@ -76,15 +73,18 @@ def run_stage(
         tick=tick,
         stopping=stopping,
     )
-    # 4. A stage that raises leaves no done.json, so the same command goes on with it.
-    outcome = stage.module.run(stage.config, context)
+    outcome = dict(stage.module.run(stage.config, context))
+    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
+    files = outcome.pop("files", {})
 
     # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
     inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
     provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
-    write_whole(directory / "provenance.json", json.dumps(provenance, indent=1, default=str))
-    done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome}
-    write_whole(directory / "done.json", json.dumps(done, indent=1))
+    handover.write_record(directory / handover.PROVENANCE, provenance)
+    other_files = [name for name in handover.HANDED_ON if name not in files]
+    files = {**files, **handover.digests(directory, other_files)}
+    done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
+    handover.write_record(directory / handover.DONE, done)
     return campaign.done(stage) or done
 
 
@@ -98,6 +98,17 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
         if campaign.done(campaign.stage(parent)) is None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+            )
+
+
+def check_unchanged(campaign: Campaign, stages: Sequence[Stage]) -> None:
+    """Raise ConfigError where one of these stages is half done with another config."""
+    for stage in stages:
+        changes = changes_since_half_done(campaign, stage)
+        if changes:
+            raise ConfigError(
+                f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes) + "\n"
+                "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)"
             )
 
 
@@ -115,7 +126,7 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
         has_checkpoints = any((folder / "checkpoints").glob("step-*"))
         if not record_path.exists() or is_finished or not has_checkpoints:
             continue
-        record = json.loads(record_path.read_text())
+        record = handover.read_record(record_path).values
         changes = config.differences(record["forbid"], forbidden_fields(stage))
         if changes:
             return changes
@@ -134,7 +145,7 @@ def changed_warnings(directory: Path, stage: Stage) -> list[str]:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return []
-    record = json.loads(record_path.read_text())
+    record = handover.read_record(record_path).values
     return config.differences(record["warn"], config.tagged(stage.config, "warn"))
 
 

@@ -4,6 +4,7 @@
     → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
 
 One attempt, in order:
+0. Wait until the cluster has room for the workers; somebody who wants this process to end is heard meanwhile.
 1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
 2. Ask the stage for its task, the one document that all workers are told.
 3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for what the workers leave behind.
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
-from jobs.cluster.backends import worker_group_runner
+from jobs.cluster.backends import wait_for_resources, worker_group_runner
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
@@ -40,6 +41,7 @@ from pipeline.monitoring.watchdog import Watch
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
 LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
+GO_ON = "run the same command again to go on"
 STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
 
 
@@ -71,6 +73,9 @@ def supervise(
     attempts_without_progress = 0
     last_cause = ""
     while True:
+        # 0. Before the claim: an attempt that never had a place leaves nothing behind.
+        wait_for_resources(context.cluster, context.say, partial(end_if_asked, context))
+
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context.directory)
         attempt = claim_attempt(context.run)
@@ -138,13 +143,23 @@ def last_step(directory: Path) -> int:
 def look_at_attempt(context: Context, watch: Watch, attempt: int, ask_to_stop: Callable[[Path], None]) -> None:
     """Look at a running attempt once.
 
-    Raises WorkerGroupError where a worker is stuck, and whatever `ask_to_stop` raises.
+    Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no worker
+    has started, and whatever `ask_to_stop` raises.
     """
     end_if_stuck(context, watch)
     # Again with every look: the attempt may have begun after the signal.
     if context.stopping():
+        # A worker that has not even started has nothing to commit, and to place it may take minutes.
+        if not records(watch.folder, watch.world):
+            end_if_asked(context)
         ask_to_stop(watch.folder)
     context.tick(watch.folder, attempt)
+
+
+def end_if_asked(context: Context) -> None:
+    """Raise Preempted where somebody wants this process to end before any worker has started."""
+    if context.stopping():
+        raise Preempted(f"stopped before the workers had started, at {restart_point(context)}; {GO_ON}")
 
 
 def end_if_stuck(context: Context, watch: Watch) -> None:
@@ -206,7 +221,7 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     """
     start = restart_point(context)
     if context.stopping():
-        raise Preempted(f"{failure}; stopped at {start}; run the same command again to go on")
+        raise Preempted(f"{failure}; stopped at {start}; {GO_ON}")
     # What has just made a checkpoint starts at once; what makes none is perhaps waiting for a disk or a node.
     wait_s = 0.0
     if attempts_without_progress:
@@ -218,7 +233,7 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if context.stopping():
-            raise Preempted(f"stopped while waiting to restart from {start}; run the same command again to go on")
+            raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
         time.sleep(STOP_POLL_S)
 
 

@@ -51,7 +51,19 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         # The message names sizes that work, so that nobody has to find them by trial.
         below = cfg.batch_size // unit * unit
         above = below + unit
-        sizes = f"{below} or {above}" if below > 0 else f"{above}"
+        # The nearest batch may be thousands of times as large as the one that was asked for: then the mistake is in
+        # the micro-batch, and `uneven` would only hide it.
+        if below == 0:
+            share = cfg.batch_size // world
+            remedy = f"set micro_batch={share}"
+            if cfg.batch_size % world != 0:
+                remedy += f" and batch_size={share * world}"
+            raise ConfigError(
+                f"micro_batch {cfg.micro_batch} × {world} workers = {unit} is more than batch_size {cfg.batch_size}\n"
+                f"  expected a micro_batch of a worker's share of the batch, {share}, or less\n"
+                f"  {remedy}, or batch_size={above} if that is meant"
+            )
+        sizes = f"{below} or {above}"
         raise ConfigError(
             f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = "
             f"{unit}; nearest: {sizes}\n"

@@ -10,23 +10,20 @@ Out: Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5
      from element 5 on; where the parts are cut depends on the stage, and a part may be empty
 """
 
-import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.errors import ConfigError
-from pipeline.config import require
+from pipeline.deepspeed_file import merge_file
 from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
@@ -86,9 +83,9 @@ def give_later_groups_the_timeout(timeout: timedelta) -> None:
 def deepspeed_config(
     *, zero: int, precision: str, micro_batch: int, accumulation: int, clip: float, user_file: str | None
 ) -> dict[str, Any]:
-    """Return our DeepSpeed settings, with the user's own ds_config.json merged in.
+    """Return our DeepSpeed settings, with the tuning of the user's own ds_config.json in them.
 
-    Raises ConfigError where the user's file sets something that Patchline derives to another value.
+    Raises ConfigError where that file sets anything else (pipeline.deepspeed_file).
     """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -97,6 +94,8 @@ def deepspeed_config(
         "steps_per_print": None,
         # DeepSpeed refuses torch's SGD under ZeRO without this.
         "zero_allow_untested_optimizer": True,
+        # DeepSpeed would add bf16 gradients in bf16, which rounds at every worker: 0.8 % off over 64, 1.6 % over 256.
+        "communication_data_type": "fp32",
         "zero_optimization": {"stage": zero},
     }
     if zero == 3:
@@ -112,29 +111,7 @@ def deepspeed_config(
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
-    try:
-        user = json.loads(Path(user_file).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"deepspeed file {user_file}: {error}") from None
-    return merge_settings(ours, user, "deepspeed")
-
-
-def merge_settings(ours: Mapping[str, Any], user: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return our settings with the user's beside them; raises ConfigError where both set one to different values."""
-    merged = dict(ours)
-    for key, value in user.items():
-        if key not in ours:
-            merged[key] = value
-            continue
-        mine = ours[key]
-        if isinstance(mine, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge_settings(mine, value, f"{where}.{key}")
-            continue
-        require(
-            value in (mine, "auto"),  # "auto" leaves it to whoever starts DeepSpeed, which is us
-            f"{where}.{key}: your file says {value!r}, the recipe {mine!r}; remove one of them",
-        )
-    return merged
+    return merge_file(ours, user_file, zero)
 
 
 class Engine:
@@ -158,6 +135,7 @@ class Engine:
         if polyak:
             self.state_names = (*self.state_names, "average")
         self.clip: float = settings["gradient_clipping"]
+        self.sums_in: str = settings["communication_data_type"]  # the type that gradients are added over workers in
         if self.zero == 0:
             # We clip ourselves: DeepSpeed cannot after a dropped gradient (`_guard_stage_0`).
             settings = {**settings, "gradient_clipping": 0.0}

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from data.checks import printable
 from data.errors import DataError, Diverged, WentBack
 from data.files import write_whole
 from data.loader import Batch
@@ -152,7 +153,7 @@ class Health:
             self.bad_of_this_worker += 1
             number = self.bad_of_this_worker
             if number == 1 or number % 1000 == 0:
-                self.telemetry.say(f"bad sample {number} replaced: {bad.shard} {bad.key}: {bad.reason}")
+                self.telemetry.say(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
         return len(batch.bad)
 
     def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:

@@ -1,28 +1,60 @@
-"""What a training stage reports: the log line of the steps since the last one, and evaluations.
+"""What a training stage reports: the steps since the last record, the log line, and evaluations.
 
-Both go through `Telemetry`, which writes log.txt, metrics.jsonl and TensorBoard on rank 0. Evaluations are collective:
+All go through `Telemetry`, which writes log.txt, metrics.jsonl and TensorBoard on rank 0. Evaluations are collective:
 every rank judges its part of the set.
 """
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import models
 from data.evaluation import EvaluationBatch, EvaluationSet
-from pipeline.evaluation.evaluate import accuracy, features, probe, watched
-from pipeline.monitoring.telemetry import log_line, memory_gb, peak_flops
+from pipeline.evaluation.evaluate import (
+    EvaluationFailed,
+    EvaluationStopped,
+    accuracy,
+    agreed,
+    features,
+    go_on_together,
+    probe,
+    watched,
+)
+from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
 from pipeline.start import Progress, Worker
 
 
-def report_training(worker: Worker, progress: Progress, rate: float) -> None:
-    """Write the log line and the record of the steps since the last report; then begin the next window."""
-    cfg = worker.cfg
+def report_training(worker: Worker, progress: Progress, rate: float, *, has_line: bool) -> None:
+    """Write a record of the steps since the last one, and where asked the log line of those since the last line.
+
+    A save writes records between two lines. A record that the disk refuses is written again with the next steps.
+    """
     window = worker.window
-    window.stalled_s = worker.saver.stalled_s
+    since_line = worker.since_line
+    if not window.losses:  # all steps are in the last record
+        return
+    window.stalled_s += worker.saver.stalled_s
+    worker.saver.stalled_s = 0.0
+    values = training_values(worker, progress, rate, window)
+    line = ""
+    if has_line:
+        since_line.extend(window)
+        line = log_line(training_values(worker, progress, rate, since_line))
+        since_line.clear()
+    is_written = worker.telemetry.report("train", values, line)
+    if is_written:
+        if not has_line:
+            since_line.extend(window)
+        window.clear()
+
+
+def training_values(worker: Worker, progress: Progress, rate: float, window: Window) -> dict[str, Any]:
+    """Return what is recorded of a window that ends with the step of now."""
+    cfg = worker.cfg
     samples = cfg.batch_size * len(window.losses)
     # The FLOPs of the algorithm, as published: blocks that are computed again in the backward pass do not count twice.
     flops = models.training_flops(worker.model_config, 1) * samples / worker.world
-    values = {
+    return {
         "step": progress.step,
         "steps": worker.steps,
         "lr": rate,
@@ -33,22 +65,23 @@ def report_training(worker: Worker, progress: Progress, rate: float) -> None:
         "bad_samples": progress.bad_samples,
         "ledger": progress.ledger.hex,
     }
-    worker.telemetry.report("train", values, log_line(values))
-    # The next window begins behind the writing of this report, and the time of saves is booked in one window only.
-    window.clear()
-    worker.saver.stalled_s = 0.0
 
 
 def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
-    """Collective: measure test accuracy and few-shot accuracy, as far as the recipe names sets for them."""
+    """Collective: measure test accuracy and few-shot accuracy, as far as the recipe names sets for them.
+
+    Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+    """
     job = worker.job
     began = time.monotonic()
     values: dict[str, float | int] = {}
-    if job.evaluate:
-        values |= measure_accuracy(worker, progress.step, job.evaluate)
-    if job.probe_train and job.probe_test:
-        values |= measure_few_shot(worker, progress.step, job.probe_train, job.probe_test)
-    # Counts such as "judged" go to the record; checkpoints and results keep the measures, which are all floats.
+    try:
+        if job.evaluate:
+            values |= measure_accuracy(worker, progress.step, job.evaluate)
+        if job.probe_train and job.probe_test:
+            values |= measure_few_shot(worker, progress.step, job.probe_train, job.probe_test)
+    finally:
+        worker.window.evaluated_s += time.monotonic() - began
     if values and worker.rank == 0:
         progress.last_metrics = {name: value for name, value in values.items() if isinstance(value, float)}
         shown = []
@@ -57,8 +90,53 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
                 shown.append(f"{name} {value:.4f}")
         line = f"evaluate step {progress.step}  {'  '.join(shown)}{remark}"
         worker.telemetry.report("evaluate", {"step": progress.step, **values}, line)
-    # Noted apart from training, whose images per second an evaluation would seem to slow down.
-    worker.window.evaluated_s += time.monotonic() - began
+
+
+def evaluate_between(worker: Worker, progress: Progress) -> bool:
+    """Collective: evaluate amid the steps; return False where the run was asked to stop meanwhile.
+
+    An evaluation that fails is said and recorded, and the steps go on: what they learn does not depend on it.
+    """
+    try:
+        evaluate(worker, progress)
+    except EvaluationStopped:
+        if worker.rank == 0:
+            worker.telemetry.say(f"evaluate step {progress.step}: stopped, it is left out")
+        return False
+    except EvaluationFailed as error:
+        report_failure(worker, progress, error, "training goes on without it")
+    return True
+
+
+def evaluate_at_the_end(worker: Worker, progress: Progress, remark: str = "") -> None:
+    """Collective: evaluate what the stage hands on, which is committed.
+
+    Raises EvaluationFailed, whose exit code ends the stage, and EvaluationStopped. After either, the same command
+    begins with this evaluation.
+    """
+    try:
+        evaluate(worker, progress, remark)
+    except EvaluationStopped:
+        raise EvaluationStopped(
+            f"stopped in the evaluation of step {progress.step}, which is committed; run the same command again: "
+            "it goes on with the evaluation"
+        ) from None
+    except EvaluationFailed as error:
+        report_failure(worker, progress, error, "the stage ends, its last step is committed")
+        raise EvaluationFailed(
+            f"the evaluation of step {progress.step} failed: {error}\n"
+            f"  all {progress.step} steps are committed in {worker.saver.folder}; no training is lost\n"
+            "  repair the set, then run the same command again: it goes on with the evaluation",
+            error.exit_code,
+        ) from error
+
+
+def report_failure(worker: Worker, progress: Progress, error: EvaluationFailed, consequence: str) -> None:
+    """Record an evaluation that failed, and say in one line why and what becomes of the stage."""
+    values = {"step": progress.step, "error": str(error), "exit_code": error.exit_code}
+    cause = "; ".join(text.strip() for text in str(error).splitlines())
+    line = f"evaluate step {progress.step} FAILED ({cause}); {consequence}"
+    worker.telemetry.report("evaluate_failed", values, line)
 
 
 def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | int]:
@@ -81,15 +159,35 @@ def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[s
     dtype = worker.engine.dtype
     train_features = features(model, samples_of(worker, step, train), dtype, worker.device)
     test_features = features(model, samples_of(worker, step, test), dtype, worker.device)
-    # The others wait here while rank 0 solves, so that the watchdog takes rank 0 for the one that they wait for.
+    results: dict[str, float] = {}
+    failure = None
     with worker.phases.led("probe", step, worker.rank == 0):
-        if worker.rank != 0:
-            return {}
-        return probe(train_features, test_features, worker.cfg.probe)
+        if worker.rank == 0:
+            try:
+                results = probe(train_features, test_features, worker.cfg.probe)
+            except Exception as error:  # the others must hear of it
+                failure = error
+    try:
+        go_on_together(failure, worker.wants_stop, worker.device, worker.phases.log)
+    except EvaluationFailed as error:
+        raise EvaluationFailed(f"the probe of {train} and {test}: {error}", error.exit_code) from error
+    return results
 
 
 def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
-    """Iterate this rank's batches of a set, preprocessed as the recipe says, each entered as a phase."""
+    """Collective: iterate this rank's batches of a set, preprocessed as the recipe says, each entered as a phase.
+
+    Raises EvaluationFailed, which names the set, and EvaluationStopped.
+    """
+    batches = batches_of(worker, step, path)
+    try:
+        yield from agreed(batches, worker.wants_stop, worker.device, worker.phases.log)
+    except EvaluationFailed as error:
+        raise EvaluationFailed(f"{path}: {error}", error.exit_code) from error
+
+
+def batches_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
+    """Iterate this rank's batches of a set; also the opening of the set waits for the first batch."""
     data = worker.cfg.data
     samples = EvaluationSet(
         worker.sets[path],
@@ -102,4 +200,4 @@ def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch
         max_labels=data.max_labels,
         cache=data.cache,
     )
-    return watched(samples, worker.phases, step)
+    yield from watched(samples, worker.phases, step)

@@ -12,7 +12,10 @@ Everything here is collective: all workers of the group do it together, and in t
 """
 
 import os
+import queue
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from data.errors import CheckpointError, DataError
+from data.errors import CheckpointError, Preempted
 from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
@@ -30,13 +33,16 @@ from models import ModelConfig
 from pipeline import config
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config, join_group
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
-from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
+
+STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class Worker:
     device: torch.device
     phases: Phases
     telemetry: Telemetry
-    window: Window  # the steps since the last report
+    window: Window  # the steps since the last record
+    since_line: Window  # the steps that are recorded since the last log line
     sets: dict[str, Index]  # by path: every set that the stage reads
     index: Index  # of what is trained on, mixtures joined
     order: Order | Mixture
@@ -93,6 +100,11 @@ class Worker:
     engine: Engine
     saver: Saver
     health: Health
+    sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
+
+    def wants_stop(self) -> bool:
+        """Tell whether this worker is asked to stop: by a signal or, rank 0 only, by the driver's file."""
+        return self.sigterm.is_set() or (self.rank == 0 and self.job.stop_file.exists())
 
 
 @dataclass
@@ -126,7 +138,8 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     # The batch does not depend on the world; how it is shared does, and the world may be another one in every attempt.
     arithmetic = batch_arithmetic(cfg, world)
     model_config: ModelConfig = models.from_dict(job.model)
-    check_model(cfg, job, model_config, sets)
+    labelled = [path for path in (*job.train, job.evaluate) if path is not None]
+    check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
     model = build_model(cfg, job, model_config, telemetry).to(device)
 
     phases.enter("engine", 0)
@@ -138,6 +151,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
+        expected_bytes=checkpoint_bytes(cfg, model_config),
     )
     worker = Worker(
         cfg=cfg,
@@ -148,6 +162,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         phases=phases,
         telemetry=telemetry,
         window=Window(),
+        since_line=Window(),
         sets=sets,
         index=index,
         order=order,
@@ -178,28 +193,6 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     return worker, progress
 
 
-def check_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, sets: dict[str, Index]) -> None:
-    """Raise DataError where a set has labels that the head has no output for.
-
-    Raises ConfigError where the model's images are not square, since training crops are.
-    """
-    height, width = model_config.image_size
-    config.require(height == width, f"image_size is {height}×{width}: training crops are square")
-    # Masked prediction reads labels and does not use them.
-    if cfg.objective == "masked":
-        return
-    labelled = [*job.train]
-    if job.evaluate:
-        labelled.append(job.evaluate)
-    for path in labelled:
-        classes = sets[path].classes
-        if classes > model_config.classes:
-            raise DataError(
-                f"{path} has labels up to {classes - 1}, the model has {model_config.classes} classes\n"
-                f"  set model.classes={classes}"
-            )
-
-
 def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
     """Return the network with random weights from the seed or those of `init`, recomputed and compiled as asked."""
     # Every worker draws the same weights from the same seed; with a generator of its own the draw does not depend on
@@ -222,9 +215,12 @@ def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry
     return model
 
 
-def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
-    settings = deepspeed_config(
+def engine_settings(cfg: TrainConfig, accumulation: int) -> dict[str, Any]:
+    """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
+
+    Raises ConfigError where the user's DeepSpeed file holds more than tuning.
+    """
+    return deepspeed_config(
         zero=cfg.zero,
         precision=cfg.precision,
         micro_batch=cfg.micro_batch,
@@ -232,6 +228,11 @@ def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engin
         clip=cfg.optim.clip,
         user_file=cfg.deepspeed,
     )
+
+
+def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
+    """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
+    settings = engine_settings(cfg, accumulation)
     decayed = models.decayed(model)
     if cfg.exact_parts:
         return ExactEngine(model, decayed, cfg.optim, settings, cfg.polyak, parts=cfg.exact_parts)
@@ -250,6 +251,13 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folde
     )
 
 
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the name of the GPU, such as "NVIDIA H100 80GB HBM3"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
 def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.Manifest | None) -> None:
     """Say in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
     if worker.rank != 0:
@@ -258,10 +266,15 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     job = worker.job
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
+    attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
+    precision: str = cfg.precision
+    if precision == "bf16":
+        precision = f"bf16, gradients summed in {worker.engine.sums_in}"
     worker.telemetry.say(
-        f"attempt {job.attempt}: {text}; {worker.world} workers × micro_batch {arithmetic.micro_batch} × accumulation "
+        f"attempt {attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
+        f"× micro_batch {arithmetic.micro_batch} × accumulation "
         f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
-        f"{cfg.precision}"
+        f"{precision}"
     )
     record = {
         "step": progress.step,
@@ -273,6 +286,9 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
         "drop": cfg.data.drop,
     }
     worker.telemetry.report("start", record)
+    for _, index in sorted(worker.sets.items()):
+        if not index.sees_rot:
+            worker.telemetry.say(index.lack)
     if worker.index.remote:
         # A node's workers have neighbouring ranks, so their slots are one range; rank 0's node is the example.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
@@ -286,8 +302,9 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | No
     # The order is that of the list at the top of this file; what loses is named, so that nobody looks for its effect.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
+        attempt = checkpoint.attempt_of_stage(Path(job.directory), manifest.attempt)
         return (
-            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
+            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
     if job.init:
@@ -314,4 +331,36 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return iter(loader)
+    return once_the_first_is_there(worker, loader)
+
+
+def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:
+    """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
+
+    Raises Preempted in the worker that waits. No step was taken, so there is nothing to commit and to agree on.
+    """
+    batches = iter(loader)
+    answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            if worker.device.type == "cuda":  # which GPU is the current one is known to each thread apart
+                torch.cuda.set_device(worker.device)
+            answers.put(next(batches))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=fetch, name="first batch", daemon=True).start()
+    first = None
+    while first is None:
+        with suppress(queue.Empty):
+            first = answers.get(timeout=STOP_POLL_S)
+        # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
+        is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
+        if first is None and is_asked:
+            loader.stop()
+            raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
+    if isinstance(first, Exception):
+        raise first
+    yield first
+    yield from batches

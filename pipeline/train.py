@@ -3,8 +3,10 @@
 1. `set_up` joins the group, builds data, model and engine, and loads a checkpoint or the weights to start from.
 2. Every step: forward and backward over the micro-batches; the optimizer steps with the last of them.
 3. All workers agree once a step: mean loss, bad samples, whether to stop, whether a save is written.
-4. What the step asks for: a report, the commit of a save, an evaluation, a new save, the end.
+4. What the step asks for: a report, the commit of a save, a new save, an evaluation, the end.
 5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size.
+
+What is trained is committed before it is evaluated: an evaluation that fails costs no step.
 
 In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
 Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
@@ -26,7 +28,7 @@ import models
 from data.errors import Preempted
 from data.files import whole_file
 from models import ModelConfig
-from pipeline import config
+from pipeline import config, handover
 from pipeline.checkpoints import checkpoint
 from pipeline.evaluation.evaluate import normalise
 from pipeline.exact import ExactEngine
@@ -34,7 +36,7 @@ from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
 from pipeline.optimization.schedule import learning_rate
-from pipeline.reports import evaluate, report_training
+from pipeline.reports import evaluate_at_the_end, evaluate_between, report_training
 from pipeline.start import Job, Progress, Worker, micro_batches, set_up
 from pipeline.training_config import TrainConfig
 
@@ -48,6 +50,7 @@ class StageResult(TypedDict):
     bad_samples: int
     metrics: dict[str, float]
     world: int
+    files: dict[str, checkpoint.FileRecord]  # the weights and their model, as rank 0 read them back
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
@@ -62,8 +65,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
 
     # 1. Everything that the loop works with, and the step that it starts from.
     worker, progress = set_up(cfg, job)
-    # A signal only sets an event: the step in flight must end, because the group can commit only together.
-    sigterm = notice_sigterm()
+    notice_sigterm(worker.sigterm)
     engine = worker.engine
     phases = worker.phases
     health = worker.health
@@ -80,6 +82,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     first_step = progress.step + 1
     # Building and restoring are not training: without this the first report's images per second would hold them.
     window.clear()
+    worker.since_line.clear()
 
     while progress.step < worker.steps:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
@@ -120,9 +123,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
             engine.end_micro_batch(rate)
 
         # 3. What all workers must agree on: no worker may stop, commit or give up alone.
-        wants_stop = sigterm.is_set() or (worker.rank == 0 and job.stop_file.exists())
-        mean_loss, bad_of_all, stopping, all_written = agree(worker, loss_sum, bad_samples, wants_stop)
-        # The norm is the same on every rank, and so is what `judge` makes of it: all raise together, or none does.
+        mean_loss, bad_of_all, stopping, all_written = agree(worker, loss_sum, bad_samples, worker.wants_stop())
         norm = engine.gradient_norm()
         # The ledger is over the planned ids; a bad sample's replacement is counted and does not change it.
         progress.ledger = progress.ledger.update(step, epochs, shards, samples)
@@ -133,52 +134,50 @@ def train(task: Mapping[str, Any]) -> StageResult:
         health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids_here)
         health.check_bad(progress.bad_samples, progress.step * cfg.batch_size, job.train)
 
-        # 4. What the step asks for, in this order: a report, the commit of a save, an evaluation, a new save, the end.
+        # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         is_last = progress.step == worker.steps
-        if progress.step % cfg.log_every == 0 or is_last or stopping or progress.step == first_step:
-            report_training(worker, progress, rate)
-        if saver.in_flight and all_written:
-            phases.enter("save", progress.step)
-            saver.finish()
-        if cfg.evaluate_every and progress.step % cfg.evaluate_every == 0 and not is_last:
-            evaluate(worker, progress)
-        # While steps are skipped nothing is saved: a commit would pass for progress since the run last went back.
+        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
         is_due = progress.step % cfg.save_every == 0 and health.skipped_in_a_row == 0
-        if is_due or is_last or stopping:
-            phases.enter("save", progress.step)
-            # Storage is slower than `save_every`: there is host memory for one snapshot, so the loop waits here.
+        is_saved = is_due or is_last or stopping
+        is_said = progress.step % cfg.log_every == 0 or is_last or stopping or progress.step == first_step
+        # A commit implies its metrics: the record of its steps is written before the save begins.
+        if is_said or is_saved:
+            report_training(worker, progress, rate, has_line=is_said)
+        if saver.in_flight and (all_written or is_saved):  # on slow storage a new save waits for the one before
+            finish_save(worker, progress)
+        if is_saved:
+            begin_save(worker, progress)
+        if cfg.evaluate_every and progress.step % cfg.evaluate_every == 0 and not is_last and not stopping:
+            # What is trained is committed first: an evaluation may fail.
             if saver.in_flight:
-                saver.finish()
-            saver.begin(engine, manifest_of(worker, progress))
-        # A stop is answered only after the commit, or after saying that it failed: exit code 75 promises no more.
+                finish_save(worker, progress)
+            stopping = not evaluate_between(worker, progress)
+            if stopping and saver.last_committed != progress.step:
+                report_training(worker, progress, rate, has_line=False)
+                begin_save(worker, progress)
         if stopping and not is_last:
-            phases.enter("save", progress.step)
-            saver.finish()
+            if saver.in_flight:
+                finish_save(worker, progress)
             is_committed = saver.last_committed == progress.step
             how = "after committing it" if is_committed else "which could not be committed"
             raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
 
     # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
     if saver.in_flight:
-        phases.enter("save", progress.step)
-        saver.finish()
+        finish_save(worker, progress)
     while saver.last_committed != progress.step:
-        phases.enter("save", progress.step)
-        saver.begin(engine, manifest_of(worker, progress))
-        phases.enter("save", progress.step)
-        saver.finish()
-    # The averaged weights are the ones that are handed on, so they are the ones to judge.
+        begin_save(worker, progress)
+        finish_save(worker, progress)
     if cfg.polyak:
         with engine.averaged():
-            evaluate(worker, progress, f"  of the weights averaged by {cfg.polyak}")
+            evaluate_at_the_end(worker, progress, f"  of the weights averaged by {cfg.polyak}")
     else:
-        evaluate(worker, progress)
+        evaluate_at_the_end(worker, progress)
     return end(worker, progress)
 
 
-def notice_sigterm() -> threading.Event:
-    """Return an event that SIGTERM sets; the loop looks at it after every step."""
-    asked = threading.Event()
+def notice_sigterm(asked: threading.Event) -> None:
+    """Have SIGTERM set the event; the loop looks at it after every step, and an evaluation after every batch."""
 
     def remember(number: int, frame: object) -> None:
         asked.set()
@@ -186,7 +185,6 @@ def notice_sigterm() -> threading.Event:
     # Only a main thread may catch signals; under Ray we are in another, and the driver's stop file tells us to stop.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, remember)
-    return asked
 
 
 def agree(worker: Worker, loss_sum: torch.Tensor, bad_samples: int, wants_stop: bool) -> tuple[float, int, bool, bool]:
@@ -208,6 +206,18 @@ def agree(worker: Worker, loss_sum: torch.Tensor, bad_samples: int, wants_stop: 
     return mean_loss, int(bad_of_all), stops > 0, written == worker.world
 
 
+def begin_save(worker: Worker, progress: Progress) -> None:
+    """Begin to save this moment; the caller has finished the save before."""
+    worker.phases.enter("save", progress.step)
+    worker.saver.begin(worker.engine, manifest_of(worker, progress))
+
+
+def finish_save(worker: Worker, progress: Progress) -> None:
+    """Collective: wait for the save in flight, and commit it. Raises CheckpointError."""
+    worker.phases.enter("save", progress.step)
+    worker.saver.finish()
+
+
 def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:
     """Return what the checkpoint of this moment says about itself."""
     return checkpoint.Manifest(
@@ -223,7 +233,6 @@ def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,
-        metrics=progress.last_metrics,
     )
 
 
@@ -264,6 +273,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         "bad_samples": manifest.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
+        "files": handover.digests(directory, handover.WEIGHT_FILES),
     }
 
 

@@ -4,12 +4,14 @@ In:  the section of a recipe, merged by `pipeline.config.build`; every `__post_i
 Out: a frozen TrainConfig; `trained_model` and `training_order` say what follows from it
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import models
-from data.errors import ConfigError
+from data.checks import at_least, check_name, more_than_0
+from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
@@ -20,6 +22,10 @@ from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import ProbeConfig, check_ops
 from pipeline.optimization.optimizer import OptimConfig
+
+# Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
+MIN_SEED = -(2**63)
+MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class MixedConfig:
     RESUME: ClassVar[Tags] = tags(forbid="train weight")
 
     def __post_init__(self) -> None:
-        require(0 < self.weight < float("inf"), f"weight is {self.weight}, expected more than 0")
+        more_than_0(self, "weight")
 
 
 @dataclass(frozen=True)
@@ -65,19 +71,18 @@ class DataConfig:
     def __post_init__(self) -> None:
         names_two_sources = bool(self.train and self.mixture)
         require(not names_two_sources, "give train or mixture, one of them; data.train=null leaves train out")
-        require(self.max_labels >= 1, f"max_labels is {self.max_labels}, expected 1 or more")
-        for name in ("lanes", "shuffle_block", "samples"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}, expected 1 or more")
-        require(self.timeout_s > 0, f"timeout_s is {self.timeout_s}, expected more than 0")
+        for name in self.mixture:
+            check_name(name, "a set of data.mixture", "rename it")
+        at_least(self, 1, "max_labels lanes shuffle_block samples", "data.")
+        at_least(self, 0, "processes", "data.")
+        more_than_0(self, "timeout_s", "data.")
         check_ops(self.preprocess)
-        require(self.processes >= 0, f"processes is {self.processes}, expected 0 or more")
         needs_cpu = self.augment.crop == "random" or self.augment.randaug_layers > 0
         require(
             self.decode == "cpu" or not needs_cpu,
             "data.decode=gpu crops, resizes and flips; augment.crop=random and randaug_layers need data.decode=cpu",
         )
-        require(0 <= self.max_bad_fraction <= 1, f"max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
+        require(0 <= self.max_bad_fraction <= 1, f"data.max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
     def sets(self) -> dict[str, tuple[str, float]]:
         """Return {name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
@@ -110,12 +115,12 @@ class TrainConfig:
     micro_batch: int = 64  # images a worker takes at a time; accumulation is derived
     uneven: bool = False  # let workers own numbers of a batch's slots that differ by one
     exact_parts: int = 0  # 1, 2, 4 … up to so many workers have the same bits (docs/exact.md); 0: off
-    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the optimizer keeps fp32
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; the sums of gradients and optimizer: fp32
     zero: int = 2  # DeepSpeed ZeRO stage, 0 to 3: workers share 1 the optimizer's state, 2 gradients too, 3 weights too
     checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
     activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    deepspeed: str | None = None  # path of your own ds_config.json, merged in
+    deepspeed: str | None = None  # path of a ds_config.json of yours; it may tune how data moves, nothing else
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
@@ -146,7 +151,9 @@ class TrainConfig:
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
-        require(self.mixup >= 0, f"mixup is {self.mixup}, expected 0 (off) or more")
+        at_least(self, 0, "mixup evaluate_every keep_every checkpoint_blocks")
+        more_than_0(self, "activation_gb timeout_s stall_s")
+        require(MIN_SEED <= self.seed <= MAX_SEED, f"seed is {self.seed}, expected {MIN_SEED} to {MAX_SEED}")
         uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
         require(
             self.objective != "masked" or not uses_labels,
@@ -154,14 +161,8 @@ class TrainConfig:
             "probe.train and probe.test judge its features",
         )
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
-        length = self.steps if self.steps is not None else self.passes
-        require(length is not None and length > 0, "steps and passes must be more than 0")
-        for name in ("batch_size", "micro_batch", "log_every", "save_every", "max_skipped", "max_failed_saves"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}, expected 1 or more")
-        for name in ("evaluate_every", "keep_every", "checkpoint_blocks"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} is {value}, expected 0 (off) or more")
+        more_than_0(self, "steps passes")
+        at_least(self, 1, "batch_size micro_batch log_every save_every max_skipped max_failed_saves")
         self._check_exact_parts()
         if self.data.mixture:
             # Every set must get at least one sample of a batch.
@@ -197,18 +198,31 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
     options = dict(values)
     try:
         if "name" not in options and source is not None:
-            return models.from_dict({**models.to_dict(source), **options})
+            return with_finite_numbers(models.from_dict({**models.to_dict(source), **options}))
         # A masked model has no head, whatever number of classes the set has.
         if str(options.get("name")).startswith("Masked-"):
             options["classes"] = 0
         name = options.pop("name")
         image_size = options.pop("image_size")
         classes = options.pop("classes")
-        return models.config_of(name, image_size, classes, **options)
+        return with_finite_numbers(models.config_of(name, image_size, classes, **options))
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
+
+
+def with_finite_numbers(model: ModelConfig) -> ModelConfig:
+    """Return the architecture as it is; raise ConfigError where a field that is a number holds a text or no number.
+
+    A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
+    """
+    for part in fields(model):
+        if isinstance(part.default, float):
+            value = getattr(model, part.name)
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            require(is_number, f"model.{part.name} is {value}, expected a finite number")
+    return model
 
 
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
@@ -227,6 +241,46 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
         "  write objective: masked with model.name: Masked-B/16, or neither",
     )
     return model
+
+
+def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int], key: str = "model") -> None:
+    """Raise DataError where a set has labels that the head has no output for; training images are square.
+
+    `classes` is the number of classes of every labelled set that is there, by its path; `key` is what a user types to
+    reach the model's section.
+    """
+    height, width = model.image_size
+    require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
+    if cfg.objective == "masked":  # labels are not used
+        return
+    for path, number in classes.items():
+        if number > model.classes:
+            raise DataError(
+                f"{path} has labels up to {number - 1}, the model has {model.classes} classes\n"
+                f"  set {key}.classes={number}"
+            )
+
+
+def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
+    """Raise ConfigError where the learning rate rises and cools down for longer than the stage's steps.
+
+    It would never reach its peak, and what was trained would be worth little. `key` is the stage's name.
+    """
+    schedule = cfg.optim.schedule
+    rising_and_cooling = schedule.warmup_steps + schedule.cooldown_steps
+    if rising_and_cooling <= steps:
+        return
+    message = f"{key}: {schedule.warmup_steps:,} warm-up steps"
+    if schedule.cooldown_steps:
+        message += f" and {schedule.cooldown_steps:,} of cool-down"
+    overrides = f"{key}.optim.schedule.warmup_steps={steps // 10}"
+    if schedule.cooldown_steps > steps // 2:
+        overrides += f" {key}.optim.schedule.cooldown_steps={steps // 10}"
+    raise ConfigError(
+        f"{message} are more than the stage has steps: {steps:,}\n"
+        f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
+        f"  type {overrides}, or let it train for longer"
+    )
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import models
+from data.decoder import Decoder
 from data.errors import RunOwned
 from jobs.cluster import processes
 from jobs.cluster import worker_group as group
@@ -226,6 +227,40 @@ def sleep() -> None:
     time.sleep(600)
 
 
+def killed_amid_a_window() -> None:
+    """Worker 0 of the first attempt is killed in step 18: behind the commit of step 15, amid the steps of a line."""
+    before(train, "agree", at(1, 17, 0), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stopped_in_an_evaluation() -> None:
+    """Every batch that a worker judges adds its rank to the file "judged"; in the third, rank 0 waits for the stop."""
+    original = evaluate.hits
+    judged = [0]
+
+    def hits(*args: Any) -> torch.Tensor:
+        judged[0] += 1
+        with open("judged", "a") as file:
+            file.write(os.environ["RANK"])
+        while judged[0] == 3 and not on_rank_1() and not list(Path("run").glob("pretrain-*/attempts/*/stop")):
+            time.sleep(0.02)
+        return original(*args)
+
+    evaluate.hits = hits  # type: ignore[assignment]
+
+
+def no_first_batch() -> None:
+    """Worker 1 waits for its first batch until there is a file "arrived" beside the run; it says so in "waiting"."""
+    original = Decoder.run
+
+    def run(decoder: Decoder, *args: Any) -> Any:
+        while on_rank_1() and not Path("arrived").exists():
+            Path("waiting").touch()
+            time.sleep(0.02)
+        return original(decoder, *args)
+
+    Decoder.run = run  # type: ignore[method-assign]
+
+
 def short_of_memory() -> None:
     """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
     group.VMSTAT = vmstat = Path("vmstat").absolute()
@@ -316,7 +351,10 @@ class Quiet:
     def say(self, text: str) -> None:
         pass
 
-    def report(self, kind: str, values: dict[str, Any], line: str = "") -> None:
+    def report(self, kind: str, values: dict[str, Any], line: str = "") -> bool:
+        return True
+
+    def sync(self) -> None:
         pass
 
 

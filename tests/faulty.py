@@ -42,6 +42,9 @@ class Acknowledgements:
         else:
             self.tell("failed", values["error"])
 
+    def sync(self) -> None:
+        pass
+
     def say(self, text: str) -> None:
         self.tell("not-pruned", text)
 

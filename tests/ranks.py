@@ -43,7 +43,7 @@ def start(task: dict[str, Any]) -> Engine:
         micro_batch=micro_batch,
         accumulation=BATCH // micro_batch // dist.get_world_size(),
         clip=1.0,
-        user_file=None,
+        user_file=task.get("deepspeed"),
     )
     if task["zero"] == 3:  # else parameters this small are never partitioned
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -130,6 +130,42 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "updates": updates,
         "linear_untouched": F.linear is LINEAR,
     }
+
+
+def gradient_of(rank: int, elements: int) -> torch.Tensor:
+    """What one worker adds to the mean: a common part and noise of its own, as in a batch, rounded to bf16."""
+    common = torch.randn(elements, generator=torch.Generator().manual_seed(1000))
+    noise = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
+    return (common + 4 * noise).to(torch.bfloat16)
+
+
+def error_of_the_mean(task: dict[str, Any]) -> float:
+    """How far the mean gradient that an engine hands its optimizer is from the mean in float64, relative to it."""
+    join_group(60.0)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    settings = deepspeed_config(
+        zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=0.0, user_file=task.get("deepspeed")
+    )
+    if task["zero"] == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    elements = 20_000
+    model = nn.Linear(elements, 1, bias=False)
+    engine = Engine(model, set(), OptimConfig(beta1=0.9), settings)
+    # The gradient of the sum of w · x in w is x.
+    engine.backward(engine.forward(gradient_of(rank, elements)).float().sum())
+    engine.end_micro_batch(0.0)
+
+    mean = sum(gradient_of(other, elements).double() for other in range(world)) / world
+    squared_error = torch.zeros((), dtype=torch.float64)
+    for fragment in engine.fragments(("exp_avg",)):
+        handed = fragment.tensors["exp_avg"].double() / (1 - 0.9)
+        expected = mean[fragment.start : fragment.start + len(handed)]
+        squared_error += (handed - expected).square().sum()
+    dist.all_reduce(squared_error)
+    engine.close()
+    dist.destroy_process_group()
+    return float((squared_error / mean.square().sum()).sqrt())
 
 
 def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:

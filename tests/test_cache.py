@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from data.decoder import tell
-from data.errors import DataError, StorageError
+from data.errors import ConfigError, DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.shards import cache as cache_module
@@ -216,6 +216,7 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
             f"pretrain.data.cache={{directory: {cache}, backoff_s: 0.01}}",
             "pretrain.data.evaluate=null",
             "pretrain.steps=3",
+            "pretrain.optim.schedule.warmup_steps=3",
         ],
     )
     faulty.fault = lambda path: 503 if len(faulty.gets) % 3 == 1 else None
@@ -350,7 +351,7 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
 
 @pytest.mark.parametrize("options", [{"limit_bytes": 0}, {"ahead": -1}, {"backoff_s": -0.1}])
 def test_a_cache_that_cannot_be_is_refused_by_name(options):
-    with pytest.raises(ValueError, match=rf"cache\.{next(iter(options))} is "):
+    with pytest.raises(ConfigError, match=rf"cache\.{next(iter(options))} is "):
         CacheConfig(**options)
 
 

@@ -1,7 +1,9 @@
 """One command runs the chain, and the same command again goes on; nothing wrong starts at all."""
 
 import json
+import os
 import shutil
+import stat
 import tarfile
 from pathlib import Path
 
@@ -25,7 +27,11 @@ def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
 
 
 def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, capsys):
-    assert main(["run", str(recipe)]) == 0
+    previous = os.umask(0o002)
+    try:
+        assert main(["run", str(recipe)]) == 0
+    finally:
+        os.umask(previous)
     out = capsys.readouterr().out
     assert "random weights from seed 0, step 0" in out and "weights from" in out and "1shot" in out
     pretrained, finetuned = stage_folder(recipe, "pretrain"), stage_folder(recipe, "finetune")
@@ -38,6 +44,10 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
     assert read_metrics(pretrained, "evaluate")[-1]["judged"] == 355
     assert any((pretrained / "tensorboard").iterdir())
+    assert "attempt 1: weights from" in (finetuned / "log.txt").read_text(), "attempts count within their stage"
+    written = [path for path in (recipe.parent / "run").rglob("*") if path.is_file()]
+    modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in written}
+    assert set(modes.values()) == {0o664}, modes
 
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out
@@ -109,6 +119,68 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["pretrain.model.classes=7"], 65, "labels up to 9, the model has 7 classes\n  set pretrain.model.classes=10"),
+        (["finetune.model.classes=9"], 65, "set finetune.model.classes=10"),
+        (
+            ["finetune.optim.schedule.warmup_steps=5"],
+            78,
+            "finetune: 5 warm-up steps are more than the stage has steps: 4",
+        ),
+        (["finetune.optim.schedule.cooldown_steps=3"], 78, "2 warm-up steps and 3 of cool-down are more than"),
+        # 0.02 passes over 1,442 samples are two batches of 16
+        (["pretrain.steps=null", "pretrain.passes=0.02"], 78, "type pretrain.optim.schedule.warmup_steps=0"),
+        (["pretrain.stall_s=-1"], 78, "stall_s is -1.0, expected more than 0"),
+        (["pretrain.data.cache.timeout_s=nan"], 78, "cache.timeout_s is nan, expected more than 0"),
+        (["cluster.backoff_s=-1"], 78, "backoff_s is -1.0, expected 0 or more"),
+        (["pretrain.optim.lr=nan"], 78, "optim.lr is nan, expected more than 0"),
+        (["pretrain.model.head_bias=nan"], 78, "pretrain.model.head_bias is nan, expected a finite number"),
+        (["shqrds.kind=1"], 78, "shqrds.kind is 1, expected one of pack, pretrain"),
+        (["={kind: resize}"], 78, "a stage is called ''\n  expected 1 to 64 of the characters"),
+        (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is called 'more/words'"),
+        (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
+    ],
+)
+def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
+    said = []
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), *overrides]) == code
+        said.append(capsys.readouterr().err)
+    assert message in said[0] and said[0] == said[1]
+    assert not (recipe.parent / "run").exists()
+
+
+def test_a_stage_whose_name_leads_out_of_the_run_is_refused(recipe, capsys):
+    recipe.write_text(recipe.read_text() + '"../../elsewhere": {kind: resize, init: "@pretrain"}\n')
+    assert main(["run", str(recipe)]) == 78
+    assert "a stage is called '../../elsewhere'" in capsys.readouterr().err
+    assert [path.name for path in recipe.parent.parent.glob("elsewhere*")] == []
+
+
+def test_a_warm_up_as_long_as_the_run_is_its_users_choice(recipe):
+    loaded = campaign.load(recipe, ["finetune.optim.schedule.warmup_steps=4"])
+    assert loaded.stage("finetune").config.optim.schedule.warmup_steps == 4
+
+
+def test_what_a_stage_makes_is_compared_with_the_next_before_workers_start(tmp_path, capsys):
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        f"run: {tmp_path}/run\ncluster: {{backend: processes}}\n"
+        "shards: {kind: pack, sets: {train: {source: digits, image_size: 16}}}\n"
+        "pretrain: {data: {train: '@shards/train'}, model: {name: mu/8, image_size: 16, classes: 5}, steps: 2,\n"
+        "  batch_size: 4, micro_batch: 4, precision: fp32, optim: {schedule: {warmup_steps: 0}}}\n"
+    )
+    assert main(["plan", str(file)]) == 0, "nothing is known of the data yet"
+    assert main(["run", str(file)]) == 65
+    message = "labels up to 9, the model has 5 classes\n  set pretrain.model.classes=10"
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("pretrain-*"))
+    assert main(["plan", str(file)]) == 65, "now the shards are there"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fault", ["missing", "truncated"])
 def test_a_missing_or_short_shard_stops_before_the_first_step(recipe, shards, tmp_path, capsys, fault):
     copy = tmp_path / "shards"
@@ -146,8 +218,24 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     assert main(["run", str(recipe), "pretrain.optim.lr=0.003"]) == 78
     said = capsys.readouterr().err
     assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
+
+    # `plan` says the same, and what `--fresh` would do.
+    assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
+    assert capsys.readouterr().err == said
+    assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
+    assert "half done with another config, would start over" in capsys.readouterr().out
+
     assert main(["run", str(recipe), "pretrain.log_every=2", "pretrain.keep=5"]) == 0
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
+
+
+def test_a_conflict_of_a_later_stage_is_found_before_the_first_one_runs(recipe, capsys):
+    assert main(["run", str(recipe)]) == 0
+    (stage_folder(recipe, "finetune") / "done.json").unlink()
+    capsys.readouterr()
+    assert main(["run", str(recipe), "pretrain.seed=1"]) == 78
+    assert "finetune is half done with another config" in capsys.readouterr().err
+    assert not stage_folder(recipe, "pretrain", "pretrain.seed=1").exists(), "no step was trained in vain"
 
 
 def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silently(recipe, shards, tmp_path, capsys):

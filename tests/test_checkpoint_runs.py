@@ -97,6 +97,15 @@ def reports(run: Path) -> list[dict[str, Any]]:
     return [record for folder in run.glob("pretrain-*") for record in read_metrics(folder)]
 
 
+def training_set(run: Path) -> Path:
+    return next(run.glob("shards-*")) / "train"
+
+
+def worker_log(run: Path, rank: int) -> str:
+    """What a rank of the newest attempt has left in its log."""
+    return (max(run.glob("pretrain-*/attempts/attempt-*")) / f"rank-{rank:05d}.log").read_text()
+
+
 def worker_pid(run: Path, rank: int) -> int:
     """The process of a rank in the newest attempt."""
     newest = max(run.glob("pretrain-*/attempts/attempt-*"))
@@ -177,6 +186,8 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
                 stopped = read_manifest(newest[0]).step
                 assert process.exitcode == 75 and stopped >= step, context
                 assert f"stopped at step {stopped} after committing it" in said(run), context
+                log = (stage(run) / "log.txt").read_text()
+                assert f"[driver] {signals[0].name}: finishing the step" in log, log
         assert not list(stage(run).glob("stop*"))
         assert finish(run) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
         assert_same(run, twin)
@@ -270,6 +281,94 @@ def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
     assert_same(run, twin)
 
 
+def test_a_commit_implies_its_metrics(twin, run) -> None:
+    """Lines are every 7 steps and saves every 5; a kill behind a commit costs the loss of no step that is kept."""
+    assert finish(run, "pretrain.log_every=7", patch="killed_amid_a_window") == 0, said(run)
+    _, again = read_metrics(stage(run), "start")
+    assert again["step"] >= 10, "the save of step 15 may have been on its way"
+    recorded: dict[int, list[int]] = {1: [], 2: []}  # by attempt: every step, as often as a record holds its loss
+    for record in read_metrics(stage(run)):
+        steps_in_record = range(record["step"] - len(record["losses"]) + 1, record["step"] + 1)
+        recorded[record["attempt"]] += steps_in_record
+        assert len(record["grad_norms"]) == len(record["losses"])
+    assert recorded[1] == [*range(1, 16)], "step 15 was recorded before its save began, 16 and 17 were not"
+    assert recorded[2] == [*range(again["step"] + 1, 41)]
+    assert_same(run, twin)
+    assert step_losses(stage(run)).keys() == set(range(1, 41))
+
+    shown = [int(step) for step in re.findall(r"^step (\d+)/40  loss", (stage(run) / "log.txt").read_text(), re.M)]
+    multiples = [step for step in range(7, 40, 7) if step > again["step"] + 1]
+    assert shown == [1, 7, 14, again["step"] + 1, *multiples, 40], "a save writes no line"
+
+
+@pytest.mark.parametrize(("evaluate_every", "stopped"), [(8, 8), (0, 40)])
+def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, stopped, twin, run) -> None:
+    """Amid the steps, where step 8 is not saved otherwise, and at the end."""
+    options = [f"pretrain.evaluate_every={evaluate_every}", f"pretrain.data.evaluate={training_set(run)}"]
+    process = start(run, *options, patch="stopped_in_an_evaluation")
+    judged = run.parent / "judged"
+    while process.is_alive() and not (judged.exists() and judged.read_text().count("0") == 3):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 75, said(run)
+    assert sorted(judged.read_text()) == ["0"] * 3 + ["1"] * 3, "of 180 batches each; none after the stop was there"
+    assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == stopped
+    assert not read_metrics(stage(run), "evaluate")
+
+    assert finish(run, *options) == 0, said(run)
+    assert_same(run, twin)
+    (record,) = [record for record in read_metrics(stage(run), "evaluate") if record["step"] == 40]
+    assert record["judged"] == load_index(training_set(run)).samples
+    assert step_losses(stage(run)) == {step: losses[:1] for step, losses in step_losses(stage(twin)).items()}
+
+
+def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
+    process = start(run, patch="no_first_batch")
+    while process.is_alive() and not (run.parent / "waiting").exists():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=60)
+    process.kill()  # where it has not heard; an exit code stays as it is
+    assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
+    assert "restarting" not in said(run) and not committed(stage(run) / "checkpoints")
+    (run.parent / "arrived").touch()
+    assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
+
+
+def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> None:
+    """A byte of the evaluation's last shard is wrong, which worker 1 reads; then it is put right."""
+    evaluated = run.parent / "evaluated"
+    shutil.copytree(training_set(run), evaluated)
+    shard = max(evaluated.glob("*.tar"))
+    whole = shard.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    shard.write_bytes(flipped)
+    options = ["pretrain.evaluate_every=10", f"pretrain.data.evaluate={evaluated}"]
+
+    assert finish(run, *options) == 65, said(run)
+    log = (stage(run) / "log.txt").read_text()
+    for step, next_line in ((10, 12), (20, 24), (30, 32)):
+        failed = log.index(f"evaluate step {step} FAILED ({evaluated}: worker 1: DataError")
+        assert log.index(f"checkpoint step {step} committed") < failed < log.index(f"step {next_line}/40")
+    assert [record["step"] for record in read_metrics(stage(run), "evaluate_failed")] == [10, 20, 30, 40]
+    assert "the evaluation of step 40 failed" in said(run) and shard.name in said(run)
+    assert "it goes on with the evaluation" in said(run) and "restarting" not in said(run)
+    (incident,) = incidents(stage(run))
+    assert f"EvaluationFailed: the evaluation of step 40 failed: {evaluated}" in incident
+    assert "in batches_of" in worker_log(run, 1), "where it failed"
+    assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == 40
+
+    shard.write_bytes(whole)
+    assert finish(run, *options) == 0, said(run)
+    assert_same(run, twin)
+    assert [record["attempt"] for record in read_metrics(stage(run), "start")] == [1, 2]
+    assert {record["attempt"] for record in read_metrics(stage(run))} == {1}, "no step was computed twice"
+    (record,) = read_metrics(stage(run), "evaluate")
+    assert (record["step"], record["judged"]) == (40, load_index(evaluated).samples)
+
+
 def test_too_many_failed_saves_in_a_row_exit_74(run) -> None:
     assert finish(run, "pretrain.max_failed_saves=2", patch="full_disk") == 74
     assert "2 saves in a row failed, the last: rank-00000.safetensors" in said(run)
@@ -296,8 +395,8 @@ def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> 
     assert finish(run, patch="full_log") == 0, said(run)
     text = (stage(run) / "log.txt").read_text()
     assert "step 12/40" not in text and "lines lost: the disk refused them)" in text and "step 16/40" in text
-    ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, twin))
-    assert ours.files == theirs.files
+    assert_same(run, twin)
+    assert step_losses(stage(run)).keys() == set(range(1, 41)), "what was refused is in the next record"
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=SOAK)])
@@ -366,11 +465,12 @@ def test_a_stretch_of_non_finite_steps_is_left_out_once_and_spikes_are_kept_for_
     assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
     assert last.step == 40 and last.updates == 40 - 5 - 1  # five left out, one skipped
-    assert [len(record["losses"]) for record in again] == [1] + [4] * 6
+    # Lines at 20, 24, 28 …, saves at 20, 25, 30 …: each ends a record.
+    assert [len(record["losses"]) for record in again] == [1, 4, 4, 1, 3, 2, 2, 3, 1, 4]
     first, second, jump = read_metrics(stage(run), "spike")
     assert (first["step"], second["step"], jump["step"]) == (13, 16, 36) and not first["grad_norm"] <= first["limit"]
     assert [step["step"] for step in jump["recent"]] == [*range(16, 37)] and jump["grad_norm"] > jump["limit"]
-    assert [step["loss"] for step in jump["recent"][1:]] == [x for r in again[1:6] for x in r["losses"]][:20]
+    assert [step["loss"] for step in jump["recent"][1:]] == [x for r in again[1:] for x in r["losses"]][:20]
     assert "step 36: gradient norm" in said(run) and f"jobs replay {stage(run)} step=36" in said(run)
     assert main(["replay", str(stage(run)), "step=15"]) == 0 and main(["replay", str(run), "step=36"]) == 0
     out = capsys.readouterr().out
@@ -403,6 +503,8 @@ def test_replay_rebuilds_the_batch_that_the_ledger_counted(twin, tmp_path, capsy
     ends = [record["ledger"] for record in read_metrics(stage(twin)) if record["step"] == 16]
     assert ends == [ledger.update(15, *order.batch(15)).hex]
     assert main(["replay", str(twin), "13th"]) == 64
+    assert main(["replay", str(twin), "step=40"]) == 0 and main(["replay", str(twin), "step=41"]) == 64
+    assert "step 41 is beyond the last of pretrain-" in capsys.readouterr().err
 
 
 def test_the_time_of_a_run_adds_up(twin) -> None:

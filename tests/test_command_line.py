@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools import find_packages
 
 from data.errors import Preempted
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "Missing argument"),
+        (["run"], "expected a YAML file, or a recipe that ships: digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
@@ -67,6 +68,20 @@ def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, wor
     assert calls == [((recipe, ["a=1", "b=2"]), True)]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["{recipe}", "pretrain.seed=5", "pretrain.keep=7", "--resolved"],
+        ["--resolved", "{recipe}", "pretrain.seed=5", "pretrain.keep=7"],
+        ["{recipe}", "pretrain.seed=5", "--resolved", "pretrain.keep=7"],
+    ],
+)
+def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(recipe, capsys, words):
+    assert main(["plan", *(word.format(recipe=recipe) for word in words)]) == 0
+    pretrain = yaml.safe_load(capsys.readouterr().out)["pretrain"]
+    assert (pretrain["seed"], pretrain["keep"]) == (5, 7)
+
+
 def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits", f"run={tmp_path}"]) == 0
@@ -77,7 +92,8 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
 
 def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
     shards = campaign.load(recipe, []).stage("pretrain").config.data.train
-    second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1}}"
+    second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
+    second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
     monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
@@ -115,6 +131,7 @@ def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(mon
         (["run", "x"], KeyboardInterrupt(), 130, "interrupted twice"),
         (["status", "x"], BrokenPipeError(), 74, ""),
         (["status", "x"], Preempted("stopped; run me again"), 75, "stopped; run me again\n"),
+        (["status", "x"], Preempted("a\x1b[2Jb\nc\x9b"), 75, "a\\x1b[2Jb\nc\\x9b\n"),
     ],
 )
 def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys, words, error, code, message):

@@ -1,17 +1,21 @@
 """Typed configuration: merging, messages, resume tags."""
 
 import dataclasses
+import math
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import models
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
+from data.shards.cache import CacheConfig
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.stages import fewshot, pack, resize
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
+from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
@@ -56,7 +60,7 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
         ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
         ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
-        ({"steps": 0}, "must be more than 0"),
+        ({"steps": 0}, "steps is 0, expected more than 0"),
         ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
         ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),
         ({"steps": 1, "exact_parts": 2, "uneven": True}, "or uneven is on"),
@@ -68,6 +72,64 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
 def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):
     with pytest.raises(ConfigError, match=message):
         config.build(TrainConfig, {"data": {"train": "x"}, **changes}, "s")
+
+
+# What each config needs besides the field that is wrong; the others need nothing.
+NEEDED = {
+    TrainConfig: {"steps": 1, "data": {"train": "x"}},
+    MixedConfig: {"train": "x", "weight": 1.0},
+    fewshot.Config: {"init": "x"},
+    resize.Config: {"init": "x"},
+    pack.Config: {"sets": {"train": {"source": "digits"}}},
+    pack.SetConfig: {"source": "digits"},
+}
+
+
+def numeric_fields() -> list[tuple[type, str, bool, bool]]:
+    """(config class, field, is it a float, is it a list) of everything in a recipe that is a number."""
+    fields = []
+    for kind in (*TAGGED, AugmentConfig, CacheConfig, ProbeConfig):
+        for name, hint in get_type_hints(kind).items():
+            types = {hint, *get_args(hint)}
+            for option in get_args(hint):
+                types.update(get_args(option))
+            if float in types or int in types:
+                fields.append((kind, name, float in types, "[" in str(hint)))
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "is_float", "is_list"), numeric_fields(), ids=lambda value: getattr(value, "__qualname__", None)
+)
+def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kind, field, is_float, is_list):
+    wrong = [-1]
+    if field == "seed":
+        wrong = [2**63]  # any 64 bits are a seed
+    if is_float:
+        wrong += [math.nan, math.inf, -math.inf]
+    for value in wrong:
+        values = {**NEEDED.get(kind, {}), field: [value] if is_list else value}
+        if field == "passes":
+            del values["steps"]
+        with pytest.raises(ConfigError, match=rf"\b{field} (is|are) [\[(]?{value}\b.*, expected"):
+            config.build(kind, values, "s")
+
+
+def test_the_numbers_of_a_recipe_are_all_found():
+    """So that the test above cannot pass by looking at nothing."""
+    fields = {f"{kind.__name__}.{field}" for kind, field, _, _ in numeric_fields()}
+    expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.keep ClusterConfig.backoff_s"
+    assert set(expected.split()) <= fields and len(fields) > 60
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b", "a b", "é", "a\n", "x" * 65])
+def test_a_name_that_is_no_file_name_is_refused_wherever_it_is_given(name):
+    digits = {"source": "digits"}
+    with pytest.raises(ConfigError, match=r"a set is called .*\n  expected 1 to 64 of the characters"):
+        config.build(pack.Config, {"sets": {"train": digits, name: digits}}, "s")
+    part = {"train": "x", "weight": 1}
+    with pytest.raises(ConfigError, match=r"a set of data\.mixture is called"):
+        config.build(TrainConfig, {"steps": 1, "data": {"mixture": {name: part}}}, "s")
 
 
 def test_values_override_defaults_of_nested_configs():
@@ -111,6 +173,11 @@ def test_a_batch_that_does_not_fit_names_the_nearest_that_do():
     cfg = TrainConfig(steps=1, batch_size=4000, micro_batch=32)
     with pytest.raises(ConfigError, match=r"micro_batch 32 × 12 workers = 384; nearest: 3840 or 4224"):
         batch_arithmetic(cfg, 12)
+    with pytest.raises(ConfigError, match=r"(?s)131072 × 2 workers = 262144 is more .* set micro_batch=2000, or"):
+        batch_arithmetic(dataclasses.replace(cfg, micro_batch=131_072), 2)
+    assert batch_arithmetic(dataclasses.replace(cfg, micro_batch=2000), 2).accumulation == 1
+    with pytest.raises(ConfigError, match="set micro_batch=1333 and batch_size=3999, or"):
+        batch_arithmetic(dataclasses.replace(cfg, micro_batch=131_072), 3)
     with pytest.raises(ConfigError, match="less than 5000 workers"):
         batch_arithmetic(cfg, 5000)
 

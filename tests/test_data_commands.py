@@ -174,6 +174,41 @@ def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp
     assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "..", "a b", "x" * 65])
+def test_a_set_s_name_is_a_file_name(photos, broken, tmp_path, capsys, name):
+    before = sorted(tmp_path.rglob("*"))
+    for words in (
+        ["pack", "folder", str(photos), str(tmp_path / "set")],
+        ["index", str(broken), "--output", str(tmp_path / "index")],
+        ["data", "repair", str(broken), str(tmp_path / "set")],
+    ):
+        assert main([*words, "--name", name]) == 78
+        assert f"a set is called {name!r}\n  expected 1 to 64 of the characters" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was written, here or elsewhere"
+
+
+def test_control_characters_of_member_names_reach_no_terminal_and_no_page(tmp_path, capsys):
+    name = "a\x1b[2J\x07\nok: all is well\u202e\x9b"
+    image = next(iter(digits(train=True, image_size=16))).image
+    with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for key, content in ((name, b"no jpeg"), (f"{name}2", image)):
+            for extension, body in (("jpg", content), ("cls", b"7")):
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+    tar_path = str(tmp_path / "theirs.tar")
+    shown = r"a\x1b[2J\x07\nok: all is well\u202e\x9b"
+
+    assert main(["index", tar_path, "--name", "theirs", "--classes", "5"]) == 65
+    assert f"sample {shown} has label 7" in capsys.readouterr().err
+    assert main(["index", tar_path, "--name", "theirs"]) == 0
+    page = tmp_path / "page.html"
+    assert main(["data", "check", str(tmp_path / "theirs.index.json"), "--page", str(page)]) == 65
+    assert f"first {shown} of theirs.tar\n" in capsys.readouterr().out
+    assert page.read_text().count(shown) == 2, "in the summary and below the good image"
+    assert not set("\x1b\x07\u202e\x9b") & set(page.read_text())
+
+
 def test_stats_show_how_sizes_and_classes_are_spread(shards, capsys):
     assert main(["data", "stats", str(shards / "train")]) == 0
     out = capsys.readouterr().out

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import math
 import struct
 import tarfile
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from PIL import Image
 from data.images import augment as augmentation
 from data.images import jpeg
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
-from data.images.decode import BadImage, decode, decode_crop, read_header
+from data.images.decode import MAX_SCANS, BadImage, decode, decode_crop, read_header
 from data.images.preprocess import bilinear, resize_small
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
@@ -228,6 +230,63 @@ def test_libjpeg_is_not_asked_for_more_pixels_than_a_header_may_claim():
     at = small.index(b"\xff\xc2") + 5
     bomb = small[:at] + struct.pack(">HH", 40_000, 40_000) + small[at + 4 :]
     assert jpeg.decode_region(bomb, 1, (0, 0, 8, 8)) is None and jpeg.add_restarts(bomb) == bomb
+
+
+def empty_scan(blocks: int) -> bytes:
+    """A scan that says of all blocks of the first component that none has a coefficient above the first.
+
+    Its one Huffman code, the bit 0, is EOB14 (ITU-T T.81, table G.1): with 14 bits 0 it means 2¹⁴ blocks.
+    """
+    table = b"\xff\xc4" + struct.pack(">HB", 20, 0x10) + bytes([1, *[0] * 15]) + bytes([0xE0])
+    header = b"\xff\xda" + struct.pack(">HB", 8, 1) + bytes([1, 0x00, 1, 63, 0])
+    bits = 15 * math.ceil(blocks / 2**14)
+    return table + header + bytes(math.ceil(bits / 8))
+
+
+@needs_binding
+def test_scans_that_only_cost_are_counted_before_anything_is_decoded():
+    image = scene(375, 500)
+    good = encoded(image, progressive=True)
+    assert good.count(b"\xff\xda") == 10, "what libjpeg writes"
+    blocks = math.ceil(375 / 8) * math.ceil(500 / 8)
+
+    def with_scans(count: int) -> bytes:
+        return good[:-2] + empty_scan(blocks) * (count - 10) + b"\xff\xd9"
+
+    at_the_limit = with_scans(MAX_SCANS)
+    bomb = with_scans(2000)
+    np.testing.assert_array_equal(decode(at_the_limit), decode(good))
+    with pytest.raises(BadImage, match="too many scans"):
+        read_header(bomb)
+
+    def cpu_seconds(data: bytes) -> float:
+        began = time.process_time()
+        assert jpeg.decode_region(data, 1, (0, 0, 375, 500)) is not None
+        return time.process_time() - began
+
+    # What the limit is for, by libjpeg itself, which knows none; and what an image within it can cost at most.
+    usual = min(cpu_seconds(good) for _ in range(5))
+    assert min(cpu_seconds(bomb) for _ in range(3)) > 4 * usual
+    assert min(cpu_seconds(at_the_limit) for _ in range(5)) < 3 * usual
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["sequential", "progressive"])
+def test_a_thumbnail_and_comments_are_no_scans(options):
+    # An application segment may hold whole JPEGs: 40 thumbnails are as many markers of scans.
+    thumbnails = encoded(scene(16, 16)) * 40
+    segment = b"\xff\xe5" + struct.pack(">H", 2 + len(thumbnails)) + thumbnails
+    photograph = encoded(scene(60, 60), **options)
+    assert decode(photograph[:2] + segment + photograph[2:]).shape == (60, 60, 3)
+
+
+def test_a_sequential_image_with_a_scan_for_each_component_is_counted_too():
+    good = encoded(scene(64, 64, grain=8), subsampling=0)
+    # Say that the first scan holds one component: libjpeg then reads every scan behind it.
+    at = good.index(b"\xff\xda")
+    scans = b"\xff\xda" + struct.pack(">HB", 8, 1) + bytes([1, 0x00, 0, 63, 0])
+    bomb = good[:at] + scans * 40 + b"\xff\xd9"
+    with pytest.raises(BadImage, match="too many scans"):
+        read_header(bomb)
 
 
 def test_a_header_that_is_not_the_image_s_is_a_bad_image():

@@ -2,18 +2,24 @@
 
 import errno
 import fcntl
+import json
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
+import models
 from data import files
-from data.errors import StorageError
+from data.errors import ConfigError, StorageError
 from jobs.ownership import claim_attempt, owned
+from models.weights.files import write_tensors
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
@@ -25,6 +31,56 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
     files.write_whole(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file.json"]
+
+
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path) -> None:
+    previous = os.umask(0o027)
+    try:
+        model = models.build("mu/8", 16, 5)
+        models.save(model, tmp_path / "weights", writing=files.whole_file)
+        files.write_whole(tmp_path / "weights/record.json", "{}")
+    finally:
+        os.umask(previous)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "weights").iterdir()}
+    assert modes == {"weights.safetensors": 0o640, "model.json": 0o640, "record.json": 0o640}
+
+
+def test_weights_that_the_disk_refuses_are_named_like_any_file(tmp_path) -> None:
+    path = tmp_path / "missing" / "weights.safetensors"
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{path}'"):
+        write_tensors(path, {"a": torch.zeros(3)}, nullcontext)
+
+
+def test_a_full_disk_is_told_with_the_path_what_was_needed_and_what_is_free(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "fsync", refusing(os.fsync, errno.ENOSPC, lambda *_: True))
+    with pytest.raises(OSError) as refused:
+        files.write_whole(tmp_path / "file", b"x" * 2500)
+    lines = files.explain(refused.value).splitlines()
+    assert lines[0].startswith(f"No space left on device: {tmp_path / 'file'} (2.5 kB needed, ")
+    assert re.search(r", [\d.]+ [kMG]B free\)$", lines[0])
+    assert "make room there, or give the run another disk: run=/elsewhere" in lines[2]
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/claim'"):
+        files.create_exclusively(tmp_path / "claim", "mine")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_small_file_keeps_room_for_what_is_written_on_a_full_disk(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "status.json"
+    files.write_with_reserve(path, '{"message": "running"}', 100)
+    size = path.stat().st_size
+    monkeypatch.setattr(os, "replace", refusing(os.replace, errno.ENOSPC, lambda *_: True))
+    files.write_with_reserve(path, '{"message": "the disk is full"}', 100)
+    assert json.loads(path.read_text()) == {"message": "the disk is full"} and path.stat().st_size == size
+    with pytest.raises(OSError, match="No space left"):
+        files.write_with_reserve(path, "x" * (size + 1), 100)
+    assert json.loads(path.read_text()) == {"message": "the disk is full"} and os.listdir(tmp_path) == ["status.json"]
+
+
+def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:
+    (tmp_path / "run").write_text("")
+    for run in (tmp_path / "run", tmp_path / "run" / "digits"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"), owned(run):
+            pass
 
 
 def refusing(call, code: int, refused):

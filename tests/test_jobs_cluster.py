@@ -9,16 +9,29 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 
-from data.errors import ClusterError
+from data.errors import ClusterError, ConfigError, Preempted
+from jobs import campaign
 from jobs.cluster import processes, worker_group
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
 from jobs.cluster.failures import group_failure
+from jobs.context import Context
+from jobs.session import run_campaign, warn_of_unused_gpus
+from jobs.supervisor import look_at_attempt
+from pipeline.monitoring.watchdog import Watch
+from pipeline.start import device_name
 from tests import worker_functions
+
+if TYPE_CHECKING:
+    from jobs.cluster.ray_access import ClusterInfo
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["processes", "ray"]
@@ -41,6 +54,18 @@ def two() -> Iterator[dict[str, ClusterConfig]]:
     disconnect()
 
 
+@pytest.fixture
+def full(two) -> Iterator["ClusterInfo"]:
+    """The embedded cluster, whose CPUs are all taken."""
+    import ray
+
+    info = connect(two["ray"])
+    holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
+    ray.get(holder.ready.remote())
+    yield info
+    ray.kill(holder)
+
+
 def alive(folder: Path) -> list[int]:
     pids = [json.loads(path.read_text())["pid"] for path in folder.glob("rank-*.json")]
     assert pids, f"no worker has ever started in {folder}"
@@ -52,6 +77,13 @@ def wait_until(claim: Callable[[], bool], timeout_s: float) -> None:
     while not claim():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+def listening_addresses(process: psutil.Process) -> set[str]:
+    """The addresses at which a process takes connections; the IPv6 spelling of an IPv4 address is the same one."""
+    connections = process.net_connections("inet")
+    listening = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return {connection.laddr.ip.removeprefix("::ffff:") for connection in listening}
 
 
 def cluster_directories(family: list[psutil.Process]) -> set[Path]:
@@ -178,23 +210,151 @@ def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -
     assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
 
 
-def test_a_wait_says_what_for_and_ends(two) -> None:
-    import ray
-
-    info = connect(two["ray"])
-    holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
-    ray.get(holder.ready.remote())
+def test_a_wait_says_what_for_and_ends(two, full) -> None:
     said: list[str] = []
     with pytest.raises(ClusterError, match=r"0 of 2 CPUs free for 2 workers of 1 CPUs[\s\S]*waited 4 s\ntype"):
         connect(dataclasses.replace(two["ray"], start_timeout_s=4), say=said.append)
     assert said == ["waiting for the cluster: 0 of 2 CPUs free"]
-    ray.kill(holder)
 
 
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
 def test_a_size_that_makes_no_sense_is_refused(field, value) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}, expected"):
+    with pytest.raises(ConfigError, match=f"{field} is {value}, expected"):
         ClusterConfig(**{field: value})
+
+
+def test_a_stop_is_heard_within_a_second_while_the_cluster_is_full(two, full) -> None:
+    asked_at: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        asked_at.append(time.monotonic())
+
+    def end_if_asked() -> None:
+        if asked_at:
+            raise Preempted("stopped")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.3)
+        with pytest.raises(Preempted):
+            connect(two["ray"], say=lambda line: None, on_tick=end_if_asked)
+        assert time.monotonic() - asked_at[0] < 1.0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, recipe, tmp_path) -> None:
+    command = [sys.executable, "-m", "jobs", "run", str(recipe), "cluster.backend=ray"]
+    # As on macOS: otherwise Ray replaces 127.0.0.1 of this address by an outside one, where nothing listens.
+    environment = os.environ | {"RAY_ADDRESS": full.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    with (tmp_path / "said").open("w") as said:
+        driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
+    try:
+        wait_until(lambda: "waiting for the cluster: 0 of 2 CPUs free" in (tmp_path / "said").read_text(), 60)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(20) == 75  # start_timeout_s is 300
+    finally:
+        driver.kill()
+    assert "stopped while waiting for the cluster; run the same command again" in (tmp_path / "said").read_text()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
+
+
+def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
+    context = Context(
+        name="pretrain",
+        run=tmp_path,
+        directory=tmp_path / "pretrain-1",
+        key="1",
+        cluster=two["processes"],
+        resolve=lambda value: value,
+        model=None,
+        say=print,
+        tick=lambda folder, number: None,
+        stopping=lambda: True,
+    )
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    asked: list[Path] = []
+    watch = Watch(folder, world=2, stall_s=60)
+    with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
+        look_at_attempt(context, watch, 1, asked.append)
+    (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
+    look_at_attempt(context, watch, 1, asked.append)
+    assert asked == [folder], "who has started is asked to commit"
+
+
+# ------------------------------------------------------------------------ which devices
+
+
+def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
+    recipe, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    loaded = campaign.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
+    run_campaign(loaded, only="pretrain")
+    out = capsys.readouterr().out
+    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
+    assert out.count(line) == out.count("unused") == 1
+    assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")
+    assert device_name(torch.device("cuda", 3)) == "NVIDIA H100 80GB HBM3 3"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cluster", "said"),
+    [
+        (0, {}, []),
+        (8, {"gpus_per_worker": 1, "workers": 8}, []),
+        (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of the 8 of this machine; type cluster.workers=4"]),
+        (1, {"workers": 4}, ["unused GPUs: 1 of the 1 of this machine: the workers compute on the CPU; type"]),
+    ],
+)
+def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, monkeypatch) -> None:
+    import ray
+
+    connect(two["ray"])
+    resources = ray.cluster_resources() | {"GPU": float(gpus)}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for backend in BACKENDS:
+        lines: list[str] = []
+        warn_of_unused_gpus(ClusterConfig(backend=backend, **cluster), lines.append)
+        assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
+
+
+# ------------------------------------------------------------------------ nobody else gets in
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tmp_path) -> None:
+    ready = [tmp_path / f"ready{rank}" for rank in range(2)]
+    addresses: set[str] = set()
+    directories: set[Path] = set()
+
+    def look() -> None:
+        if not all(path.exists() for path in ready):
+            return
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):  # short-lived ones of Ray's agents
+                addresses.update(listening_addresses(process))
+                directories.update(cluster_directories([process]))
+        (tmp_path / "stop").touch()
+
+    config = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
+    run_worker_group(
+        worker_functions.meet_and_wait,
+        config,
+        cluster=two[backend],
+        name=f"meet-{backend}",
+        directory=tmp_path,
+        on_tick=look,
+    )
+    # docs/cluster.md, "Who listens", names no other address.
+    assert addresses == {"127.0.0.1"}
+    # Ray opens its own directory to everybody; the one around it lets nobody through.
+    assert len(directories) == 1 or backend == "processes"
+    assert all(directory.parent.stat().st_mode & 0o777 == 0o700 for directory in directories)
 
 
 # ------------------------------------------------------------------------ nothing is left behind

@@ -15,6 +15,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
+from jobs.__main__ import main
 from jobs.cluster import submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT, explain
@@ -46,6 +47,11 @@ def dashboard() -> Iterator[str]:
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "pyproject.toml").touch()
     return tmp_path
+
+
+def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.startswith("no jobs: none was submitted since the cluster's head started; type ")
 
 
 def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout) -> None:

@@ -2,9 +2,12 @@
 
 import importlib
 import importlib.util
+import io
 import json
 import math
 import sys
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from data.files import whole_file
 from models.layers import ACTIVATIONS
 from models.weights import timm as weights_timm
 
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 CASES = {  # file: tolerance, what the file cannot tell
@@ -255,6 +259,31 @@ def test_what_is_told_of_a_file_must_fit_it(told, message, tmp_path):
         models.load(tmp_path / "good.npz", **told)
 
 
+def test_a_file_that_would_grow_far_past_its_size_is_refused_before_it_does(tmp_path):
+    models.save(random_model(), tmp_path / "good.npz", format="npz")
+    arrays = dict(np.load(tmp_path / "good.npz"))
+    arrays["head/kernel"] = np.zeros(60_000_000, np.float32)
+    np.savez_compressed(tmp_path / "bomb.npz", **arrays)
+    del arrays
+    assert (tmp_path / "bomb.npz").stat().st_size < 1e6
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"would grow from 0\.\d MB to 240 MB, and weights do not"):
+        models.load(tmp_path / "bomb.npz")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 5e6
+
+
+def test_an_array_that_is_not_as_large_as_it_says_is_refused_before_its_memory_is_taken(tmp_path):
+    models.save(random_model(), tmp_path / "good.npz", format="npz")
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": "<f4", "fortran_order": False, "shape": (10**13,)})
+    with zipfile.ZipFile(tmp_path / "good.npz", "a") as archive:
+        archive.writestr("extra/kernel.npy", content.getvalue() + bytes(16))
+    with pytest.raises(ValueError, match=r"extra/kernel says that it is \(10000000000000,\) of float32, .* and has 16"):
+        models.load(tmp_path / "good.npz")
+
+
 def test_an_array_that_is_no_weight_is_named(tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     np.savez(tmp_path / "bad.npz", step=np.array(7), **np.load(tmp_path / "good.npz"))
@@ -317,6 +346,13 @@ def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, descr
 def test_an_approximation_is_said(tmp_path):
     with pytest.warns(UserWarning, match="gelu_tanh"):
         models.save(random_model(activation="gelu"), tmp_path / "out.npz", format="npz")
+
+
+def test_the_pinned_torchvision_is_the_one_for_the_pinned_torch():
+    pins = dict(line.strip().split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    torch_minor, torchvision_minor = (int(pins[name].split(".")[1]) for name in ("torch", "torchvision"))
+    # github.com/pytorch/vision, "Installation": torch 2.0 goes with torchvision 0.15, 2.1 with 0.16, and so on.
+    assert torchvision_minor == torch_minor + 15
 
 
 @pytest.fixture(scope="module")

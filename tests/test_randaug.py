@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.images.draws import Draws
 from data.images.randaug import OPERATIONS, randaug
@@ -199,5 +200,5 @@ def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
 
 @pytest.mark.parametrize("options", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
 def test_what_is_out_of_range_is_refused(options):
-    with pytest.raises(ValueError, match="randaug_layers"):
+    with pytest.raises(ConfigError, match=f"augment.{next(iter(options))} is .*, expected"):
         AugmentConfig(**options)

@@ -53,7 +53,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     folder = tmp_path_factory.mktemp("readme")
     recipe = folder / "tiny.yaml"
     text = RECIPE.format(run=folder / "run", shards=shards)
-    recipe.write_text(text.replace("steps: 24", "steps: 2").replace("workers: 2", "workers: 1"))
+    text = text.replace("steps: 24", "steps: 2").replace("warmup_steps: 5", "warmup_steps: 2")
+    recipe.write_text(text.replace("workers: 2", "workers: 1"))
 
     # A folder of images for each of two classes, and an official file of weights.
     for number, sample in enumerate(digits(train=False, image_size=16)):

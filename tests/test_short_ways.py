@@ -34,6 +34,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseProcess, "start", recording_start(folder, BaseProcess.start))
         options = ["cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null"]
+        options.append("pretrain.optim.schedule.warmup_steps=1")
         assert main(["run", str(recipe), *options]) == 0
     return folder
 

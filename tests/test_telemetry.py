@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from data.errors import UsageError, exit_code
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
-from jobs.follow import Follower, waiting_for
+from jobs.follow import Follower
 from jobs.session import table, write_status
-from pipeline.monitoring.telemetry import Telemetry, amount, duration, last_metrics, log_line, read_metrics
+from pipeline.monitoring.telemetry import Telemetry, Window, amount, duration, last_metrics, log_line, read_metrics
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
 REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}
@@ -49,6 +50,27 @@ def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_ta
     assert last_metrics(tmp_path / "nothing") is None
 
 
+def test_a_line_tells_the_speed_of_all_steps_since_the_line_before() -> None:
+    """A save after 2 of 5 steps ended a record: the line's 50 images took 10 s, not the last 30 images 4 s."""
+    since_line = Window()
+    before_save = Window()
+    before_save.losses = [3.0, 2.9]
+    before_save.norms = [0.5, 0.4]
+    before_save.evaluated_s = 1.0
+    after_save = Window()
+    after_save.losses = [2.8, 2.7, 2.6]
+    after_save.norms = [0.3, 0.3, 0.2]
+    now = time.monotonic()
+    before_save.since = now - 11
+    after_save.since = now - 4
+    since_line.extend(before_save)
+    since_line.extend(after_save)
+    values = since_line.values(samples=50, flops=0.0, peak=None, steps_left=5)
+    assert values["images_per_s"] == pytest.approx(50 / 10, rel=0.01)
+    assert values["losses"] == [3.0, 2.9, 2.8, 2.7, 2.6] and values["grad_norm"] == 0.2
+    assert values["eta_s"] == pytest.approx(10, rel=0.01)
+
+
 def test_only_rank_0_reports_and_every_worker_may_say(tmp_path: Path):
     other = Telemetry(tmp_path, rank=2, attempt=1)
     other.report("train", REPORT)
@@ -67,7 +89,73 @@ def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
     log.write_text("one\ntwo\nthree\n")
     follower.tick(attempt, 1)
     assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
-    assert waiting_for(tmp_path / "pretrain-1", attempt) == "waiting for the workers to start"
+
+
+def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    log = tmp_path / "pretrain-1" / "log.txt"
+    follower = Follower()
+    follower.say("pretrain: skipped")
+    follower.log = log
+    Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).say("bad sample 1 replaced")
+    follower.say("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
+    follower.tick(attempt, 3)
+    assert log.read_text() == (
+        "[worker 1] bad sample 1 replaced\n[driver] SIGTERM: finishing the step\n[driver]   Ctrl-C again ends at once\n"
+    )
+    assert capsys.readouterr().out == (
+        "pretrain: skipped\nSIGTERM: finishing the step\n  Ctrl-C again ends at once\n"
+        "[pretrain-1] [worker 1] bad sample 1 replaced\n"
+    )
+
+
+def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    follower = Follower(start_timeout_s=300.0)
+    follower.log = tmp_path / "pretrain-1" / "log.txt"
+
+    def looks(count: int) -> list[str]:
+        for _ in range(count):
+            follower.spoke -= 11.0  # as if nothing had been said for so many seconds
+            follower.tick(attempt, 3)
+        return capsys.readouterr().out.splitlines()
+
+    waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
+    assert looks(5) == [waiting]
+    (attempt / "rank-00000.json").write_text("{}")
+    assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
+    Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
+    assert len(looks(3)) == 3, "signs of life"
+    assert follower.log.read_text().splitlines() == [
+        f"[driver] {waiting}",
+        "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
+    ]
+
+
+def test_tensorboard_opens_on_the_loss(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    telemetry = Telemetry(tmp_path, rank=0, attempt=1)
+    for kind in ("train", "checkpoint", "effective", "evaluate"):
+        telemetry.report(kind, REPORT | {"took_s": 1.0, "accuracy": 0.9})
+    telemetry.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curves = sorted(events.Tags()["scalars"])  # as TensorBoard's page has them
+    assert curves[0] == "1 train/1 loss" and "2 evaluate/accuracy" in curves and "checkpoint/took_s" in curves
+
+
+def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path):
+    for name in ("pretrain-1", "finetune-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stage.json").write_text("{}")
+    assert status(tmp_path / "finetune-2") == [
+        f"run  {tmp_path}",
+        "end  unknown: no command has ended yet",
+        f"{'finetune-2':24} started, no step yet",
+    ]
 
 
 def test_the_closing_table_tells_images_results_and_time():
@@ -101,3 +189,8 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path):
 def test_no_error_ends_a_command_with_success():
     assert exit_code(WorkerGroupError(0, "node", "killed by SIGKILL")) == 70, "a crash wants no code of its own"
     assert [exit_code(e) for e in (WorkerGroupError(0, "n", "", exit_code=65), OSError(), ValueError())] == [65, 74, 70]
+
+
+def test_a_line_of_the_log_cannot_act_on_a_terminal(tmp_path):
+    Telemetry(tmp_path, 0, 1).say("bad sample a\x1b]0;title\x07: × 3\nthe second line\u202e")
+    assert (tmp_path / "log.txt").read_text() == "bad sample a\\x1b]0;title\\x07: × 3\nthe second line\\u202e\n"

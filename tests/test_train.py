@@ -50,6 +50,17 @@ MASKED = (
 )
 
 
+BF16 = ("cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null", "pretrain.precision=bf16")
+
+
+@pytest.mark.parametrize(("content", "kind"), [("{}", "fp32"), ('{"communication_data_type": "bf16"}', "bf16")])
+def test_the_log_says_in_which_type_bf16_gradients_are_summed(content, kind, recipe):
+    file = recipe.parent / "ds.json"
+    file.write_text(content)
+    (folder,) = run_stages(recipe, "pretrain", overrides=(f"pretrain.deepspeed={file}", *BF16))
+    assert f"ZeRO 2 bf16, gradients summed in {kind}" in (folder / "log.txt").read_text()
+
+
 def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
     pretrained, resized, finetuned = run_stages(recipe, "pretrain", "resize", "finetune", overrides=MASKED)
     losses = [loss for record in read_metrics(pretrained) for loss in record["losses"]]
@@ -81,7 +92,8 @@ def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, ov
 def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
     losses = []
     for workers in (1, 2):
-        overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.exact_parts=2", f"cluster.workers={workers}")
+        overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=2")
+        overrides += ("pretrain.exact_parts=2", f"cluster.workers={workers}")
         (folder,) = run_stages(recipe, "pretrain", overrides=(*overrides, f"run={recipe.parent / str(workers)}"))
         losses.append([loss for record in read_metrics(folder) for loss in record["losses"]])
     assert losses[0] == losses[1]

@@ -77,6 +77,15 @@ def sleep_until_told(config: dict[str, Any]) -> str:
     return "stopped"
 
 
+def meet_and_wait(config: dict[str, Any]) -> None:
+    """Join the process group, say so, and stay in it until told."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    Path(config["ready"] + str(rank())).touch()
+    while not Path(config["stop"]).exists():
+        time.sleep(0.05)
+
+
 def return_a_path(config: dict[str, Any]) -> Path:
     return Path("no JSON")
 

@@ -24,6 +24,8 @@ from typing import Literal
 import cv2
 import numpy as np
 
+from data.checks import at_least, more_than_0
+from data.errors import ConfigError
 from data.images.decode import Box, Header, decode_crop, decode_whole, read_header
 from data.images.draws import Draws
 from data.images.preprocess import resize_small
@@ -46,16 +48,17 @@ class AugmentConfig:
     randaug_magnitude: float = 10.0  # strength of every one of them, 0 to 30; 0 is not a no-op
 
     def __post_init__(self) -> None:
-        if not (0 < self.min_area <= 1 and 0 < self.min_aspect <= self.max_aspect):
-            raise ValueError(
-                f"augment: min_area {self.min_area} must be in (0, 1] and "
-                f"0 < min_aspect {self.min_aspect} ≤ max_aspect {self.max_aspect}"
+        more_than_0(self, "min_area min_aspect max_aspect", "augment.")
+        at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
+        if self.min_area > 1:
+            raise ConfigError(f"augment.min_area is {self.min_area}, expected 1 (the whole image) or less")
+        if self.min_aspect > self.max_aspect:
+            raise ConfigError(
+                f"augment.min_aspect is {self.min_aspect}, expected augment.max_aspect, which is {self.max_aspect}, "
+                "or less"
             )
-        if self.randaug_layers < 0 or not 0 <= self.randaug_magnitude <= 30:
-            raise ValueError(
-                f"augment: randaug_layers {self.randaug_layers} must be 0 (off) or more and "
-                f"randaug_magnitude {self.randaug_magnitude} in 0 … 30"
-            )
+        if self.randaug_magnitude > 30:
+            raise ConfigError(f"augment.randaug_magnitude is {self.randaug_magnitude}, expected 0 to 30")
 
 
 @dataclass(frozen=True)

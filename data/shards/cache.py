@@ -30,7 +30,8 @@ from typing import IO, TypeVar
 
 import numpy as np
 
-from data.errors import DataError, StorageError
+from data.checks import at_least, more_than_0
+from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
 from data.order import Mixture, Order
 from data.shards.index import Index, Shard
@@ -58,15 +59,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         # Workers run in folders of their own, where a relative path would be another one for each.
         if self.directory and not Path(self.directory).expanduser().is_absolute():
-            raise ValueError(f"cache.directory is {self.directory!r}, expected an absolute path")
-        for name in ("limit_bytes", "attempts", "timeout_s", "fetchers"):
-            value = getattr(self, name)
-            if value <= 0:
-                raise ValueError(f"cache.{name} is {value}, expected more than 0")
-        for name in ("backoff_s", "ahead"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"cache.{name} is {value}, expected 0 or more")
+            raise ConfigError(f"cache.directory is {self.directory!r}, expected an absolute path")
+        more_than_0(self, "limit_bytes attempts timeout_s fetchers", "cache.")
+        at_least(self, 0, "backoff_s ahead", "cache.")
 
 
 def never() -> bool:
@@ -110,6 +105,13 @@ class Cache:
         # The time of last use, by which shards are evicted: the mtime, because many mounts do not keep the atime.
         os.utime(path)
         return path
+
+    def drop(self, shard: Shard, inode: int) -> None:
+        """Delete the copy of a shard that has this inode; a newer one, which another process fetched, stays."""
+        path = self.directory / f"{shard.sha256}.tar"
+        with self.turn(path), suppress(FileNotFoundError):
+            if path.stat().st_ino == inode:
+                path.unlink()
 
     def make_directory(self) -> None:
         """Create the cache's folder; raises StorageError where it cannot be made."""

@@ -1,8 +1,9 @@
 """Look at every sample of a set before a run does: what is bad and why, what there is, how it is spread.
 
 How a set is checked, in order:
-1. each shard is a job for a process (`check_shard`): is the tar the one that was indexed, and whole?
-2. every sample of it is looked at: is there an image and a label, do both parse, does the image decode?
+1. each shard is a job for a process (`check_shard`): is the tar the one that was indexed, and whole? Is its table?
+2. every sample of it is looked at: is it what was indexed, is there an image and a label, do both parse, does the image
+   decode?
 3. a good sample is measured (sides, shape, bytes, class) and its bytes hashed; a few are kept for the page;
 4. `Report` adds the shards up, and the hashes of all of them tell how many images come more than once.
 
@@ -38,7 +39,7 @@ from data.shards.labels import read_labels
 from data.shards.packing import pack
 from data.shards.report import GridImage, Report, ShardReport
 from data.shards.sources import Sample, kind_of
-from data.shards.tar import walk
+from data.shards.tar import Row, walk
 
 GRID = 24  # images kept for the page
 HASH_PARTS = 256  # files that hashes are kept in, so that one of them fits in memory
@@ -114,7 +115,7 @@ def check_shard(job: CheckJob) -> ShardReport:
             elif sha256(tar).hexdigest() != shard.sha256:
                 report.problem = "its sha256 is not the one in the index"
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
-            for sample in samples_of(tar, report):
+            for sample in samples_of(tar, report, table_of(job.index, 0, report)):
                 check_sample(sample, job, report)
     except OSError as error:
         report.problem = str(error.strerror)
@@ -126,7 +127,10 @@ def check_shard(job: CheckJob) -> ShardReport:
 
 def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
     """Add one sample to a shard's report, as good or as bad."""
-    key, image, raw_labels = sample
+    key, image, raw_labels, is_intact = sample
+    if not is_intact:
+        report.add_bad(key, "not the bytes that were indexed")
+        return
     try:
         header = read_header(image)
         # As many labels as there are classes are allowed here: the report says which `max_labels` a run needs.
@@ -159,19 +163,45 @@ class RawSample(NamedTuple):
     key: str
     image: bytes
     label: bytes
+    is_intact: bool  # as the table's digest tells; True where the table has none
 
 
-def samples_of(tar: memoryview, report: ShardReport) -> Iterator[RawSample]:
+def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | None:
+    """A shard's table; None where it cannot be used, which is then the shard's problem."""
+    try:
+        return index.table(number)
+    except DataError as error:
+        report.problem = report.problem or str(error)
+        return None
+
+
+def samples_of(tar: memoryview, report: ShardReport, table: np.ndarray | None) -> Iterator[RawSample]:
     """What can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report."""
     result = walk(tar, report.name, lenient=True)
     report.samples = len(result.rows)
     report.refused = result.refused
     report.problem = report.problem or result.broken
-    for row in result.rows:
+    walked = result.table(tar)
+    digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
+    if table is not None:
+        # A stale table of schema 1 is found here alone: the tar is as it was, and the table is of another.
+        if not report.problem and not has_same_rows(table, walked):
+            report.problem = "its table is not of this tar; run `python -m jobs index` again"
+        if "digest" in (table.dtype.names or ()):
+            for entry in table:
+                digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
+
+    for row, digest in zip(result.rows, walked["digest"].tolist(), strict=True):
+        is_intact = digests.get((row.image, row.label), digest) == digest
         key = row.key.decode("utf-8", "replace")
         image = bytes(tar[row.image : row.image + row.image_size])
         label = bytes(tar[row.label : row.label + row.label_size])
-        yield RawSample(key, image, label)
+        yield RawSample(key, image, label, is_intact)
+
+
+def has_same_rows(table: np.ndarray, walked: np.ndarray) -> bool:
+    """Whether two tables say the same of where samples lie."""
+    return all(np.array_equal(table[name], walked[name]) for name in Row._fields)
 
 
 # ------------------------------------------------------------------------------------------------ repair
@@ -210,7 +240,10 @@ def good_samples(index: Index, unique: bool) -> Iterator[Sample]:
         stem = Path(shard.name).stem
         with file, mapped(file) as tar:
             times_seen: Counter[str] = Counter()
-            for key, image, raw_labels in samples_of(tar, ShardReport(shard.name)):
+            report = ShardReport(shard.name)
+            for key, image, raw_labels, is_intact in samples_of(tar, report, table_of(index, number, report)):
+                if not is_intact:
+                    continue
                 try:
                     read_header(image)
                     decode_whole(image)

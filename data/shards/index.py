@@ -3,9 +3,16 @@
 `data.shards.indexing` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is all
 that is ever wholly in memory (30,000 shards: a few megabytes); a table is mapped while its shard is open.
 
-    train.index.json         {"schema": 1, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
-                              "shards": [["train-000000.tar", 1250, 6543360, "d41d…"]], …}
-    train-000000.npy         one row a sample: image, image_size, label, label_size, key (see `data.shards.tar`)
+    train.index.json         {"schema": 2, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
+                              "shards": [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"]], …, "seal": "e5f0…"}
+    train-000000.npy         one row a sample: image, image_size, label, label_size, digest, key (`data.shards.tar`)
+
+What holds a set together, from the sample up:
+1. each row of a table has a digest of its sample's bytes, which every read is compared with (`data.shards.reader`);
+2. each shard in the JSON has the sha256 of the tar, and that of its table, which is compared when it is opened;
+3. the seal is the sha256 of everything else in the JSON.
+The digest stands for the samples alone: see `digest_of`. Schema 1 had neither digests of samples and tables nor a
+seal; it is still read, and `Index.sees_rot` is then False.
 """
 
 from __future__ import annotations
@@ -13,20 +20,24 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from data.errors import DataError
-from data.files import whole_file
+from data.files import write_whole
+from data.shards.tar import Row
 
-SCHEMA = 1
+SCHEMA = 2
+OLDEST_SCHEMA = 1  # that is still read
 SUFFIX = ".index.json"
 
 
@@ -38,6 +49,7 @@ class Shard:
     samples: int
     bytes: int
     sha256: str
+    table: str = ""  # the sha256 of its table; "" in an index of schema 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,26 @@ class Index:
     directory: str  # where the tars are: a path, or a URL
     tables: Path = field(compare=False)  # where their tables are
     refused: dict[str, int] = field(default_factory=dict, compare=False)  # members of the tars that were passed over
+    name: str = field(default="", compare=False)  # of the JSON, without its suffix
+
+    @property
+    def sees_rot(self) -> bool:
+        """Whether every sample that is read is compared with a digest of its own; not so in schema 1."""
+        return all(shard.table for shard in self.shards)
+
+    @property
+    def lack(self) -> str:
+        """What a run says of an index that does not see rot, with what to type."""
+        return (
+            f"{self.tables}: the index has no digests of samples (schema 1), so that a shard that rots after its first "
+            f"reading would go unseen; to make them, type: {self.command}"
+        )
+
+    @property
+    def command(self) -> str:
+        """What makes this index again of the tars that it is of."""
+        place = [self.directory, "--output", str(self.tables), "--name", self.name]
+        return shlex.join(["python", "-m", "jobs", "index", *place, "--classes", str(self.classes)])
 
     @property
     def samples(self) -> int:
@@ -78,18 +110,27 @@ class Index:
     def table(self, shard: int) -> np.ndarray:
         """A shard's table of offsets and sizes (`data.shards.tar.FIELDS` and `key`), mapped from disk.
 
-        Raises DataError where the table is missing or belongs to another shard.
+        Raises DataError where the table is missing, was altered, or belongs to another shard.
         """
         path = self.tables / table_name(self.shards[shard].name)
+        expected = self.shards[shard].table
         try:
+            digest = sha256(path.read_bytes()).hexdigest() if expected else ""
+            if digest != expected:
+                raise ValueError(f"its sha256 is {digest[:12]}…, the index says {expected[:12]}…: altered or replaced")
             table = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: no table of shard {shard} ({error}); run `python -m jobs index` again") from None
-        # The table of another shard would give offsets into the middle of images.
-        if len(table) != self.shards[shard].samples:
+        except Exception as error:  # over what is no table, numpy raises many kinds: ValueError, EOFError, TokenError
             raise DataError(
-                f"{path}: {len(table)} rows, the index says {self.shards[shard].samples}; "
-                "run `python -m jobs index` again"
+                f"{path}: no table of shard {shard}: {error}\n"
+                f"  expected the table that was made with this index\n"
+                f"  type: {self.command}"
+            ) from None
+        has_all_columns = set(Row._fields) <= set(table.dtype.names or ())
+        if not has_all_columns or len(table) != self.shards[shard].samples:
+            raise DataError(
+                f"{path}: {len(table)} rows of {table.dtype.names}, the index says {self.shards[shard].samples}\n"
+                f"  expected the table that was made with this index\n"
+                f"  type: {self.command}"
             )
         return table
 
@@ -202,12 +243,17 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         path = the_only_index_in(path)
     try:
         content = json.loads(path.read_text())
-        if content["schema"] != SCHEMA:
-            raise DataError(f"{path}: schema {content['schema']}, this version reads {SCHEMA}; run `jobs index` again")
+        schema = content["schema"]
+        if not OLDEST_SCHEMA <= schema <= SCHEMA:
+            raise DataError(
+                f"{path}: schema {schema}, this version reads {OLDEST_SCHEMA} to {SCHEMA}; run `jobs index` again"
+            )
         shards = tuple(Shard(*row) for row in content["shards"])
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
         directory = content["directory"]
+        # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
+        seal = content["seal"] if schema > 1 else content.get("seal", "")
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -216,13 +262,22 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         ) from None
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.
-    if digest != digest_of(shards, class_counts):
+    is_as_written = not seal or seal == seal_of(content)
+    if not is_as_written or digest != digest_of(shards, class_counts):
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
     # A path is kept relative to the index, so that both can be moved together.
     if "://" not in directory:
         directory = str((path.parent / directory).resolve())
-    refused = content.get("refused", {})
-    return Index(shards, len(class_counts), class_counts, digest, directory, path.parent.resolve(), refused)
+    return Index(
+        shards=shards,
+        classes=len(class_counts),
+        class_counts=class_counts,
+        digest=digest,
+        directory=directory,
+        tables=path.parent.resolve(),
+        refused=content.get("refused", {}),
+        name=path.name.removesuffix(SUFFIX),
+    )
 
 
 def the_only_index_in(folder: Path) -> Path:
@@ -242,15 +297,25 @@ def the_only_index_in(folder: Path) -> Path:
 
 
 def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
-    """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts."""
-    # The directory is not part of it: the same shards elsewhere are the same set.
-    content = [SCHEMA, list(map(shard_row, shards)), list(class_counts)]
+    """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
+
+    The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
+    keeps its digest, and with it the keys of finished stages, its order and its ledger.
+    """
+    rows = [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards]
+    content = [OLDEST_SCHEMA, rows, list(class_counts)]  # as schema 1 began it
     return sha256(json.dumps(content).encode()).hexdigest()
+
+
+def seal_of(content: Mapping[str, object]) -> str:
+    """The sha256 of an index's JSON but for its seal, however it is laid out."""
+    sealed = {name: value for name, value in content.items() if name != "seal"}
+    return sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
 def shard_row(shard: Shard) -> list[str | int]:
     """A shard as the JSON and the journal hold it."""
-    return [shard.name, shard.samples, shard.bytes, shard.sha256]
+    return [shard.name, shard.samples, shard.bytes, shard.sha256, shard.table]
 
 
 # ------------------------------------------------------------------------------------ tables and bytes
@@ -262,10 +327,12 @@ def table_name(shard: str) -> str:
     return f"{flat}.npy"
 
 
-def write_table(output: Path, shard: str, table: np.ndarray) -> None:
-    """Save a shard's table in the folder of its index."""
-    with whole_file(output / table_name(shard)) as temporary, open(temporary, "wb") as file:
-        np.save(file, table, allow_pickle=False)
+def write_table(output: Path, shard: str, table: np.ndarray) -> str:
+    """Save a shard's table in the folder of its index; returns the sha256 of the file."""
+    content = BytesIO()
+    np.save(content, table, allow_pickle=False)
+    write_whole(output / table_name(shard), content.getvalue())
+    return sha256(content.getvalue()).hexdigest()
 
 
 @contextmanager

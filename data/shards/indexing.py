@@ -29,6 +29,7 @@ from typing import IO, TypeVar
 import numpy as np
 from braceexpand import braceexpand
 
+from data.checks import check_name, printable
 from data.errors import DataError
 from data.shards.cache import Cache, CacheConfig
 from data.shards.index import SUFFIX, Index, Shard, load_index, mapped, table_name, write_table
@@ -93,7 +94,9 @@ def build_index(
     tars = remote_tars(urls, cache, workers) if urls else local_tars(source)
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name or Path(tars.directory).name}{SUFFIX}"
+    name = name or Path(tars.directory).name
+    check_name(name, "a set", "give its name: --name train")
+    path = folder / f"{name}{SUFFIX}"
     check_tables(path, at or tars.directory, tars.sizes)
     check_stopped(path.with_name(path.name + ".partial"))
 
@@ -289,10 +292,10 @@ def index_file(file: IO[bytes], name: str, output: Path, classes: int | None) ->
     """Write the table of an open shard; returns its record. Raises DataError where it is no tar, or of a label."""
     with mapped(file) as tar:
         result = walk(tar, name)
-        table = result.table()
+        table = result.table(tar)
         class_counts, unlabelled = count_classes(tar, table, name, classes)
-        write_table(output, name, table)
-        shard = Shard(name, len(table), len(tar), sha256(tar).hexdigest())
+        table_digest = write_table(output, name, table)
+        shard = Shard(name, len(table), len(tar), sha256(tar).hexdigest(), table_digest)
     return Record(shard, class_counts, result.refused + unlabelled)
 
 
@@ -313,7 +316,7 @@ def count_classes(
             continue
         if max(labels) >= limit:
             raise DataError(
-                f"{name}: sample {row['key'].decode('utf-8', 'replace')} has label {max(labels)}, "
+                f"{name}: sample {printable(row['key'].decode('utf-8', 'replace'))} has label {max(labels)}, "
                 f"but there are {limit} classes (0 … {limit - 1})"
             )
         counts.update(set(labels))  # a label that is repeated counts once

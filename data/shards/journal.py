@@ -5,7 +5,7 @@ How it is used, in order:
    temporary files of killed processes;
 2. `has` says which shards need no more work;
 3. `add` appends each shard as it is finished, one line of JSON:
-       [["train-000000.tar", 1250, 6543360, "d41d…"], {"0": 600, "1": 650}, {"member type .txt2": 3}]
+       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650}, {"member type .txt2": 3}]
    its row in the index, its samples a class, and its members that were passed over, by reason;
 4. `finish` writes the index from all of them and deletes the journal.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 
 from data.files import write_whole
-from data.shards.index import SCHEMA, SUFFIX, Index, Shard, digest_of, load_index, shard_row
+from data.shards.index import SCHEMA, SUFFIX, Index, Shard, digest_of, load_index, seal_of, shard_row
 
 
 class Record(NamedTuple):
@@ -118,7 +118,7 @@ class Journal:
         place = str(directory)
         if "://" not in place:
             place = os.path.relpath(place, self.path.parent)
-        content = {
+        content: dict[str, object] = {
             "schema": SCHEMA,
             "directory": place,
             "samples": samples,
@@ -127,6 +127,7 @@ class Journal:
             "class_counts": class_counts,
             "shards": list(map(shard_row, shards)),
         }
+        content["seal"] = seal_of(content)
         write_whole(self.path, json.dumps(content, indent=1))
         self.partial.unlink()
         return load_index(self.path)

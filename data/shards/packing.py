@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.checks import check_name, printable
 from data.errors import DataError
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
@@ -55,6 +56,7 @@ def pack(
     shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes`, a repeated key
     in a shard, or no samples.
     """
+    check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     setting = f"{shard_samples} {shard_bytes} {restarts}"
@@ -127,9 +129,11 @@ def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: boo
     """Whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False
-    table = np.load(path.parent / table_name(path.name), mmap_mode="r", allow_pickle=False)
-    # The journal knows names and sizes alone, which a corrected label or image may leave as they were: the contents
-    # are compared too.
+    table_path = path.parent / table_name(path.name)
+    expected = journal.records[path.name].shard.table
+    if not table_path.exists() or sha256(table_path.read_bytes()).hexdigest() != expected:
+        return False
+    table = np.load(table_path, mmap_mode="r", allow_pickle=False)
     if len(table) != len(group):
         return False
     written_at = path.stat().st_mtime
@@ -178,8 +182,8 @@ def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restar
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
-        write_table(path.parent, path.name, result.table())
-        shard = Shard(path.name, len(result.rows), len(tar), sha256(tar).hexdigest())
+        table_digest = write_table(path.parent, path.name, result.table(tar))
+        shard = Shard(path.name, len(result.rows), len(tar), sha256(tar).hexdigest(), table_digest)
     return Record(shard, class_counts, result.refused)
 
 
@@ -210,5 +214,6 @@ def check_labels(shard: str, sample: Sample, classes: int | None) -> None:
     if not (is_usable and is_below):
         last = classes - 1 if classes else "the number of classes"
         raise DataError(
-            f"{shard}: sample {sample.key} has labels {list(sample.labels)}, expected one or more of 0 … {last}"
+            f"{shard}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
+            f"expected one or more of 0 … {last}"
         )

@@ -11,6 +11,7 @@ from jinja2 import Environment
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from data.checks import printable
 from data.files import write_whole
 from data.images.decode import decode
 from data.shards.report import Report, ShardReport, Spread
@@ -18,8 +19,11 @@ from data.shards.report import Report, ShardReport, Spread
 MOST_SHARDS = 1000  # rows of the table
 THUMBNAIL = 112  # pixels of the longer side
 CHARTED = ("shorter side", "width / height", "kB")  # names of `report.measures`
-# Keys and names come out of tars that others made: autoescape keeps them from being read as HTML.
-TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
+# Keys and names come out of tars that others made: autoescape keeps them from being read as HTML, and
+# `printable` from turning the direction of the text.
+ENVIRONMENT = Environment(autoescape=True, trim_blocks=True)
+ENVIRONMENT.filters["printable"] = printable
+TEMPLATE = ENVIRONMENT.from_string("""<!doctype html>
 <meta charset="utf-8"><title>{{ name }}</title>
 <style>
 body { font: 15px system-ui; margin: 2rem auto; max-width: 60rem; color: #222 }
@@ -36,7 +40,8 @@ td:first-child, td:last-child, th:first-child, th:last-child { text-align: left 
 <h2>Shards{{ more }}</h2>
 <table><tr><th>shard<th>samples<th>good<th>bad<th>problem
 {% for s in shards %}
-<tr><td>{{ s.name }}<td>{{ s.samples }}<td>{{ s.good }}<td>{{ s.bad.total() }}<td>{{ s.problem }}
+<tr><td>{{ s.name | printable }}<td>{{ s.samples }}<td>{{ s.good }}<td>{{ s.bad.total() }}
+<td>{{ s.problem | printable }}
 {% endfor %}
 </table>
 <h2>Samples</h2>
@@ -56,7 +61,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     thumbnails = []
     for shard in report.shards:
         for image in shard.grid:
-            thumbnails.append((image.caption, thumbnail(image.encoded)))
+            thumbnails.append((printable(image.caption), thumbnail(image.encoded)))
     page = TEMPLATE.render(
         name=f"Data report of {report.index.tables.name}, digest {report.index.digest[:12]}",
         summary="\n".join(report.lines(world)),

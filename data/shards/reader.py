@@ -1,4 +1,14 @@
-"""Raw bytes of samples out of shards: memory-mapped, checked against their digest at first read."""
+"""Raw bytes of samples out of shards: memory-mapped, and checked twice.
+
+How a sample is read, in order:
+1. the first time that this node reads a shard, its sha256 is compared with the one in the index (`verify_once`);
+2. its table is opened, and compared with its own sha256 in the index (`Index.table`);
+3. the sample's bytes are copied out of the mapping, and the digest of this copy is compared with the one in the table:
+   a file can rot or be overwritten later than 1. under an unchanged size and time;
+4. where it differs, the copy of a remote shard is dropped from the cache and fetched once more; any other shard, and
+   one that still differs, ends the run. Such a sample is not replaced: the shard that it is in cannot be trusted.
+A table of schema 1 has no digests, and 3. is left out (`Index.sees_rot`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -18,6 +29,8 @@ from data.files import state_folder
 from data.images.decode import MAX_BYTES
 from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, Shard, shortest
+from data.shards.remote import redacted
+from data.shards.tar import sample_digest
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 MOST_LINES = 10  # unusable shards that an error names with their problems
@@ -78,11 +91,44 @@ def problem_of(place: str, shard: Shard) -> str:
 # --------------------------------------------------------------------------------------- during a run
 
 
+class Stored(NamedTuple):
+    """The bytes of a sample, as they were read."""
+
+    key: str
+    image: bytes
+    label: bytes
+    expected: int | None  # digest in the table; None where it has none
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether these are the bytes that were indexed, as far as anybody can tell."""
+        if self.expected is None:
+            return True
+        # An oversize image is refused whatever it holds, and was not read to its end.
+        return len(self.image) > MAX_BYTES or sample_digest(self.image, self.label) == self.expected
+
+
 class OpenShard(NamedTuple):
     """A shard in use: its bytes and its table, both mapped."""
 
     tar: mmap.mmap
     table: np.ndarray
+    inode: int  # of the tar: tells whether the cache has another copy by now
+    has_digests: bool
+
+    def stored(self, sample: int) -> Stored:
+        """Copy a sample's bytes out of the mapping."""
+        row = self.table[sample]
+        image = int(row["image"])
+        label = int(row["label"])
+        image_size = min(int(row["image_size"]), MAX_BYTES + 1)  # the decoder refuses more
+        label_size = int(row["label_size"])
+        return Stored(
+            row["key"].decode("utf-8", "replace"),
+            self.tar[image : image + image_size],
+            self.tar[label : label + label_size],
+            int(row["digest"]) if self.has_digests else None,
+        )
 
 
 class Reader:
@@ -101,17 +147,24 @@ class Reader:
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """The key, encoded image and label of a sample; empty bytes where the shard has none.
 
-        Raises DataError where the shard is missing, short, or not the one that was indexed.
+        Raises DataError where the shard is missing, short, or not the one that was indexed, and where the sample is
+        not what it was then.
         """
-        tar, table = self._shard(shard)
-        row = table[sample]
-        image = int(row["image"])
-        label = int(row["label"])
-        # The decoder refuses more: what is too large is not even copied.
-        image_size = min(int(row["image_size"]), MAX_BYTES + 1)
-        label_size = int(row["label_size"])
-        key = row["key"].decode("utf-8", "replace")
-        return key, tar[image : image + image_size], tar[label : label + label_size]
+        stored = self._shard(shard).stored(sample)
+        place = self.index.location(shard)
+        if not stored.is_intact and "://" in place:
+            # The copy in the cache rotted or was overwritten; the storage may still have the shard as it was.
+            self._drop_copy(shard)
+            stored = self._shard(shard).stored(sample)
+        if not stored.is_intact:
+            raise rotten(place, self.index.shards[shard], stored)
+        return stored.key, stored.image, stored.label
+
+    def _drop_copy(self, number: int) -> None:
+        """Close a remote shard and delete its copy in the cache, so that it is fetched again."""
+        dropped = self._open.pop(number)
+        dropped.tar.close()
+        self.cache.drop(self.index.shards[number], dropped.inode)
 
     def _shard(self, number: int) -> OpenShard:
         """A shard that is mapped, opening it if need be."""
@@ -123,10 +176,12 @@ class Reader:
         is_remote = "://" in place
         with self._fetched(place, shard) if is_remote else open_local(place) as file:
             tar = map_shard(file, place, shard.bytes)
-        # The cache has verified what it fetched.
-        if self.verify and not is_remote:
+            inode = os.fstat(file.fileno()).st_ino
+        if self.verify and not is_remote:  # the cache has verified what it fetched
             verify_once(tar, place, shard.sha256)
-        self._open[number] = OpenShard(tar, self.index.table(number))
+        table = self.index.table(number)
+        has_digests = "digest" in (table.dtype.names or ())
+        self._open[number] = OpenShard(tar, table, inode, has_digests)
         if len(self._open) > most_open():
             _, longest_unused = self._open.popitem(last=False)
             longest_unused.tar.close()
@@ -166,19 +221,44 @@ def map_shard(file: BinaryIO, place: str, expected_size: int) -> mmap.mmap:
 
 def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
     """Compare a shard's sha256 unless this node already did; raises DataError where it differs."""
-    # The mark names the very file: one that is replaced or written again is verified again.
-    status = os.stat(place)
-    mark = state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
-    # A shard is hashed once a node, not once a process: the hash reads all of it.
+    mark = mark_of(place, expected)
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
-        name = "/".join(place.split("/")[-2:])
         raise DataError(
             f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
-            f"restore it, index it again, or train without it: data.drop=[{name}]"
+            f"restore it, index it again, or train without it: data.drop=[{short_name(place)}]"
         )
     # Without a mark, say on a full disk, the next process looks for itself.
     with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
+
+
+def mark_of(place: str, expected: str) -> Path:
+    """The file that says that this node has verified a shard.
+
+    It names the very file: one that is replaced or written again is verified again.
+    """
+    status = os.stat(place)
+    return state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
+
+
+def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
+    """The error about a sample whose bytes are not those that were indexed; its shard must be verified anew."""
+    is_remote = "://" in place
+    if not is_remote:
+        with suppress(OSError):  # the shard is gone, or the mark
+            mark_of(place, shard.sha256).unlink()
+    what_to_do = "fetch it into the store again" if is_remote else "restore it or pack it again"
+    found = sample_digest(stored.image, stored.label)
+    return DataError(
+        f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {found:016x}\n"
+        f"  expected {stored.expected or 0:016x}: the shard rotted or was overwritten after its first reading\n"
+        f"  {what_to_do}, or train without it: data.drop=[{short_name(place)}]"
+    )
+
+
+def short_name(place: str) -> str:
+    """The end of a shard's path that `data.drop` will nearly always know it by."""
+    return "/".join(place.split("/")[-2:])

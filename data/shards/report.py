@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.checks import printable
 from data.images.decode import Header
 from data.shards.index import Index
 
@@ -140,9 +141,9 @@ class Report:
         first_bad: dict[str, str] = {}  # reason → the first sample and its shard
         for shard in self.shards:
             if shard.problem:
-                lines.append(f"shard {shard.name}: {shard.problem}")
+                lines.append(printable(f"shard {shard.name}: {shard.problem}"))
             for reason, key in shard.first_bad.items():
-                first_bad.setdefault(reason, f"{key} of {shard.name}")
+                first_bad.setdefault(reason, printable(f"{key} of {shard.name}"))
         for reason, count in self.bad.most_common():
             lines.append(f"bad: {count} × {reason}, first {first_bad[reason]}")
         for reason, count in self.refused.most_common():

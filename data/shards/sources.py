@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from data.checks import printable
 from data.errors import DataError
 from data.shards.index import mapped
 from data.shards.tar import IMAGES, members, parse_labels, walk
@@ -87,7 +88,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
         if is_empty:
             raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
     if passed_over:
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in passed_over.most_common(MOST_KINDS))
+        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
         logging.getLogger(__name__).warning("%s: not packed, being no %s: %s", root, ", ".join(IMAGES), kinds)
     yield from read_files(root, entries)
 
@@ -122,7 +123,7 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
             # 17]`.
             labels = parse_labels(str(row[label_column]).encode())
         except ValueError as error:
-            raise DataError(f"{path}: {name}: {error}") from None
+            raise DataError(f"{path}: {printable(name)}: {error}") from None
         entries.append(Entry(name, labels))
     yield from read_files(path.parent if root is None else root, entries)
 

@@ -5,7 +5,8 @@ How a tar becomes a table, in order:
 2. `split_name` cuts a name at the first dot of its last part: before it stands the sample's key, after it the
    extension;
 3. consecutive members with the same key are one sample; `Walk.add` keeps the offsets of its image and its label;
-4. `Walk.table` turns these rows into one array, which `data.shards.index` saves beside the shard.
+4. `Walk.table` turns these rows into one array, with a digest of each sample's bytes (`sample_digest`), which
+   `data.shards.index` saves beside the shard.
 
     train-000000.tar                      rows (key, image, image_size, label, label_size)
       a/cat.jpg   4711 bytes at 512
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
 
@@ -38,8 +40,9 @@ MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
-# One row of a shard's table: where the bytes are. A size of 0 says that the sample has no such member.
-FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4")]
+# One row of a shard's table: where the bytes are, and their digest. A size of 0 says that the sample has no such
+# member. The digest is absent from tables that an index of schema 1 has.
+FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4"), ("digest", "<u8")]
 
 
 class Row(NamedTuple):
@@ -72,14 +75,31 @@ class Walk:
         if has_content and image_size < MAX_IMAGE:
             self.rows.append(Row(key, image, image_size, label, label_size))
 
-    def table(self) -> np.ndarray:
-        """The rows as a structured array with fields `image image_size label label_size key`."""
+    def table(self, tar: memoryview | bytes) -> np.ndarray:
+        """The rows as a structured array with fields `image image_size label label_size digest key`.
+
+        `tar` is what was walked: the digests are of its bytes.
+        """
         longest_key = max((len(row.key) for row in self.rows), default=0)
         # numpy has no strings of width 0, so that a table without rows gets keys of width 1.
         table = np.empty(len(self.rows), [*FIELDS, ("key", f"S{max(longest_key, 1)}")])
         for column, name in enumerate(Row._fields):
             table[name] = [row[column] for row in self.rows]
+        for number, row in enumerate(self.rows):
+            image = tar[row.image : row.image + row.image_size]
+            label = tar[row.label : row.label + row.label_size]
+            table["digest"][number] = sample_digest(image, label)
         return table
+
+
+def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
+    """The 64 bits that every read of a sample is compared with; of its encoded image and its label file.
+
+    xxh3, because it is the cheapest of those that were measured (benchmarks/README.md). It finds what rots and what
+    is overwritten; whoever forges a shard is found by the shard's sha256.
+    """
+    # The label is the seed, so that bytes cannot move from one member to the other unseen.
+    return xxh3_64_intdigest(image, seed=xxh3_64_intdigest(label))
 
 
 def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:

@@ -13,12 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.cluster import processes
-from jobs.cluster.worker_group import ClusterConfig, RunWorkerGroup, Task, WorkerFunction, WorkerGroupError
+from jobs.cluster.worker_group import (
+    ClusterConfig,
+    RunWorkerGroup,
+    Task,
+    WorkerFunction,
+    WorkerGroupError,
+    do_nothing,
+)
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_access import ClusterInfo
 
-__all__ = ["ClusterConfig", "WorkerGroupError", "connect", "disconnect", "run_worker_group", "worker_group_runner"]
+__all__ = [
+    "ClusterConfig",
+    "WorkerGroupError",
+    "connect",
+    "disconnect",
+    "run_worker_group",
+    "wait_for_resources",
+    "worker_group_runner",
+]
 
 
 def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
@@ -30,11 +45,29 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
     return ray_backend.run_worker_group
 
 
-def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> "ClusterInfo":
+def connect(
+    cluster: ClusterConfig, say: Callable[[str], None] = print, on_tick: Callable[[], None] = do_nothing
+) -> "ClusterInfo":
     """Start or join the Ray cluster; see ray_access.connect."""
     from jobs.cluster import ray_backend
 
-    return ray_backend.connect(cluster, say)
+    return ray_backend.connect(cluster, say, on_tick)
+
+
+def wait_for_resources(cluster: ClusterConfig, say: Callable[[str], None], on_tick: Callable[[], None]) -> None:
+    """Return when a worker group can start; what `on_tick`, called about every 0.5 s, raises ends the wait."""
+    # Processes of this machine start at once, or are refused.
+    if cluster.backend == "ray":
+        connect(cluster, say, on_tick)
+
+
+def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:
+    """Return how many GPUs there are, and whether this "machine" or a "cluster" has them; under Ray connect first."""
+    if cluster.backend == "processes":
+        return processes.gpus_present(), "machine"
+    from jobs.cluster import ray_backend
+
+    return ray_backend.gpus_present()
 
 
 def disconnect() -> None:
@@ -59,8 +92,4 @@ def run_worker_group(
     folder = directory.resolve() / name
     folder.mkdir(parents=True)
     runner = worker_group_runner(cluster)
-    return runner(function, task, cluster=cluster, folder=folder, on_tick=on_tick or _look_at_nothing)
-
-
-def _look_at_nothing() -> None:
-    """Do nothing between two looks at the workers."""
+    return runner(function, task, cluster=cluster, folder=folder, on_tick=on_tick or do_nothing)

@@ -10,7 +10,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -31,8 +30,10 @@ from jobs.cluster.worker_group import (
     RankInfo,
     Task,
     WorkerFunction,
+    meeting_place,
     oom_kills,
     rank_zero_value,
+    serve_store,
     worker_file,
     worker_records,
 )
@@ -48,7 +49,9 @@ def run_worker_group(
 ) -> object:
     """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup."""
     _require_gpus(cluster)
-    workers = _make_workers(function, task, cluster, folder)
+    # It listens as long as this function runs: the workers meet there.
+    store = serve_store(LOOPBACK)
+    workers = _make_workers(function, task, cluster, folder, store.port)
     # Counts once before any worker starts: a kill is seen as a difference, however early it comes.
     recent_oom_kills = RecentOomKills()
     try:
@@ -100,12 +103,14 @@ class RecentOomKills:
         return oom_kills() > count_before
 
 
-def _make_workers(function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path) -> list[BaseProcess]:
+def _make_workers(
+    function: WorkerFunction, task: Task, cluster: ClusterConfig, folder: Path, port: int
+) -> list[BaseProcess]:
     context = _process_context(cluster)
-    # The fork server keeps the environment of its own start; credentials may have come since.
-    environment = dict(os.environ)
-    environment["MASTER_ADDR"] = LOOPBACK
-    environment["MASTER_PORT"] = str(_free_port())
+    # The fork server keeps the environment and the umask of its own start; credentials may have come since.
+    environment = {**os.environ, **meeting_place(LOOPBACK, port)}
+    umask = os.umask(0)  # can only be read by setting it
+    os.umask(umask)
     workers = []
     for rank in range(cluster.workers):
         info = RankInfo(
@@ -118,7 +123,7 @@ def _make_workers(function: WorkerFunction, task: Task, cluster: ClusterConfig, 
             threads=cluster.cpus_per_worker,
             gpus=cluster.gpus_per_worker,
         )
-        process = context.Process(target=_worker, args=(function, task, folder, environment, info))  # type: ignore[attr-defined]
+        process = context.Process(target=_worker, args=(function, task, folder, environment, umask, info))  # type: ignore[attr-defined]
         workers.append(process)
     return workers
 
@@ -134,19 +139,22 @@ def _process_context(cluster: ClusterConfig) -> BaseContext:
     return context
 
 
-def _worker(function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], info: RankInfo) -> None:
+def _worker(
+    function: WorkerFunction, task: Task, folder: Path, environment: dict[str, str], umask: int, info: RankInfo
+) -> None:
     """Be one worker: lead a process group, die with the driver, write to the worker's own log, run the function."""
     # Loaders that this worker starts then belong to its process group, and are killed with it.
     os.setsid()
     # The fork server's environment is out of date: the driver has sent its own (see _make_workers).
     os.environ.clear()
     os.environ.update(environment)
+    os.umask(umask)
     # Who stops a job signals its whole tree; the driver tells the worker group when to stop, and kills it if it must.
     signal.signal(signal.SIGTERM, _do_nothing)
     # PR_SET_PDEATHSIG would not do: the parent is the fork server, which outlives a killed driver.
     threading.Thread(target=_die_with_driver, daemon=True).start()
     # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.
-    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
     with worker_records(folder, info) as result:
@@ -191,22 +199,19 @@ def _kill(workers: list[BaseProcess]) -> None:
         worker.join()
 
 
-def _free_port() -> int:
-    # The kernel picks a free port, which stays free only until somebody takes it: where another program is faster than
-    # rank 0, this attempt fails, and the next one asks again.
-    with socket.socket() as server:
-        server.bind((LOOPBACK, 0))
-        return server.getsockname()[1]
+def gpus_present() -> int:
+    """Return how many GPUs this process sees: CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
     """Raise ClusterError where this machine has fewer GPUs than the worker group wants."""
     if not cluster.gpus_per_worker:
         return
-    import torch
-
     wanted = cluster.workers * cluster.gpus_per_worker
-    present = torch.cuda.device_count()
+    present = gpus_present()
     if present < wanted:
         raise ClusterError(
             f"{cluster.workers} workers want {wanted} GPUs and this machine has {present}\n"

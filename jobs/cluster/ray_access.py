@@ -7,7 +7,7 @@
 3. wait until the workers' resources are free.
 
 >>> connect(ClusterConfig(workers=2))
-ClusterInfo(address="127.0.0.2:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
+ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
 
 Facts about Ray that a number or a variable here rests on were measured with 2.60.
 """
@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from urllib.parse import urlsplit
 
 import ray
 import ray._raylet
+from ray._private import ray_constants
 
 from data.errors import ClusterError
 from jobs.cluster import reaper
-from jobs.cluster.worker_group import ClusterConfig
+from jobs.cluster.worker_group import LOOPBACK, ClusterConfig, do_nothing
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
@@ -41,12 +43,12 @@ POLL_S = 0.5
 FIRST_WORD_S = 3.0  # the places of the last worker group take a moment to come free: no word about that
 NEXT_WORD_S = 10.0
 
-NODE_ADDRESS = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by an outside address
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
 RAY_SOCKET_BYTES = 75  # Ray appends up to so many to its temporary directory
 DIRECTORY_PREFIX = "pl-ray-"
-DIRECTORY_NAME_BYTES = 16  # "/", the prefix and what mkdtemp appends
+INNER_DIRECTORY = "r"
+DIRECTORY_NAME_BYTES = 18  # "/", the prefix, what mkdtemp appends, "/" and the inner directory
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -80,12 +82,14 @@ class ClusterInfo:
 # ------------------------------------------------------------------------ in and out
 
 
-def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> ClusterInfo:
+def connect(
+    cluster: ClusterConfig, say: Callable[[str], None] = print, on_tick: Callable[[], None] = do_nothing
+) -> ClusterInfo:
     """Join the cluster at RAY_ADDRESS, or start one inside this process that dies with it.
 
     Call it from the main thread: an embedded cluster dies with the thread that started it. Returns once the
-    workers' resources are free; raises ClusterError when there is no such cluster, it refuses us, or it stays
-    too small for `start_timeout_s`.
+    workers' resources are free. Meanwhile `on_tick` is called about every 0.5 s; what it raises ends the wait.
+    Raises ClusterError when there is no such cluster, it refuses us, or it stays too small for `start_timeout_s`.
     """
     wanted = {
         "CPU": cluster.workers * cluster.cpus_per_worker,
@@ -106,7 +110,7 @@ def connect(cluster: ClusterConfig, say: Callable[[str], None] = print) -> Clust
         # Ray has put in a handler of its own; ours asks the workers for a commit (jobs/session.py).
         signal.signal(signal.SIGTERM, handler)
     info = _cluster_info()
-    _wait_for_resources(wanted, cluster, info.embedded, say)
+    _wait_for_resources(wanted, cluster, info.embedded, say, on_tick)
     return info
 
 
@@ -125,26 +129,29 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     _put_first("PATH", Path(sys.executable).parent)
     ensure_token()
     directory = _short_directory()
+    # Ray opens its directory to everybody (0777), but nobody gets through ours (0700), which is around it.
+    ray_directory = Path(directory) / INNER_DIRECTORY
     # Before the cluster, so that nothing of it is left behind wherever this process is killed.
     _reapers.append(reaper.start(directory))
     # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
     ray._private.worker.print_to_stdstream = _print_nothing
     try:
-        ray.init(
-            address="local",
-            # Workers that compute with few threads share the cores; Ray only counts.
-            num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
-            object_store_memory=OBJECT_STORE_BYTES,
-            # Without it Train's run is not on the REST API, and Train warns once a second that it cannot ask for it.
-            # Leaving it out saved no time that could be measured.
-            include_dashboard=True,
-            dashboard_host="127.0.0.1",
-            log_to_driver=False,
-            logging_level="warning",
-            namespace=NAMESPACE,
-            _node_ip_address=NODE_ADDRESS,
-            _temp_dir=directory,
-        )
+        with _loopback_only():
+            ray.init(
+                address="local",
+                # Workers that compute with few threads share the cores; Ray only counts.
+                num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
+                object_store_memory=OBJECT_STORE_BYTES,
+                # Without it Train's run is not on the REST API, and Train warns once a second that it cannot ask for
+                # it. Leaving it out saved no time that could be measured.
+                include_dashboard=True,
+                dashboard_host=LOOPBACK,
+                log_to_driver=False,
+                logging_level="warning",
+                namespace=NAMESPACE,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(ray_directory),
+            )
     except Exception as error:
         # The reaper runs already: let it clear away what has come up of the cluster.
         disconnect()
@@ -154,6 +161,29 @@ def _start_embedded(cluster: ClusterConfig) -> None:
             f"it needs 1 GB of memory, free ports on the loopback and room in {Path(directory).parent}\n"
             f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
         ) from error
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let the cluster that the block starts, and all its processes, listen on 127.0.0.1 alone.
+
+    Elsewhere than on macOS, Ray replaces 127.0.0.1 by an outside address, and then most of its ports listen on all
+    interfaces. This switch has it do as on macOS. It is off again after the block, for a cluster that we join.
+    """
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    variable_before = os.environ.get(name)
+    constant_before = ray_constants.ENABLE_RAY_CLUSTER
+    # The variable is for the processes that Ray starts; this one has read it when it imported Ray.
+    os.environ[name] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = constant_before
+        if variable_before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = variable_before
 
 
 def _set_defaults(variables: Mapping[str, str]) -> None:
@@ -232,12 +262,23 @@ def _cluster_info() -> ClusterInfo:
     )
 
 
-def _wait_for_resources(
-    wanted: Mapping[str, int], cluster: ClusterConfig, embedded: bool, say: Callable[[str], None]
-) -> None:
-    """Return when the resources are free.
+def gpus_present() -> tuple[int, str]:
+    """Return how many GPUs the connected cluster has, and whether it is this "machine" or another "cluster"."""
+    info = _cluster_info()
+    return int(info.gpus), "machine" if info.embedded else "cluster"
 
-    Raises ClusterError after `start_timeout_s`, or at once where an embedded cluster will never have them.
+
+def _wait_for_resources(
+    wanted: Mapping[str, int],
+    cluster: ClusterConfig,
+    embedded: bool,
+    say: Callable[[str], None],
+    on_tick: Callable[[], None],
+) -> None:
+    """Return when the resources are free; `on_tick` is called with every look.
+
+    Raises ClusterError after `start_timeout_s`, or at once where an embedded cluster will never have them, and
+    whatever `on_tick` raises.
     """
     # A sum over nodes is not a placement: two nodes with one free CPU each pass here, and cannot hold a worker of two.
     # That case ends in Train's own time-out, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
@@ -263,6 +304,7 @@ def _wait_for_resources(
         if time.monotonic() > next_word:
             say(f"waiting for the cluster: {missing} free")
             next_word = time.monotonic() + NEXT_WORD_S
+        on_tick()
         time.sleep(POLL_S)
 
 

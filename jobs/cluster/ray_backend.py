@@ -23,9 +23,10 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import TCPStore
 
 from jobs.cluster.failures import group_failure, terminate_workers
-from jobs.cluster.ray_access import connect, disconnect
+from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RankInfo,
@@ -33,17 +34,21 @@ from jobs.cluster.worker_group import (
     WorkerFunction,
     WorkerGroupError,
     WorkerRecord,
+    meeting_place,
     oom_kills,
     rank_zero_value,
     records,
+    serve_store,
     worker_records,
 )
 
-__all__ = ["connect", "disconnect", "run_worker_group"]
+__all__ = ["connect", "disconnect", "gpus_present", "run_worker_group"]
 
 TICK_S = 0.5
 OOM_ANSWER_S = 20.0  # for a task on another node that reads a counter
 EVICTED = "killed by Ray's out-of-memory killer"
+
+_stores: list[TCPStore] = []  # in the process of rank 0: the one that it serves
 
 
 class WorkerSpec(TypedDict):
@@ -131,8 +136,8 @@ class _Rendezvous(Backend):
     def on_start(self, worker_group: _TrainWorkers, backend_config: object) -> None:
         # Train's own backend would form the process group here, and when that fails its error names no worker. Ours is
         # formed by the workers' function, whose error has a rank.
-        address, port = worker_group.execute_single(0, _free_address)
-        worker_group.execute(_set_master, address, port)
+        address, port = worker_group.execute_single(0, _serve_store)
+        worker_group.execute(_set_meeting_place, address, port)
 
 
 class _RendezvousConfig(TorchConfig):
@@ -141,17 +146,17 @@ class _RendezvousConfig(TorchConfig):
         return _Rendezvous
 
 
-def _free_address() -> tuple[str, int]:
-    """Return the address of this worker's node and a port that is free there."""
+def _serve_store() -> tuple[str, int]:
+    """Serve the store where the workers meet, at the address of this worker's node; return address and port."""
     address = ray.util.get_node_ip_address()
-    with socket.socket() as server:
-        server.bind((address, 0))
-        return address, server.getsockname()[1]
+    store = serve_store(address)
+    # It listens as long as the process that holds it lives, which Train ends with the attempt.
+    _stores.append(store)
+    return address, store.port
 
 
-def _set_master(address: str, port: int) -> None:
-    os.environ["MASTER_ADDR"] = address
-    os.environ["MASTER_PORT"] = str(port)
+def _set_meeting_place(address: str, port: int) -> None:
+    os.environ.update(meeting_place(address, port))
 
 
 def _worker(spec: WorkerSpec) -> None:

@@ -21,17 +21,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, TypedDict
 
 import psutil
 
-from data.files import write_whole
+from data.checks import at_least, more_than_0
+from data.files import refusal, write_with_reserve
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 Task = dict[str, Any]  # what the workers of an attempt are told; JSON
 WorkerFunction = Callable[[Task], object]  # importable by its module's name; what it returns is JSON
 
 LOOPBACK = "127.0.0.1"
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
+LONGEST_TRACEBACK = 10_000  # characters, from the end
+RECORD_RESERVE_BYTES = 16_384  # in a worker's record, for its error and traceback
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
@@ -115,13 +121,11 @@ class ClusterConfig:
         ],
         "free",
     )
-    LEAST: ClassVar[Mapping[str, int]] = {"workers": 1, "cpus_per_worker": 1, "gpus_per_worker": 0, "max_restarts": 0}
 
     def __post_init__(self) -> None:
-        for name, least in self.LEAST.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} is {value}, expected {least} or more")
+        at_least(self, 1, "workers cpus_per_worker")
+        at_least(self, 0, "gpus_per_worker max_restarts backoff_s")
+        more_than_0(self, "start_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class RankInfo:
     gpus: int
 
     def environment(self) -> dict[str, str]:
-        """Return what torch.distributed and DeepSpeed read, all but MASTER_ADDR and MASTER_PORT."""
+        """Return what torch.distributed and DeepSpeed read, all but where the workers meet (`meeting_place`)."""
         variables = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
@@ -212,8 +216,8 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
                 "ended": time.time(),
                 "exit_code": wanted,
                 "kind": type(error).__name__,
-                "error": str(error),
-                "traceback": traceback.format_exc(),
+                "error": refusal(error) if isinstance(error, OSError) else str(error),
+                "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
             }
             _write_record(folder, end)
             # This may only be the echo of a peer's death: the driver must see that death before it sees our end.
@@ -228,11 +232,8 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
 def _prepare_process(info: RankInfo) -> None:
     os.environ.update(info.environment())
     # Where the host's name does not resolve, gloo looks for its peers on the loopback: name the interface.
-    address = info.address
-    if address.startswith("127."):  # an embedded Ray says 127.0.0.2, which no interface lists
-        address = LOOPBACK
     for interface, interface_addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in interface_addresses):
+        if any(entry.address == info.address for entry in interface_addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # A forked worker has torch already, which no longer reads OMP_NUM_THREADS: it has to be told.
     import torch
@@ -251,7 +252,35 @@ def _wanted_exit_code(error: BaseException) -> int | None:
     return None
 
 
+def serve_store(address: str) -> "TCPStore":
+    """Serve the store in which the workers of a group find each other, as long as the returned object lives.
+
+    torch's rank 0 would serve one on all interfaces, to whoever asks; this one listens on `address` alone.
+    """
+    from torch.distributed import TCPStore
+
+    server = socket.socket()
+    server.bind((address, 0))
+    server.listen()
+    port = server.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+def meeting_place(address: str, port: int) -> dict[str, str]:
+    """Return the environment that leads torch.distributed in every worker to the store of `serve_store`."""
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # torchrun's word for a store that somebody else serves; without it rank 0 opens one of its own.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 # ------------------------------------------------------------------------ in the driver
+
+
+def do_nothing() -> None:
+    """Stand in for an `on_tick` where nobody looks."""
 
 
 def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
@@ -285,4 +314,6 @@ def worker_file(folder: Path, rank: int, suffix: str) -> Path:
 
 def _write_record(folder: Path, record: WorkerRecord) -> None:
     # Whole, because the driver reads the records while the workers write them.
-    write_whole(worker_file(folder, record["rank"], ".json"), json.dumps(record))
+    path = worker_file(folder, record["rank"], ".json")
+    # With room for the end, which is written on a full disk too: the disk may be why the worker ends.
+    write_with_reserve(path, json.dumps(record), RECORD_RESERVE_BYTES)

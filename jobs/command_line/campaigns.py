@@ -51,18 +51,22 @@ def plan(
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print the recipe with every default written out.")
     ] = False,
-    _fresh: Fresh = False,  # changes no plan; a line that was typed for `run` can be planned as it is
+    fresh: Fresh = False,
     _debug: Debug = False,
 ) -> None:
     """Print the campaign, batch arithmetic, parameters and FLOPs."""
     from jobs import campaign
     from jobs.commands import plan
+    from jobs.stage_run import check_unchanged
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
         print(campaign.resolved(loaded))
-    else:
-        show(plan.plan(loaded))
+        return
+    # As `run` does before its first stage: a plan promises nothing that would be refused.
+    if not fresh:
+        check_unchanged(loaded, loaded.stages)
+    show(plan.plan(loaded))
 
 
 @commands.command()
@@ -115,10 +119,15 @@ def recipe_path(recipe: str) -> Path:
     path = Path(recipe)
     if path.exists():
         return path
-    shipped = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
-    if recipe not in shipped:
-        raise ConfigError(f"no recipe at {recipe}\n  recipes that ship: {', '.join(shipped)}")
-    return shipped[recipe]
+    recipes = shipped()
+    if recipe not in recipes:
+        raise ConfigError(f"no recipe at {recipe}\n  recipes that ship: {', '.join(recipes)}")
+    return recipes[recipe]
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that ship, by their bare names."""
+    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
 
 
 def stage_of_kind(loaded: "Campaign", kind: str) -> str:

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import load_campaign, recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
@@ -18,6 +19,7 @@ def submit(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _d
     from jobs.cluster import submission
 
     run = load_campaign(recipe, overrides).run  # a wrong recipe stops here, not on the cluster
+    check_name(run.name, "a run", "give it another folder: run=runs/NAME")
     # A job takes this checkout along and nothing else, so the recipe must lie in it.
     path = recipe_path(recipe).resolve()
     if not path.is_relative_to(ROOT):
@@ -55,7 +57,10 @@ def list_jobs(_debug: Debug = False) -> None:
     """List the jobs on the cluster."""
     from jobs.cluster import submission
 
-    for job in submission.list_jobs():
+    jobs = submission.list_jobs()
+    if not jobs:
+        print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
+    for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_s))
         print(f"{job.status:10} {started}  {job.run}  ({job.id})")
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from data.checks import printable_lines
+
 # `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
@@ -28,4 +30,4 @@ def make_group(help: str = "", *, epilog: str | None = None, completion: bool = 
 def show(lines: Iterable[str]) -> None:
     """Print each line as soon as it is there: some take minutes."""
     for line in lines:
-        print(line, flush=True)
+        print(printable_lines(line), flush=True)

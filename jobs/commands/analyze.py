@@ -28,7 +28,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.shards.sources import tars
 from data.shards.tar import IMAGES
-from jobs.commands.weights import load
+from jobs.commands.weights import load, verified
 from models import analysis
 from models.positions import ADDED
 from models.vit import ViTConfig
@@ -59,6 +59,7 @@ class Inside:
 
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
+    verification = verified(weights)
     model = load(weights, {}).to(device())
     try:
         config: ViTConfig = analysis.vit_of(model).config
@@ -88,6 +89,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
 
     reach = attention.distance.mean(1)
     return [
+        *verification,
         f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers",
         f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last",
         f"written  {folder}/attention.png  inside.png  analysis.json",

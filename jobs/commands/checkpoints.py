@@ -15,9 +15,12 @@ import torch
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
+from jobs.context import code_version
+from pipeline import handover
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Manifest, Reader, committed, read_manifest, step_of
+from pipeline.checkpoints.checkpoint import Manifest, Reader, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
+from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.train import export
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -77,28 +80,31 @@ def list_all(path: Path) -> Iterator[str]:
     """List every checkpoint folder of every stage, also those that are not committed."""
     for stage in stage_folders(path):
         yield f"{stage.name}:"
+        # A step is evaluated after its commit, so its scores are not in its manifest.
+        evaluations = {record["step"]: record for record in read_metrics(stage, "evaluate")}
         for folder in committed(stage / "checkpoints"):
-            yield f"  {list_line(folder)}"
+            yield f"  {list_line(folder, evaluations.get(step_of(folder), {}))}"
         for folder in sorted((stage / "checkpoints").glob("bad-*")):
             yield f"  {folder.name}  refused by a start, kept for you to look at; delete it when you have"
         for folder in sorted((stage / "checkpoints").glob(".tmp-*")):
             yield f"  {folder.name}  a save in flight, or one that died; the next start sweeps it"
 
 
-def list_line(folder: Path) -> str:
-    """Return one checkpoint's size, world size, attempt and scores as a line, from its manifest alone."""
+def list_line(folder: Path, evaluation: Record) -> str:
+    """One checkpoint's size, world, attempt and scores, from its manifest and the record of its step's evaluation."""
     try:
         manifest = read_manifest(folder)
     except (CheckpointError, OSError) as error:
         return f"{folder.name}  BAD: {error}"
     size = sum(file["bytes"] for file in manifest.files.values())
+    attempt = attempt_of_stage(folder.parents[1], manifest.attempt)
     line = (
         f"{folder.name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
-        f"ZeRO {manifest.zero}  attempt {manifest.attempt}  ledger {manifest.ledger[:12]}"
+        f"ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
     )
-    # A few-shot probe saves its single draws ("…seed…") too; a list shows their mean.
-    for name, value in manifest.metrics.items():
-        if "seed" not in name:
+    for name, value in evaluation.items():
+        is_score = isinstance(value, float) and name != "time"
+        if is_score and "seed" not in name:
             line += f"  {name} {value:.4f}"
     return line
 
@@ -199,11 +205,16 @@ def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     folder = newest(path, step)
     # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
     checkpoint.verify(folder)
-    record = json.loads((folder.parents[1] / "stage.json").read_text())
-    model = models.from_dict(record["model"])
+    stage_record = handover.read_record(folder.parents[1] / "stage.json")
+    if not stage_record.is_sealed:
+        yield f"unverified: {folder.parents[1] / 'stage.json'}, which names the model, has no digest"
+    model = models.from_dict(stage_record.values["model"])
     target = target.resolve()
     target.mkdir(parents=True, exist_ok=True)
     models.save_weights(export(folder, model), target, model, writing=whole_file)
+    # A stage's own done.json speaks for its folder, and finds weights of another step there.
+    if not (target / handover.DONE).exists():
+        handover.record_weights(target, {"exported": str(folder), "code": code_version()})
     yield f"step {step_of(folder)}: weights.safetensors and model.json in {target}"
 
 

@@ -12,11 +12,11 @@ from math import ceil
 
 import models
 from data.decoder import images_per_cpu_s
-from data.errors import PatchlineError
 from data.order import shares as shares_of
-from data.shards.index import Index, load_index
-from jobs.campaign import Campaign, Stage
+from data.shards.index import Index
+from jobs.campaign import Campaign, Stage, index_of
 from jobs.context import reference
+from jobs.stage_run import changes_since_half_done
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.training_config import TrainConfig, cache_line, training_order
@@ -64,6 +64,9 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
+    # Without --fresh the command has ended before this (jobs.stage_run.check_unchanged).
+    if changes_since_half_done(campaign, stage):
+        return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.
     ran_before = any(campaign.run.glob(f"{stage.name}-*/done.json"))
     for value in stage.parents.values():
@@ -125,15 +128,6 @@ def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
     for name, (path, weight) in cfg.data.sets().items():
         sets.append(TrainingSet(name, index_of(campaign, path), weight))
     return sets
-
-
-def index_of(campaign: Campaign, path: str) -> Index | None:
-    """Return a set's index; None where it has not been made yet."""
-    try:
-        return load_index(campaign.resolve(path) or "")
-    except PatchlineError:
-        # A plan leaves out what it cannot count; `run` says what is wrong with the set.
-        return None
 
 
 def batch_line(arithmetic: Arithmetic) -> str:

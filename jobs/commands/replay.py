@@ -8,7 +8,6 @@
 A path is a run directory with one trained stage, or a stage's folder.
 """
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,9 @@ from data.errors import UsageError
 from data.loader import TrainLoader
 from data.order import Mixture, Order
 from data.shards.index import Index, load_index
-from pipeline import config
+from pipeline import config, handover
+from pipeline.arithmetic import steps_of
+from pipeline.checkpoints.checkpoint import attempt_of_stage
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig, training_order
 
@@ -48,12 +49,17 @@ class Job(TypedDict):
 def replay(run: Path, step: str, target: str | None) -> list[str]:
     """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz."""
     folder = stage_of(run)
-    task = json.loads((folder / "task.json").read_text())
+    task = handover.read_record(folder / "task.json").values
     job: Job = task["job"]
     number = parse_step(step)
     recorded = config.build(TrainConfig, task["config"], "config")
     cfg = with_recorded_drop(recorded, folder, number)
     index, order = order_of(cfg, job)
+    steps = steps_of(cfg, sum(load_index(path).samples for path in job["train"]))
+    if number > steps:
+        raise UsageError(
+            f"step {number} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}"
+        )
     # The loader makes square images, so one side is enough.
     image_size = models.from_dict(job["model"]).image_size[0]
 
@@ -150,17 +156,19 @@ def logged(folder: Path, step: int) -> list[str]:
     # A spike's record holds the steps before it too, which tell how it came.
     lines = []
     for spike in read_metrics(folder, "spike"):
+        attempt = attempt_of_stage(folder, spike["attempt"])
         for record in spike["recent"]:
             if record["step"] == step:
                 lines.append(
-                    f"attempt {spike['attempt']}: gradient norm {record['grad_norm']:.3g}, loss {record['loss']:.6f} "
+                    f"attempt {attempt}: gradient norm {record['grad_norm']:.3g}, loss {record['loss']:.6f} "
                     f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
                 )
     # A report holds the losses of all steps since the one before it.
     for record in read_metrics(folder):
         first_step = record["step"] - len(record["losses"]) + 1
         if first_step <= step <= record["step"]:
-            lines.append(f"attempt {record['attempt']}: loss {record['losses'][step - first_step]:.6f}")
+            attempt = attempt_of_stage(folder, record["attempt"])
+            lines.append(f"attempt {attempt}: loss {record['losses'][step - first_step]:.6f}")
     return lines
 
 

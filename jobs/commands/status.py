@@ -4,11 +4,12 @@ import json
 import socket
 import time
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 import psutil
 
-from data.errors import CheckpointError, UsageError
+from data.errors import CheckpointError, DataError, UsageError
+from pipeline import handover
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
@@ -22,9 +23,15 @@ class Outcome(TypedDict):
 
 
 def status(run: Path) -> list[str]:
-    """One line a stage folder, in the order they were first started. Raises UsageError where there is no run."""
+    """One line a stage folder, in the order they were first started; of a stage's folder, that stage alone.
+
+    Raises UsageError where there is no run.
+    """
     # A stage's folder has a stage.json from its very start.
     folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
+    if (run / "stage.json").exists():
+        folders = [run]
+        run = run.parent
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
         raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
@@ -63,10 +70,13 @@ def owner_is_gone(run: Path) -> bool:
 
 
 def stage_line(folder: Path) -> str:
-    """Say what a stage came to, or how far it is."""
-    done = folder / "done.json"
-    if done.exists():
-        return done_line(json.loads(done.read_text()))
+    """What a stage came to, or how far it is."""
+    try:
+        outcome = handover.read_done(folder)
+    except DataError as error:
+        return f"CANNOT TELL: {str(error).splitlines()[0]}"
+    if outcome is not None:
+        return done_line(cast(Outcome, outcome))
     # Not finished: the newest report says how far it is.
     last = last_metrics(folder)
     if last is None:

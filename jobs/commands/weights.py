@@ -20,7 +20,12 @@ import models
 from data.errors import DataError, UsageError
 from data.files import whole_file, write_whole
 from jobs.context import code_version
+from models.weights.files import CONFIG
+from pipeline import handover
 from pipeline.config import differences, require
+
+# Without it transformers' pipelines refuse the folder, or take the mean and deviation of another model.
+PREPROCESSOR_FILE = "preprocessor_config.json"
 
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -29,17 +34,22 @@ UNREADABLE = (ValueError, OSError, KeyError, TypeError, zipfile.BadZipFile, safe
 def import_weights(path: str, directory: str, overrides: Sequence[str] = ()) -> list[str]:
     """Write foreign weights into a folder that a recipe's `init:` can name; returns the report."""
     refuse_existing(directory)
+    refuse_missing(path)
     changes = overrides_of(overrides)
+    verification = verified(path)
     model = load(path, changes)
     models.save(model, directory, writing=whole_file)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-    write_whole(Path(directory) / "provenance.json", json.dumps(record, indent=1))
-    return [*described(model, path), *numerics(model), f"written  {directory}"]
+    handover.record_weights(Path(directory), record)
+    return [*described(model, path), *verification, *numerics(model), f"written  {directory}"]
 
 
 def export_weights(directory: str, path: str, format: str) -> list[str]:
     """Write our weights into a file or folder of others, read it back and compare; returns the report."""
     refuse_existing(path)
+    refuse_wrong_suffix(path, format)
+    refuse_missing(directory)
+    verification = verified(directory)
     model = load(directory, {})
     config = model.config
     with warnings.catch_warnings(record=True) as inexact:
@@ -48,6 +58,8 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
             models.save(model, path, format, writing=whole_file)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
+    if format == "hf":
+        write_whole(Path(path) / PREPROCESSOR_FILE, json.dumps(preprocessor(config.image_size), indent=2) + "\n")
     # Whoever reads the file must get the same model: read it back as they would, and compare. An .npz has no config
     # beside it, and cannot tell its image size.
     changes: dict[str, object] = {}
@@ -55,7 +67,10 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
         changes["image_size"] = config.image_size
     exported = load(path, changes)
 
-    lines = [*described(model, directory), *numerics(model)]
+    if format == "safetensors":
+        record = {"exported": str(Path(directory).resolve()), "code": code_version()}
+        handover.record_weights(Path(path), record)
+    lines = [*described(model, directory), *verification, *numerics(model)]
     for warning in inexact:
         lines.append(f"INEXACT  {warning.message}")
     lines += read_back(model, exported)
@@ -70,6 +85,46 @@ def refuse_existing(target: str) -> None:
     holds_something = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if holds_something:
         raise UsageError(f"{target} is there already, nothing was written\n  give another name, or remove it first")
+
+
+def refuse_missing(source: str) -> None:
+    """Raise DataError where there is nothing at the path; `file.npz:img` names a part of a file (big_vision)."""
+    if not Path(source).exists() and not Path(source.rpartition(":")[0] or source).exists():
+        raise DataError(
+            f"there is no file or folder {source}\n"
+            "  expected an official .npz, or a folder or .safetensors file of ours, timm or transformers"
+        )
+
+
+def refuse_wrong_suffix(target: str, format: str) -> None:
+    """Raise UsageError where the name does not end as readers of the format expect it: .npz, or a folder's name."""
+    is_npz = Path(target).suffix == ".npz"
+    if format == "npz" and not is_npz:
+        raise UsageError(
+            f"{target} does not end in .npz, nothing was written\n"
+            f"  expected a name by which readers know the format, as {target}.npz"
+        )
+    if format != "npz" and ".npz" in Path(target).name:
+        raise UsageError(
+            f"{target} is to be a folder in the format {format}, nothing was written\n"
+            "  expected a name without .npz, or --format npz"
+        )
+
+
+def preprocessor(image_size: tuple[int, int]) -> dict[str, object]:
+    """Return the content of transformers' preprocessor_config.json: pixels as our evaluation makes them (SPEC 2.5)."""
+    height, width = image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": 2,  # bilinear
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,  # from −1 to 1
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
 
 
 def overrides_of(items: Sequence[str]) -> dict[str, object]:
@@ -87,6 +142,22 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
             value = tuple(value)
         overrides[name] = value
     return overrides
+
+
+def verified(path: str) -> list[str]:
+    """Whether weights of ours are what their maker wrote, as a line; none for foreign ones, which have no digests.
+
+    Raises DataError where they are not.
+    """
+    file = Path(path)
+    folder = file if file.is_dir() else file.parent
+    is_ours = (folder / CONFIG).is_file() and ".npz" not in file.name
+    if not is_ours:
+        return []
+    lines: list[str] = []
+    if handover.check_weights(folder, lines.append).is_verified:
+        lines.append("verified the sha256 of weights.safetensors and model.json")
+    return lines
 
 
 def load(path: str, overrides: Mapping[str, object]) -> models.Model:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import models
+from data.checks import at_least, more_than_0
 from data.errors import Preempted
 from data.evaluation import EvaluationSet
 from data.files import write_whole
@@ -22,7 +23,7 @@ from data.shards.index import load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.supervisor import attempt_folder, supervise
-from pipeline import config
+from pipeline import config, handover
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.evaluate import ProbeConfig
@@ -45,7 +46,8 @@ class Config:
 
     def __post_init__(self) -> None:
         evaluate.check_ops(self.preprocess)
-        require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, expected 1 or more")
+        at_least(self, 1, "micro_batch")
+        more_than_0(self, "stall_s")
 
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
@@ -58,6 +60,10 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
     # One question is enough: ProbeConfig takes both sets or neither.
     require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
+    for probed_set in (cfg.probe.train, cfg.probe.test):
+        index = load_index(context.resolve(probed_set) or "")
+        if not index.sees_rot:
+            context.say(index.lack)
     make_task = partial(make_fewshot_task, cfg, context)
     ask_to_stop = partial(stop_at_once, context.name)
     results = supervise(worker, make_task, context, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
@@ -70,11 +76,14 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
 
 
 def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
-    """Return what the workers of an attempt are told."""
+    """Return what the workers of an attempt are told. Raises DataError where the weights have changed."""
+    init = context.resolve(cfg.init)
+    assert init is not None, "init has no default that is None"
+    handover.check_weights(Path(init), context.say)
     return {
         "config": config.plain(cfg),
         "folder": str(attempt_folder(context.directory, attempt)),
-        "init": context.resolve(cfg.init),
+        "init": init,
         "train": context.resolve(cfg.probe.train),
         "test": context.resolve(cfg.probe.test),
     }

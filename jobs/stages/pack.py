@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from data.checks import at_least, check_name
 from data.errors import DataError
 from data.shards.index import load_index
 from data.shards.packing import pack
@@ -51,6 +52,8 @@ class SetConfig:
     RESUME: ClassVar[Tags] = tags(forbid="source path root wnids real split keep image_size classes")
 
     def __post_init__(self) -> None:
+        at_least(self, 1, "image_size classes")
+        require(min(self.keep or [0]) >= 0, f"keep is {self.keep}, expected classes from 0 on")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
@@ -71,8 +74,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.sets), "sets are empty: name at least one, for example sets.train.path=…")
-        require(self.workers >= 1, f"workers is {self.workers}, expected 1 or more")
-        require(self.shard_samples >= 1, f"shard_samples is {self.shard_samples}, expected 1 or more")
+        for name in self.sets:
+            check_name(name, "a set", "rename it, and what reads it as @stage/set")
+        at_least(self, 1, "shard_samples shard_bytes workers")
 
 
 DEFAULTS: Config | None = None

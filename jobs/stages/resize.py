@@ -1,11 +1,13 @@
 """Carry weights to another image size by resizing their position embeddings (paper, 3.2; vit_jax checkpoint.py)."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import models
 from data.files import whole_file, write_whole
 from jobs.context import Context
+from pipeline import handover
 from pipeline.config import Tags, tags
 
 
@@ -27,6 +29,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
     folder = context.resolve(cfg.init)
     assert folder is not None, "init has no default that is None"
+    handover.check_weights(Path(folder), context.say)
     weights, source = models.load_weights(folder)
     weights, report = models.transfer(weights, source, context.model)
     models.save_weights(weights, context.directory, context.model, writing=whole_file)

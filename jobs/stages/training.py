@@ -1,12 +1,11 @@
 """What pretrain and finetune share: the sets are checked, the workers are told what to do, and how to be stopped.
 
-1. Every set is loaded and looked at: a stage that could not be judged at its end must not begin.
+1. Every set is loaded and looked at, and the disk: a stage that could not be judged or saved must not begin.
 2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
 3. To stop, the driver touches a file; rank 0 sees it at the end of a step, and all workers commit and end.
 """
 
 import dataclasses
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,15 @@ from typing import Any
 
 import models
 from data.errors import DataError
-from data.files import write_whole
 from data.shards.index import Index, load_index, without
 from data.shards.reader import check_sizes
 from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
 from jobs.supervisor import supervise
-from pipeline import config
+from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.room import check_room
 from pipeline.start import Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -34,6 +34,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     # Called for its error alone, which names batch sizes that would work.
     batch_arithmetic(cfg, context.cluster.workers)
     check_sets(cfg, context)
+    check_room(cfg, context.model, context.directory / "checkpoints")
     make_task = partial(make_training_task, cfg, context)
     return supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
 
@@ -81,7 +82,14 @@ def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
 
 
 def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
-    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts."""
+    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts.
+
+    Raises DataError where the weights that the attempt starts from have changed.
+    """
+    init = context.resolve(cfg.init)
+    # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
+    if init is not None and not checkpoint.committed(context.directory / "checkpoints"):
+        handover.check_weights(Path(init), context.say)
     job = Job(
         run=str(context.run),
         directory=str(context.directory),
@@ -91,13 +99,13 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         model=models.to_dict(context.model),
         train=training_sets(cfg, context),
         evaluate=context.resolve(cfg.data.evaluate),
-        init=context.resolve(cfg.init),
+        init=init,
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
         claimed=time.time(),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    write_whole(context.directory / "task.json", json.dumps(task, indent=1))
+    handover.write_record(context.directory / "task.json", task)
     return task
 
 

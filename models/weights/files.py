@@ -18,6 +18,8 @@ Nothing here unpickles: only safetensors and plain arrays are opened.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -71,11 +73,19 @@ def save_weights(
 
 def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> None:
     """Write a state dict as one safetensors file, every tensor contiguous and on the CPU."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     with writing(path) as target:
-        save_file(tensors, target, metadata={"format": "pt"})
+        try:
+            save_file(tensors, target, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # A refusal of the disk comes as "… (os error 28) at path …", which says neither which file nor what to do.
+            code = re.search(r"\(os error (\d+)\)", str(error))
+            if code is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:

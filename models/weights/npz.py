@@ -13,8 +13,11 @@ How a file is read:
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,10 @@ from models.transfer import Shape
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
 from models.weights import layout as weights_map
+
+# Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5; 6.3 MB of zeros become 6 GB.
+MAX_EXPANSION = 20
+SMALL_BYTES = 100_000_000  # below it nothing is refused: a small model may be mostly a head of zeros
 
 FIRST_BLOCK = "Transformer/encoderblock_0"
 # Each table turns our names into theirs, by its lines from the top; the points become slashes at the end.
@@ -128,10 +135,48 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
         file += ".npz"
     # np.load reads an array when it is asked for: the optimizer's beside the model are never read.
     with np.load(file, allow_pickle=False) as arrays:
-        stored = {name: tensor_of(arrays[key], key) for name, key in model_keys(arrays.files, part).items()}
+        keys = model_keys(arrays.files, part)
+        check_sizes(arrays.zip, list(keys.values()), file)
+        stored = {name: tensor_of(arrays[key], key) for name, key in keys.items()}
     stored = canonical(stored)
     config = infer(stored, overrides)
     return weights_map.read(stored, config, layout_of(config)), config
+
+
+def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
+    """Raise ValueError where arrays would grow far past their file, or are not as large as their headers say.
+
+    Nothing is unpacked but the headers: the directory of a zip says how large every entry becomes, and no reader
+    unpacks more than that.
+    """
+    names = set(archive.namelist())
+    entries = {}
+    for key in keys:
+        name = f"{key}.npy" if f"{key}.npy" in names else key
+        entries[key] = archive.getinfo(name)
+
+    unpacked_bytes = sum(entry.file_size for entry in entries.values())
+    file_bytes = os.path.getsize(file)
+    if unpacked_bytes > max(MAX_EXPANSION * file_bytes, SMALL_BYTES):
+        raise ValueError(
+            f"it would grow from {file_bytes / 1e6:.1f} MB to {unpacked_bytes / 1e6:,.0f} MB, and weights do not\n"
+            f"  expected at most {MAX_EXPANSION} times the file; if they are yours, write them with numpy.savez"
+        )
+
+    for key, entry in entries.items():
+        with archive.open(entry) as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(stream)
+            content_bytes = entry.file_size - stream.tell()
+        claimed_bytes = math.prod(shape) * dtype.itemsize
+        if claimed_bytes != content_bytes and not dtype.hasobject:
+            raise ValueError(
+                f"{key} says that it is {shape} of {dtype}, {claimed_bytes} bytes, and has {content_bytes}\n"
+                "  the file is damaged or was cut; fetch it again"
+            )
 
 
 def model_keys(keys: list[str], part: str) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Manifest:
     key: str  # of the stage
     code: str  # version of the code that wrote it
     bad_samples: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
     files: dict[str, FileRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
 
@@ -87,6 +87,16 @@ def newest_attempt(directory: Path) -> int:
         if path.stem.isdigit():
             newest = max(newest, int(path.stem))
     return newest
+
+
+def attempt_of_stage(directory: Path, attempt: int) -> int:
+    """Return how many attempts a stage had when this one began, itself counted: what people are told.
+
+    `attempt` counts over the whole run, because it fences late commits.
+    """
+    numbers = [int(folder.name.rpartition("-")[2]) for folder in (directory / "attempts").glob("attempt-*")]
+    earlier = sum(number < attempt for number in numbers)
+    return earlier + 1
 
 
 def committed(folder: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Writing checkpoints while training goes on: one save in flight, committed by rank 0 when every file is whole.
 
 A save, in order:
-1. `Saver.begin`: every worker copies its fragments into host memory, the only part the training loop waits for;
+1. `Saver.begin`: every worker copies its fragments into host memory, the only part the training loop waits for, and
+   rank 0 looks whether the disk has room: a save that cannot fit has failed before a byte of rank 0 is written;
 2. a thread of each worker writes its file under `.tmp-<step>-<attempt>/`, fsyncs it and takes its sha256;
 3. the loop's per-step status tells every worker that all threads have ended (`Saver.written`);
 4. `Saver.finish`: sizes and digests are gathered, and rank 0 alone commits: it checks that its attempt still owns the
@@ -29,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError
-from data.files import make_folder, sync, write_durably
+from data.files import make_folder, refusal, sync, write_durably
 from pipeline.checkpoints.checkpoint import MANIFEST, FileRecord, Manifest, newest_attempt, prune, seal
+from pipeline.checkpoints.room import shortage
 from pipeline.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
 
@@ -61,7 +63,15 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, run: Path, telemetry: Telemetry, *, keep: int, keep_every: int, max_failed_saves: int
+        self,
+        folder: Path,
+        run: Path,
+        telemetry: Telemetry,
+        *,
+        keep: int,
+        keep_every: int,
+        max_failed_saves: int,
+        expected_bytes: int = 0,
     ) -> None:
         self.folder = folder  # of the stage's checkpoints
         self.run = run
@@ -69,6 +79,7 @@ class Saver:
         self.keep = keep
         self.keep_every = keep_every
         self.max_failed_saves = max_failed_saves
+        self.expected_bytes = expected_bytes  # of a checkpoint; from the first commit on, those of the last one
 
         self.last_committed: int | None = None  # step
         self.failures_in_a_row = 0
@@ -130,12 +141,17 @@ class Saver:
     def write(self, path: Path, content: memoryview) -> None:
         """Do the thread's work, and leave what became of it in `result`."""
         try:
+            # Rank 0 looks for all: one worker that fails is enough to fail the save.
+            missing = shortage(self.temporary, self.expected_bytes) if dist.get_rank() == 0 else ""
+            if missing:
+                self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
+                return
             # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
             path.parent.mkdir(exist_ok=True)
             write_durably(path, content)
             self.result = WrittenFile(path.name, len(content), hashlib.sha256(content).hexdigest())
         except OSError as error:
-            self.result = WrittenFile(path.name, error=f"{path.name}: {error}")
+            self.result = WrittenFile(path.name, error=f"{path.name}: {refusal(error)}")
 
     def finish(self) -> Manifest | None:
         """Collective: wait for every worker's file, commit, report and prune.
@@ -152,6 +168,7 @@ class Saver:
         dist.all_gather_object(results, self.result)
         verdict = [Verdict(None)]
         if dist.get_rank() == 0:
+            self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
             verdict = [commit(self.folder, self.temporary, self.run, self.manifest, results)]
         dist.broadcast_object_list(verdict, src=0)
 
@@ -167,6 +184,7 @@ class Saver:
         else:
             self.failures_in_a_row = 0
             self.last_committed = verdict[0].manifest.step
+            self.expected_bytes = bytes_of(verdict[0].manifest)
             if dist.get_rank() == 0:
                 self.report(verdict[0].manifest, stalled_s, took_s)
                 self.delete_old()
@@ -175,7 +193,7 @@ class Saver:
 
     def report(self, manifest: Manifest, stalled_s: float, took_s: float) -> None:
         """Acknowledge a checkpoint: from here on the run may rely on it."""
-        size = sum(file["bytes"] for file in manifest.files.values())
+        size = bytes_of(manifest)
         self.telemetry.report(
             "checkpoint",
             {
@@ -203,7 +221,8 @@ class Saver:
         if self.failures_in_a_row >= self.max_failed_saves:
             raise CheckpointError(
                 f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
-                f"  make room under {self.folder}, then run the same command again"
+                f"  expected: a disk that can be written, with room for keep={self.keep} checkpoints and one more\n"
+                f"  make room under {self.folder}, or lower keep, then run the same command again"
             )
 
     def delete_old(self) -> None:
@@ -212,6 +231,11 @@ class Saver:
             prune(self.folder, self.keep, self.keep_every)
         except OSError as error:
             self.telemetry.say(f"old checkpoints stay: {error}")
+
+
+def bytes_of(manifest: Manifest) -> int:
+    """Return the size of a checkpoint's files."""
+    return sum(file["bytes"] for file in manifest.files.values())
 
 
 def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice]]:
@@ -274,5 +298,5 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
         sync(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        return Verdict(None, str(error))
+        return Verdict(None, refusal(error))
     return Verdict(manifest)

@@ -1,21 +1,25 @@
 """Accuracy and features of a model over a set of shards, each sample exactly once at any world size.
 
 1. `EvaluationSet` gives every worker equally many batches of its part of the set; padding and bad samples are masked.
-2. `watched` tells the watchdog at every batch which shard is being read.
+2. `watched` tells the watchdog at every batch which shard is being read; in training, `agreed` has all workers hear of
+   a stop or of a worker that cannot read on, between two batches.
 3. `accuracy` counts right predictions over all workers, or `features` gathers what enters the head on every worker.
 4. `probe`, the few-shot probe, fits a linear map to some of the features and judges it on others (rank 0 only).
 
     accuracy(model, watched(samples, phases), torch.float32, device)  →  (0.8124, 50000)
 """
 
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import IO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.errors import ConfigError
+from data.checks import at_least
+from data.errors import ConfigError, PatchlineError, Preempted, exit_code
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.images.preprocess import parse_ops
 from pipeline.config import require
@@ -39,8 +43,10 @@ class ProbeConfig:
     def __post_init__(self) -> None:
         require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
         fewest = min(self.shots, default=0)
-        require(fewest > 0, f"shots are {self.shots}, expected 1 or more")
-        require(len(self.seeds) > 0, "seeds are empty, expected at least one")
+        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
+        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
+        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        at_least(self, 0, "l2", "probe.")
 
 
 def check_ops(ops: str | None) -> None:
@@ -69,6 +75,65 @@ def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[E
         yield next(batches)
     # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
     phases.enter("evaluate", step)
+
+
+class EvaluationStopped(Preempted):
+    """The run was asked to stop, and all workers have left an evaluation between two batches."""
+
+
+class EvaluationFailed(PatchlineError):
+    """An evaluation cannot be finished, which all workers know; carries the exit code of what went wrong."""
+
+    exit_code: int
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def agreed(
+    batches: Iterator[EvaluationBatch], wants_stop: Callable[[], bool], device: torch.device, log: IO[str]
+) -> Iterator[EvaluationBatch]:
+    """Iterate batches, each once every worker has its own: none goes into the model alone. Collective.
+
+    Raises EvaluationFailed or EvaluationStopped, on all workers alike, where one cannot read on or is asked to stop.
+    """
+    while True:
+        batch = None
+        failure = None
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # whatever reading and decoding may raise
+            failure = error
+        go_on_together(failure, wants_stop, device, log)
+        if batch is None:
+            return
+        yield batch
+
+
+def go_on_together(
+    failure: Exception | None, wants_stop: Callable[[], bool], device: torch.device, log: IO[str]
+) -> None:
+    """Collective: return where no worker has failed or wants to stop; `log` gets the traceback of this one's failure.
+
+    Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+    """
+    flags = torch.tensor([failure is not None, wants_stop()], dtype=torch.float64, device=device)
+    dist.all_reduce(flags)
+    failures, stops = flags.tolist()
+    if failures:
+        mine = None
+        if failure is not None:
+            traceback.print_exception(failure, file=log)
+            log.flush()
+            mine = (f"worker {dist.get_rank()}: {type(failure).__name__}: {failure}", exit_code(failure))
+        all_failures: list[tuple[str, int] | None] = [mine] * dist.get_world_size()
+        dist.all_gather_object(all_failures, mine)
+        for first_failure in all_failures:
+            if first_failure is not None:
+                raise EvaluationFailed(*first_failure) from failure
+    if stops:
+        raise EvaluationStopped("stopped in an evaluation")
 
 
 def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:

@@ -1,7 +1,8 @@
 """What a run says: log lines, metrics.jsonl and TensorBoard, always with the same names.
 
 1. The loop puts every step's loss, gradient norm and waits into a `Window`.
-2. At a report the window becomes values, which rank 0 writes as a record and as one log line:
+2. At a report the window becomes values, which rank 0 writes as a record and as one log line. A save writes the record
+   alone, so that a committed step is in metrics.jsonl; every step is in one record of its attempt:
 
        {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, "images_per_s": 41200.0, …}
        step 50/700000  loss 2.8410  lr 4.0e-06  grad 0.42  img/s 41.2k (2.6k/worker)  wait 0.8%  mem 61.0G  eta 3d04h
@@ -20,6 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from data.checks import printable_lines
+from data.files import sync
+
 if TYPE_CHECKING:  # the driver reads metrics without loading torch
     import torch
     from torch.utils.tensorboard import SummaryWriter
@@ -30,6 +34,8 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; which values i
 
 # FLOP/s of dense bf16 products, from the makers' data sheets; the denominator of mfu
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+# How TensorBoard's groups are called; by name alone, checkpoint/* would come first and open.
+TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 # The newest record is looked for in so many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
 
@@ -136,7 +142,7 @@ class WindowValues(TypedDict):
 
 
 class Window:
-    """The steps since the last report: losses, gradient norms, and what the loop waited for."""
+    """A stretch of steps, such as those since the last record: losses, gradient norms, what the loop waited for."""
 
     def __init__(self) -> None:
         self.clear()
@@ -149,6 +155,15 @@ class Window:
         self.waits: list[Wait] = []  # of every micro-batch
         self.stalled_s = 0.0  # by checkpoints
         self.evaluated_s = 0.0
+
+    def extend(self, later: Window) -> None:
+        """Add the steps of a window that followed this one."""
+        self.since = min(self.since, later.since)
+        self.losses += later.losses
+        self.norms += later.norms
+        self.waits += later.waits
+        self.stalled_s += later.stalled_s
+        self.evaluated_s += later.evaluated_s
 
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
         """Return what the window comes to; `samples` are all workers', `flops` are one worker's."""
@@ -207,23 +222,32 @@ class Telemetry:
     def say(self, text: str) -> None:
         """Write one line for people, from any worker."""
         prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
-        self._append("log.txt", f"{prefix}{text}\n")
+        self._append("log.txt", f"{prefix}{printable_lines(text)}\n")
 
-    def report(self, kind: str, values: Mapping[str, object], line: str = "") -> None:
-        """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0."""
+    def report(self, kind: str, values: Mapping[str, object], line: str = "") -> bool:
+        """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0.
+
+        Returns False where the disk refused the record.
+        """
         if self.tensorboard is None:
-            return
+            return True
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        self._append("metrics.jsonl", json.dumps(record) + "\n")
+        is_written = self._append("metrics.jsonl", json.dumps(record) + "\n")
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
-                    self.tensorboard.add_scalar(f"{kind}/{name}", value, values["step"])
+                    self.tensorboard.add_scalar(tensorboard_tag(kind, name), value, values["step"])
         if line:
             self.say(line)
+        return is_written
 
-    def _append(self, name: str, text: str) -> None:
-        """Append to a file of the stage; a full disk costs lines, not the run.
+    def sync(self) -> None:
+        """Bring the records to the disk, so that what relies on them may follow."""
+        with suppress(OSError):  # it may not be there: a full disk, as in `_append`
+            sync(self.directory / "metrics.jsonl")
+
+    def _append(self, name: str, text: str) -> bool:
+        """Append to a file of the stage; a full disk costs lines, not the run. Returns False where it refused.
 
         The lines that fit again are preceded by how many did not.
         """
@@ -231,10 +255,9 @@ class Telemetry:
         if lost:
             # The line break ends what a refused write may have left of its line; readers skip both as torn.
             text = f"\n({lost} lines lost: the disk refused them)\n{text}"
-        if append_whole(self.directory / name, text.encode()):
-            self.lost_lines[name] = 0
-        else:
-            self.lost_lines[name] = lost + 1
+        is_written = append_whole(self.directory / name, text.encode())
+        self.lost_lines[name] = 0 if is_written else lost + 1
+        return is_written
 
     def close(self) -> None:
         """Close TensorBoard's file; the other two are opened for every line."""
@@ -243,10 +266,21 @@ class Telemetry:
                 self.tensorboard.close()
 
 
+def tensorboard_tag(kind: str, name: str) -> str:
+    """Return the name of a curve: of all curves, TensorBoard's page begins with "1 train/1 loss".
+
+    It sorts the groups by name, and the curves within a group, and opens the first group alone.
+    """
+    group = TENSORBOARD_GROUPS.get(kind, kind)
+    if (kind, name) == ("train", "loss"):
+        return f"{group}/1 loss"
+    return f"{group}/{name}"
+
+
 def append_whole(path: Path, content: bytes) -> bool:
     """Append by a single write, which O_APPEND keeps apart from other workers' lines; False where the disk refuses."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             # A disk that fills up may take a part of the bytes: that line is lost too.
             return os.write(handle, content) == len(content)

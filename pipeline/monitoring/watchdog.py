@@ -51,7 +51,7 @@ class Phases:
         self.stall_s = stall_s
         self.entered = 0  # phases so far
         folder.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(phase_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        self.handle = os.open(phase_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o666)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:

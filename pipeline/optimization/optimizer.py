@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from data.checks import at_least, more_than_0
 from pipeline.config import Tags, require, tags
 from pipeline.optimization.schedule import ScheduleConfig
 
@@ -37,12 +38,11 @@ class OptimConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"lr is {self.lr}, expected more than 0")
-        require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}, expected 0 or more")
-        require(self.clip >= 0, f"clip is {self.clip}, expected 0 (off) or more")
+        more_than_0(self, "lr eps", "optim.")
+        at_least(self, 0, "weight_decay head_weight_decay clip", "optim.")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
-            require(0 <= value < 1, f"{name} is {value}, expected 0 ≤ {name} < 1")
+            require(0 <= value < 1, f"optim.{name} is {value}, expected 0 ≤ {name} < 1")
 
 
 def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> torch.optim.Optimizer:

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pipeline.config import Tags, require, tags
+from data.checks import at_least, more_than_0
+from pipeline.config import Tags, tags
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,8 @@ class ScheduleConfig:
     RESUME: ClassVar[Tags] = tags(forbid="decay warmup_steps end timescale shift cooldown_steps")
 
     def __post_init__(self) -> None:
-        require(self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}, expected 0 or more")
-        require(self.cooldown_steps >= 0, f"cooldown_steps is {self.cooldown_steps}, expected 0 or more")
-        require(self.end >= 0, f"end is {self.end}, expected 0 or more")
-        require(self.timescale > 0, f"timescale is {self.timescale}, expected 1 or more")
+        at_least(self, 0, "warmup_steps end shift cooldown_steps", "optim.schedule.")
+        more_than_0(self, "timescale", "optim.schedule.")
 
 
 def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> float:

@@ -1,0 +1,66 @@
+"""Whether the disk has room for the checkpoints that are to come: looked at before a run, and before each save.
+
+In:  5,000 parameters under Adam, keep 3; 99.9 kB are free
+Out: CheckpointError: 276.4 kB needed under /runs/x/pretrain-…/checkpoints (4 checkpoints of 64.1 kB, …), 99.9 kB free
+"""
+
+import math
+from pathlib import Path
+
+import models
+from data.errors import CheckpointError
+from data.files import free_bytes, size_text
+from models import ModelConfig
+from pipeline.checkpoints.checkpoint import committed, step_of
+from pipeline.optimization.optimizer import STATE
+from pipeline.training_config import TrainConfig
+
+BYTES_FP32 = 4
+HEADER_BYTES = 4096  # of a worker's file and of the manifest, roughly
+
+
+def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
+    """Return the size of a checkpoint, all workers' files together: fp32 masters, moments and average."""
+    copies = 1 + len(STATE[cfg.optim.name])
+    if cfg.polyak:
+        copies += 1
+    return models.parameters_of(model) * BYTES_FP32 * copies + HEADER_BYTES
+
+
+def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path) -> None:
+    """Raise CheckpointError where a stage's checkpoints and weights will not fit on the disk of `folder`.
+
+    At its fullest the disk holds one checkpoint more than `keep`: the oldest goes only when the newest is whole.
+    """
+    kept = max(cfg.keep, 2)  # as `checkpoint.prune` keeps them
+    existing = committed(folder)
+    to_come = kept + 1 - min(len(existing), kept)
+    # A short stage makes fewer.
+    if cfg.steps is not None:
+        last_step = step_of(existing[0]) if existing else 0
+        to_come = min(to_come, math.ceil((cfg.steps - last_step) / cfg.save_every))
+    one_checkpoint = checkpoint_bytes(cfg, model)
+    weights = models.parameters_of(model) * BYTES_FP32
+    needed = to_come * one_checkpoint + weights
+    free = free_bytes(folder)
+    if free < needed:
+        raise CheckpointError(
+            f"{size_text(needed)} needed under {folder} ({to_come} checkpoints of {size_text(one_checkpoint)}, "
+            f"weights of {size_text(weights)}), {size_text(free)} free\n"
+            f"  expected: room for keep={cfg.keep} checkpoints, for one more while it is written, and for the weights\n"
+            "  make room there, lower keep, or give the run another disk: run=/elsewhere"
+        )
+
+
+def shortage(temporary: Path, needed_bytes: int) -> str:
+    """Say what is missing for a save that will write so many bytes into a folder; "" where it fits.
+
+    What the workers have written there already counts as room: they do not wait for each other.
+    """
+    written = 0
+    if temporary.is_dir():
+        written = sum(path.stat().st_size for path in temporary.iterdir())
+    free = free_bytes(temporary)
+    if free + written >= needed_bytes:
+        return ""
+    return f"No space left on device: {temporary.parent} ({size_text(needed_bytes)} needed, {size_text(free)} free)"

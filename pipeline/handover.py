@@ -1,0 +1,222 @@
+"""What a stage hands on, and the proof that it is still what the stage wrote: sealed records, digests of files.
+
+1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with the sha256 of itself: `seal`.
+2. A stage's done.json, or the provenance.json of imported or exported weights, holds bytes and sha256 of every file
+   that is handed on: `digests`.
+3. Whoever reads such a file compares it first: `check_files` for all files of a finished stage, `check_weights` for
+   weights that something starts from. A difference is a DataError that names the file, who wrote it, and the way out.
+
+In:  {"key": "1a2b…", "seconds": 3.2}
+Out: {"schema": 2, "key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry a line
+
+Records and weights from before there were digests are read as ever; who reads them says that they are unverified.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.errors import DataError
+from data.files import write_whole
+from models.weights.files import CONFIG, WEIGHTS
+from pipeline.checkpoints.checkpoint import FileRecord
+
+SCHEMA = 2  # of a record; 1 had neither this entry nor a digest
+DONE = "done.json"
+PROVENANCE = "provenance.json"
+WEIGHT_FILES = (WEIGHTS, CONFIG)
+# What stages leave in their folders for others to read. Logs are not among them: they grow, nothing is made of them.
+HANDED_ON = (*WEIGHT_FILES, "metrics.json", "report.txt", "stage.json", "task.json", PROVENANCE)
+SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
+
+
+# ------------------------------------------------------------------------ records
+
+
+class Record(NamedTuple):
+    """Holds what a record says, without its seal."""
+
+    values: dict[str, Any]  # JSON: whoever wrote the record knows what it is
+    is_sealed: bool  # False for a record of schema 1, of which nothing can be said
+
+
+def seal(entries: Mapping[str, object]) -> str:
+    """Return the text of a record: the entries, then their sha256; there is exactly one text for given entries."""
+    body = json.dumps(entries, indent=1, default=str)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return json.dumps({**entries, "sha256": digest}, indent=1, default=str)
+
+
+def write_record(path: Path, values: Mapping[str, object]) -> None:
+    """Write a record that carries its own digest; it appears whole or not at all."""
+    write_whole(path, seal({"schema": SCHEMA, **values}))
+
+
+def read_record(path: Path) -> Record:
+    """Read a record and compare it with its digest. Raises DataError where it is torn or altered, OSError."""
+    encoded = path.read_bytes()
+    try:
+        values = json.loads(encoded)
+    except ValueError:  # neither JSON nor UTF-8
+        raise altered(path, "it is torn or altered, no JSON", None) from None
+    if not isinstance(values, dict):
+        raise altered(path, "it is torn or altered, no record", None)
+    # One changed bit can hide one of these two entries, never both.
+    if "schema" not in values and "sha256" not in values:
+        return Record(values, is_sealed=False)
+    values.pop("sha256", None)
+    if encoded != seal(values).encode():
+        raise altered(path, "it does not match its own sha256", None)
+    values.pop("schema", None)
+    return Record(values, is_sealed=True)
+
+
+def read_done(folder: Path) -> dict[str, Any] | None:
+    """Return what a finished stage left behind; None where it has not finished. Raises DataError."""
+    path = folder / DONE
+    if not path.exists():
+        return None
+    return read_record(path).values
+
+
+# ------------------------------------------------------------------------ files
+
+
+def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRecord]:
+    """Return size and sha256 of those of the files that the folder holds, by name."""
+    records: dict[str, FileRecord] = {}
+    for name in names:
+        path = folder / name
+        if path.exists():
+            records[name] = digest_of(path)
+    return records
+
+
+def digest_of(path: Path) -> FileRecord:
+    """Return a file's size and sha256, as they are read."""
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}
+
+
+def record_weights(folder: Path, values: Mapping[str, object]) -> None:
+    """Write the provenance.json of weights outside a campaign: where they come from, and their digests."""
+    write_record(folder / PROVENANCE, {**values, "files": digests(folder, WEIGHT_FILES)})
+
+
+class Covering(NamedTuple):
+    """Holds the record that speaks for the files of a folder."""
+
+    path: Path
+    values: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+def covering_record(folder: Path) -> Covering | None:
+    """Return the record that holds the digests of a folder's files; None where there is none. Raises DataError."""
+    for name in (DONE, PROVENANCE):
+        path = folder / name
+        if not path.exists():
+            continue
+        values = read_record(path).values
+        if "files" in values:
+            return Covering(path, values, values["files"])
+    return None
+
+
+def check_files(folder: Path, say: Callable[[str], None]) -> bool:
+    """Compare every file that a folder hands on with its digest; False where the folder has no digests.
+
+    `say` is told of a check that took long. Raises DataError for the first file that is not what was written.
+    """
+    began = time.monotonic()
+    covering = covering_record(folder)
+    if covering is None:
+        return False
+    total_bytes = 0
+    for name, expected in covering.files.items():
+        total_bytes += check_file(folder / name, expected, covering)["bytes"]
+    say_where_slow(began, total_bytes, folder, say)
+    return True
+
+
+def say_where_slow(began: float, checked_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
+    """Say how long a check took, where somebody may wonder what the command is waiting for."""
+    seconds = time.monotonic() - began
+    if seconds > SAY_AFTER_S:
+        say(f"checked {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
+
+
+def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileRecord:
+    """Return the file's size and sha256. Raises DataError unless they are those of its record."""
+    if not path.is_file():
+        raise altered(path, f"it is missing, {covering.path.name} names it", covering)
+    actual = digest_of(path)
+    if actual["bytes"] != expected["bytes"]:
+        difference = f"it has {actual['bytes']} bytes, {covering.path.name} says {expected['bytes']}"
+        raise altered(path, difference, covering)
+    if actual["sha256"] != expected["sha256"]:
+        difference = f"its sha256 is {actual['sha256'][:12]}…, {covering.path.name} says {expected['sha256'][:12]}…"
+        raise altered(path, difference, covering)
+    return actual
+
+
+class CheckedWeights(NamedTuple):
+    """Holds what is known of weights that something is about to start from."""
+
+    sha256: str  # of weights.safetensors, as it was read now
+    is_verified: bool  # False where nothing says what it should be
+
+
+def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
+    """Read weights.safetensors and model.json once and compare both with what their maker recorded.
+
+    `say` is told of weights that have no digests, and of a check that took long. Raises DataError where a file is
+    missing or is not what was written, and OSError where it cannot be read.
+    """
+    began = time.monotonic()
+    covering = covering_record(folder)
+    is_verified = covering is not None and set(WEIGHT_FILES) <= covering.files.keys()
+    if covering is not None and is_verified:
+        check_file(folder / CONFIG, covering.files[CONFIG], covering)
+        weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
+    else:
+        if not (folder / WEIGHTS).is_file():
+            raise DataError(f"no {WEIGHTS} in {folder}\n  give a folder that holds one, or @stage")
+        weights = digest_of(folder / WEIGHTS)
+        say(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
+    say_where_slow(began, weights["bytes"], folder, say)
+    return CheckedWeights(weights["sha256"], is_verified)
+
+
+# ------------------------------------------------------------------------ what to say
+
+
+def altered(path: Path, difference: str, covering: Covering | None) -> DataError:
+    """Return the error about a file that is not what was written: which, what was expected, and the way out."""
+    folder = path.parent
+    copy = f"  bring {path.name} back from a copy"
+    values = covering.values if covering is not None else {}
+    if "imported" in values:
+        expected = f"the file as it was imported from {values['imported']}"
+        remedy = f"{copy}, or move {folder} away and import again"
+    elif "exported" in values:
+        expected = f"the file as it was exported from {values['exported']}"
+        remedy = f"{copy}, or move {folder} away and export again"
+    elif path.name == PROVENANCE and not (folder / "stage.json").exists():
+        expected = "the record as it was written with these weights"
+        remedy = f"{copy}, or move {folder} away and import again"
+    else:
+        # A stage without done.json is not finished: a trained one makes its outputs anew from its last checkpoint.
+        expected = f"the file as the stage {folder.name} wrote it"
+        bad_files = [str(path)]
+        if path.name != DONE:
+            bad_files.append(str(folder / DONE))
+        remedy = (
+            f"{copy}, or rm -f {' '.join(bad_files)}\n"
+            "  and run its recipe again: the stage makes it anew, from its last checkpoint where it has one"
+        )
+    return DataError(f"{path} has changed: {difference}\n  expected {expected}\n{remedy}")

@@ -1,0 +1,213 @@
+"""What one stage hands to the next is still what it wrote, bit for bit, or the file is named and nothing starts."""
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import models
+from jobs import campaign
+from jobs.__main__ import main
+from jobs.command_line import campaigns
+from pipeline import handover
+from tests.conftest import RECIPE
+
+STAGES = ("pretrain", "resize", "finetune", "fewshot")
+LOGS = {"log.txt", "metrics.jsonl"}  # nothing is made of them
+FLIPS_PER_FILE = 8
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """The recipe of a finished campaign of four stages."""
+    folder = tmp_path_factory.mktemp("handover")
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE.format(run=folder / "run", shards=shards))
+    assert main(["run", str(recipe)]) == 0
+    return recipe
+
+
+def stage_folder(recipe: Path, name: str) -> Path:
+    loaded = campaign.load(recipe, [])
+    return loaded.directory(loaded.stage(name))
+
+
+@contextmanager
+def flipped(file: Path, bit: int) -> Iterator[None]:
+    """The file with one bit changed; put back afterwards."""
+    original = file.read_bytes()
+    damaged = bytearray(original)
+    damaged[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(damaged)
+    yield
+    file.write_bytes(original)
+
+
+def some_bits(file: Path, count: int, seed: int) -> list[int]:
+    return random.Random(f"{seed} {file.name}").sample(range(8 * file.stat().st_size), count)
+
+
+def command(arguments: list[str]) -> int:
+    """The exit code of `python -m jobs …`; where a kind comes first, of that stage alone, `python -m jobs.resize`."""
+    if arguments[0] not in STAGES:
+        return main(arguments)
+    kind, *words = arguments
+    return main(words, commands=campaigns.single_stage, program=f"python -m jobs.{kind}", kind=kind)
+
+
+def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command said when it ended with 65 and named the file."""
+    capsys.readouterr()
+    code = command(arguments)
+    said = capsys.readouterr().err
+    assert code == 65 and f"{file} has changed" in said and "expected" in said, (file, code, said)
+    return said
+
+
+def test_each_stage_records_the_sha256_of_every_file_that_it_hands_on(made):
+    for name in STAGES:
+        folder = stage_folder(made, name)
+        done = json.loads((folder / "done.json").read_text())
+        files = {path.name for path in folder.iterdir() if path.is_file()}
+        assert done["files"].keys() == files - LOGS - {"done.json"}, name
+        for file, record in done["files"].items():
+            digest, _, _ = subprocess.check_output(["sha256sum", folder / file], text=True).partition(" ")
+            assert record == {"bytes": (folder / file).stat().st_size, "sha256": digest}
+
+
+def test_every_flipped_bit_in_what_a_finished_campaign_hands_on_is_found(made, capsys):
+    folders = sorted(path for path in made.parent.glob("run/*-*") if path.is_dir())
+    flips = 0
+    for folder in folders:
+        for file in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in LOGS):
+            for bit in some_bits(file, FLIPS_PER_FILE, seed=11):
+                with flipped(file, bit):
+                    refused(["run", str(made)], file, capsys)
+                flips += 1
+    assert flips >= 150
+    assert main(["run", str(made)]) == 0
+    assert capsys.readouterr().out.count("skipped, finished") == len(STAGES)
+    assert sorted(path for path in made.parent.glob("run/*-*") if path.is_dir()) == folders, "nothing was started"
+
+
+def test_a_bit_in_any_byte_of_a_record_is_found(made, tmp_path):
+    original = (stage_folder(made, "fewshot") / "done.json").read_bytes()
+    file = tmp_path / "done.json"
+    for position in range(len(original)):
+        damaged = bytearray(original)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        with pytest.raises(handover.DataError, match=r"done\.json has changed"):
+            handover.read_record(file)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model.json"])
+def test_whoever_reads_weights_checks_them_first(made, tmp_path, capsys, name):
+    resized = stage_folder(made, "resize")
+    file = resized / name
+    cv2.imwrite(str(tmp_path / "photo.png"), np.zeros((24, 24, 3), np.uint8))
+    outside = [f"resize.init={resized}", "resize.image_size=16"]
+    readers = [
+        ["finetune", str(made), "finetune.steps=3"],
+        ["fewshot", str(made), "fewshot.probe.shots=[2]"],
+        ["resize", str(made), *outside],
+        ["export", str(resized), str(tmp_path / "out"), "--format", "timm"],
+        ["import", str(resized), str(tmp_path / "out")],
+        ["analyze", str(resized), str(tmp_path / "photo.png"), "--output", str(tmp_path / "out")],
+    ]
+    workers_before = sorted(made.parent.glob("run/*/attempts/*/rank-*"))
+    for reader in readers:
+        for bit in some_bits(file, 2, seed=12):
+            with flipped(file, bit):
+                refused(reader, file, capsys)
+        assert not (tmp_path / "out").exists()
+    assert sorted(made.parent.glob("run/*/attempts/*/rank-*")) == workers_before != [], "no worker was started"
+
+    file.rename(tmp_path / "elsewhere")
+    refused(readers[0], file, capsys)
+    (tmp_path / "elsewhere").rename(file)
+
+
+def test_the_way_out_that_is_printed_makes_the_same_weights_again(made, tmp_path, shards, capsys):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
+    shutil.copytree(made.parent / "run", tmp_path / "run")
+    folder = stage_folder(recipe, "pretrain")
+    weights = (folder / "weights.safetensors").read_bytes()
+    damaged = bytearray(weights)
+    damaged[-1] ^= 1
+    (folder / "weights.safetensors").write_bytes(damaged)
+    said = refused(["run", str(recipe)], folder / "weights.safetensors", capsys)
+    (removal,) = [line.partition("or ")[2] for line in said.splitlines() if "or rm -f" in line]
+    subprocess.run(removal, shell=True, check=True)
+    assert main(["run", str(recipe)]) == 0
+    assert "resumed from step 24" in capsys.readouterr().out
+    assert (folder / "weights.safetensors").read_bytes() == weights
+
+
+def test_a_run_from_before_there_were_digests_goes_on_and_says_that_it_is_unverified(made, tmp_path, shards, capsys):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
+    shutil.copytree(made.parent / "run", tmp_path / "run")
+    for record in (tmp_path / "run").glob("*/*.json"):
+        values = json.loads(record.read_text())
+        for entry in ("schema", "sha256", "files"):
+            values.pop(entry, None)
+        record.write_text(json.dumps(values, indent=1))
+    assert main(["run", str(recipe), "finetune.steps=3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("unverified: it finished before stages recorded digests") == 3
+    assert f"unverified: {stage_folder(recipe, 'resize')} has no digests" in out, "the new stage says it of its weights"
+
+
+def test_imported_weights_are_verified_and_a_folder_without_digests_is_accepted_and_said(made, tmp_path, capsys):
+    models.save(models.build("mu/8", 24, 10), tmp_path / "bare")
+    assert main(["import", str(tmp_path / "bare"), str(tmp_path / "in")]) == 0
+    assert f"unverified: {tmp_path / 'bare'} has no digests" in capsys.readouterr().out
+    resize = ["resize", str(made), "resize.image_size=16"]
+    assert command([*resize, f"resize.init={tmp_path / 'bare'}"]) == 0
+    assert f"unverified: {tmp_path / 'bare'} has no digests" in capsys.readouterr().out
+
+    for name in ("weights.safetensors", "model.json", "provenance.json"):
+        file = tmp_path / "in" / name
+        for bit in some_bits(file, 8, seed=13):
+            with flipped(file, bit):
+                said = refused([*resize, f"resize.init={tmp_path / 'in'}"], file, capsys)
+                assert "import again" in said
+    assert command([*resize, f"resize.init={tmp_path / 'in'}"]) == 0
+    assert "unverified" not in capsys.readouterr().out
+
+
+def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model(made, tmp_path, capsys):
+    folder = stage_folder(made, "pretrain")
+    export = ["checkpoints", "export", str(folder), "--to", str(tmp_path / "out")]
+    for bit in some_bits(folder / "stage.json", 8, seed=14):
+        with flipped(folder / "stage.json", bit):
+            refused(export, folder / "stage.json", capsys)
+    assert main(export) == 0
+    ours, theirs = tmp_path / "out/weights.safetensors", folder / "weights.safetensors"
+    assert ours.read_bytes() == theirs.read_bytes()
+    with flipped(ours, 8 * ours.stat().st_size - 1):
+        refused(["export", str(tmp_path / "out"), str(tmp_path / "x"), "--format", "timm"], ours, capsys)
+
+
+def test_replay_and_status_name_a_record_that_has_changed(made, capsys):
+    folder = stage_folder(made, "pretrain")
+    with flipped(folder / "task.json", 8 * 300):
+        refused(["replay", str(folder), "step=3"], folder / "task.json", capsys)
+    with flipped(folder / "done.json", 8 * 30):
+        assert main(["status", str(folder.parent)]) == 0
+        assert f"CANNOT TELL: {folder / 'done.json'} has changed" in capsys.readouterr().out
+
+
+def test_a_check_that_takes_long_says_so(made, capsys, monkeypatch):
+    monkeypatch.setattr(handover, "SAY_AFTER_S", 0.0)
+    assert main(["run", str(made)]) == 0
+    assert f"checked 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out

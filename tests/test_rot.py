@@ -1,0 +1,322 @@
+"""A shard, a table or an index that changes after it was made is found when it is read, whatever its time says."""
+
+import hashlib
+import json
+import os
+import random
+import shlex
+import tarfile
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.shards.cache as cache_module
+from data.errors import DataError
+from data.evaluation import EvaluationSet
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards.cache import Cache, CacheConfig
+from data.shards.doctor import check, repair
+from data.shards.index import Index, load_index
+from data.shards.packing import pack
+from data.shards.reader import Reader
+from data.shards.sources import digits
+from jobs.__main__ import main
+
+NO_SCHEMA_2 = "has no digests of samples (schema 1), so that a shard that rots after its first reading would go unseen"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """What a node remembers of verified shards begins empty."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "node"))
+
+
+@pytest.fixture
+def made(tmp_path) -> Index:
+    """Fifty digits in three shards."""
+    return pack(islice(digits(True, image_size=16), 50), tmp_path / "set", shard_samples=20)
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Flip a bit of a file in place, its size and time as they were."""
+    times = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(position)
+        (value,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([value ^ 1 << bit]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def read_all(index: Index) -> list[tuple[str, bytes, bytes]]:
+    reader = Reader(index)
+    return [reader.read(shard, n) for shard, size in enumerate(index.shard_samples) for n in range(size)]
+
+
+def contents_by_tarfile(index: Index) -> list[tuple[str, bytes, bytes]]:
+    """The samples as Python's own tar reader finds them."""
+    samples = []
+    for number in range(len(index.shards)):
+        with tarfile.open(index.location(number)) as tar:
+            bodies = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
+        keys = dict.fromkeys(name.partition(".")[0] for name in bodies)
+        samples += [(key, bodies[f"{key}.jpg"], bodies[f"{key}.cls"]) for key in keys]
+    return samples
+
+
+def bytes_of_samples(path: Path) -> set[int]:
+    """Positions of a tar that are content of a member, neither header nor padding."""
+    positions: set[int] = set()
+    with tarfile.open(path) as tar:
+        for member in tar.getmembers():
+            positions.update(range(member.offset_data, member.offset_data + member.size))
+    return positions
+
+
+def image_start(path: Path, number: int = 0) -> int:
+    """Where the encoded image of a sample begins, by Python's own tar reader."""
+    with tarfile.open(path) as tar:
+        return [member for member in tar.getmembers() if member.name.endswith(".jpg")][number].offset_data
+
+
+def as_schema_1(folder: Path) -> None:
+    """Write the index of a folder as versions before schema 2 did: neither seal nor digests."""
+    path = next(folder.glob("*.index.json"))
+    content = json.loads(path.read_text())
+    del content["seal"]
+    content["schema"] = 1
+    content["shards"] = [row[:4] for row in content["shards"]]
+    whole = json.dumps([1, content["shards"], content["class_counts"]])
+    assert content["digest"] == hashlib.sha256(whole.encode()).hexdigest(), "what schema 1 took a set's digest of"
+    path.write_text(json.dumps(content, indent=1))
+    for table_path in folder.glob("*.npy"):
+        table = np.load(table_path)
+        columns = [name for name in table.dtype.names if name != "digest"]
+        old = np.empty(len(table), [(name, table.dtype[name]) for name in columns])
+        for name in columns:
+            old[name] = table[name]
+        np.save(table_path, old)
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+
+def test_a_hundred_flips_after_the_first_reading_are_found_or_are_of_no_sample(made):
+    original = contents_by_tarfile(made)
+    path = Path(made.location(1))
+    of_samples = bytes_of_samples(path)
+    draw = random.Random(0)
+    fates: Counter[str] = Counter()
+    for _ in range(100):
+        assert read_all(made) == original, "the first reading, which marks the shard as verified"
+        position = draw.randrange(path.stat().st_size)
+        bit = draw.randrange(8)
+        flip(path, position, bit)
+        try:
+            fate = "harmless" if read_all(made) == original else "silent"
+        except DataError as error:
+            assert "sample 'digit" in str(error) and "train-000001.tar" in str(error)
+            fate = "found"
+        assert fate == ("found" if position in of_samples else "harmless")
+        fates[fate] += 1
+        flip(path, position, bit)
+    assert fates["found"] > 20 and fates["silent"] == 0 and fates.total() == 100
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, processes):
+    order = Order(made.shard_samples, seed=0, batch_size=50)
+    loader = TrainLoader(made, order, image_size=16, slots=range(50), micro_batch=50, processes=processes)
+    batches = iter(loader)
+    assert next(batches).bad == ()
+    batches.close()
+    path = Path(made.location(2))
+    flip(path, image_start(path, 3) + 40)
+    message = (
+        r"train-000002.tar: sample 'digit\d+' is not what was indexed.*\n  expected \w{16}: .*\n.*data.drop=\[set/"
+    )
+    with pytest.raises(DataError, match=message) as caught:
+        next(iter(loader))
+    assert caught.value.exit_code == 65
+    with pytest.raises(DataError, match="sha256 is not the one"):  # the node no longer trusts its mark
+        list(EvaluationSet(made, "resize(16)", batch_size=50))
+
+
+def test_an_evaluation_reads_no_sample_that_is_not_what_was_indexed(made):
+    assert sum(batch.mask.sum() for batch in EvaluationSet(made, "resize(16)", batch_size=50)) == 50
+    path = Path(made.location(0))
+    flip(path, image_start(path, 7) + 40)
+    with pytest.raises(DataError, match=r"train-000000.tar: sample 'digit\d+' is not what was indexed"):
+        list(EvaluationSet(made, "resize(16)", batch_size=50))
+
+
+RECIPE = """
+run: {run}
+cluster: {{workers: 2, backend: processes, backoff_s: 0}}
+pretrain:
+  data: {{train: {train}}}
+  model: {{name: mu/8, width: 16, depth: 1, mlp: 32, heads: 2, image_size: 16, classes: 10}}
+  loss: softmax
+  steps: {steps}
+  batch_size: 16
+  micro_batch: 8
+  precision: fp32
+  log_every: 1
+fewshot: {{init: "@pretrain", probe: {{train: {train}, test: {train}, shots: [1]}}}}
+"""
+
+
+def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, tmp_path, capsys):
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", steps=5_000))
+    overwritten_after: list[int] = []
+
+    def overwrite() -> None:
+        metrics: list[Path] = []
+        deadline = time.monotonic() + 120
+        while not metrics and time.monotonic() < deadline:
+            metrics = [path for path in tmp_path.glob("run/*/metrics.jsonl") if path.stat().st_size]
+            time.sleep(0.1)
+        overwritten_after.append(len(metrics[0].read_text().splitlines()))
+        path = Path(made.location(1))
+        for number in range(20):
+            flip(path, image_start(path, number) + 40)
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    code = main(["run", str(recipe)])
+    thread.join()
+    err = capsys.readouterr().err
+    assert code == 65 and overwritten_after[0] > 0
+    assert "train-000001.tar: sample 'digit" in err and "data.drop=[set/train-000001.tar]" in err
+
+
+def test_the_doctor_names_a_sample_that_rotted_and_repair_leaves_it_out(made, tmp_path):
+    path = Path(made.location(0))
+    flip(path, image_start(path, 4) + 200)
+    report = check(made)
+    assert report.bad == {"not the bytes that were indexed": 1} and report.good == 49
+    repaired = repair(made, tmp_path / "repaired")
+    original = contents_by_tarfile(made)
+    assert [image for _, image, _ in read_all(repaired)] == [image for _, image, _ in original[:4] + original[5:]]
+
+
+# ------------------------------------------------------------------------------------------- remote shards
+
+
+def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypatch):
+    content = Path(made.location(0)).read_bytes()
+    asked: list[int] = []
+
+    def read(url, start, stop, timeout_s):
+        asked.append(start)
+        return content[start:stop]
+
+    monkeypatch.setattr(cache_module, "read_range", read)
+    cfg = CacheConfig(str(tmp_path / "cache"))
+    remote = replace(made, directory="s3://b/set")
+    readers = [Reader(remote, cache=cfg), Reader(remote, cache=cfg)]
+    original = contents_by_tarfile(made)[:20]
+    assert readers[0].read(0, 3) == readers[1].read(0, 3) == original[3] and len(asked) == 1
+
+    copy = next((tmp_path / "cache").glob("*.tar"))
+    flip(copy, image_start(copy, 3) + 40)
+    # The second reader has the old copy open too; it takes the new one, and fetches nothing.
+    assert readers[0].read(0, 3) == original[3] and len(asked) == 2
+    assert readers[1].read(0, 3) == original[3] and len(asked) == 2
+
+    path_of = Cache.path
+
+    def rotting(self, url, shard):
+        fetched = path_of(self, url, shard)
+        flip(fetched, image_start(fetched, 5) + 40)
+        return fetched
+
+    monkeypatch.setattr(Cache, "path", rotting)
+    with pytest.raises(DataError, match=r"s3://b/set/train-000000.tar: sample .*\n.*\n  fetch it into the store again"):
+        Reader(remote, cache=cfg).read(0, 5)
+
+
+# ------------------------------------------------------------------------------------------- tables and index
+
+
+def test_fifty_flips_over_tables_and_index_are_refused_or_change_nothing(made, tmp_path):
+    files = sorted([*(tmp_path / "set").glob("*.npy"), *(tmp_path / "set").glob("*.json")])
+    assert len(files) == 4
+    original = contents_by_tarfile(made)
+    whole = vars(made)
+    draw = random.Random(1)
+    fates: Counter[str] = Counter()
+    for number in range(50):
+        path = files[number % len(files)]
+        position = draw.randrange(path.stat().st_size)
+        bit = draw.randrange(8)
+        flip(path, position, bit)
+        try:
+            index = load_index(tmp_path / "set")
+            is_same = read_all(index) == original and vars(index) == whole
+            fates["harmless" if is_same else "silent"] += 1
+        except DataError as error:
+            assert path.name in str(error) and "index" in str(error)
+            fates["refused"] += 1
+            if path.suffix == ".npy":
+                assert not check(load_index(tmp_path / "set")).ok
+        flip(path, position, bit)
+    assert fates["silent"] == 0 and fates["refused"] >= 40 and fates.total() == 50
+
+
+def test_a_table_of_another_set_is_refused_at_reading_and_by_data_check(made, tmp_path, capsys):
+    others = islice(digits(True, image_size=16), 100, 150)
+    pack(others, tmp_path / "other", shard_samples=20)
+    for path in (tmp_path / "other").glob("*.npy"):
+        path.rename(tmp_path / "set" / path.name)
+    with pytest.raises(DataError, match=r"train-000000.npy: no table of shard 0.*\n.*\n  type: python -m jobs index /"):
+        Reader(made).read(0, 0)
+    assert main(["data", "check", str(tmp_path / "set")]) == 65
+    assert "train-000000.npy: no table of shard 0: its sha256" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------- schema 1
+
+
+def test_an_index_of_schema_1_works_says_what_it_lacks_and_is_made_anew_by_what_it_types(made, tmp_path, capsys):
+    as_schema_1(tmp_path / "set")
+    old = load_index(tmp_path / "set")
+    assert (old.digest, old.sees_rot, made.sees_rot) == (made.digest, False, True)
+    assert read_all(old) == contents_by_tarfile(made) and check(old).ok
+
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", steps=2))
+    assert main(["run", str(recipe)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(NO_SCHEMA_2) == 3, "once of training, once of each set of the few-shot stage"
+    command = said.partition(NO_SCHEMA_2)[2].partition("type: ")[2].splitlines()[0]
+    assert main(shlex.split(command)[3:]) == 0
+    new = load_index(tmp_path / "set")
+    assert new == made and new.sees_rot
+    capsys.readouterr()
+    assert main(["run", str(recipe)]) == 0
+    assert "pretrain: skipped, finished with the same config and inputs" in capsys.readouterr().out
+    assert main(["run", str(recipe), "pretrain.seed=7"]) == 0
+    assert NO_SCHEMA_2 not in capsys.readouterr().out
+
+
+def test_the_doctor_finds_a_stale_table_of_schema_1_too(made, tmp_path):
+    as_schema_1(tmp_path / "set")
+    first, second = (tmp_path / "set" / f"train-00000{number}.npy" for number in (0, 1))
+    table = np.load(first)
+    table["label"] = np.roll(table["label"], 1)
+    np.save(first, table)
+    second.write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': '<u4(\n")  # numpy's own reader ends with TokenError
+    index = load_index(tmp_path / "set")
+    problems = [shard.problem for shard in check(index).shards]
+    assert "its table is not of this tar" in problems[0] and "no table of shard 0" in problems[1] and not problems[2]
+    with pytest.raises(DataError, match=r"train-000001.npy: no table of shard 1"):
+        Reader(index).read(1, 0)
