@@ -67,6 +67,13 @@ class Health:
             stretch = self.stretch_with(step)
         return step
 
+    def samples_seen(self, step: int) -> int:
+        """Return how many samples were trained on up to this step; those of left-out steps were not."""
+        left_out_steps = 0
+        for stretch in self.left_out:
+            left_out_steps += len(range(stretch.start, min(stretch.stop, step)))
+        return (step - left_out_steps) * self.cfg.batch_size
+
     def stretch_with(self, step: int) -> range | None:
         """Return the stretch of left-out steps that holds this one."""
         for stretch in self.left_out:
