@@ -42,6 +42,7 @@ from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
+STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
@@ -69,8 +70,8 @@ class Job:
 
     @property
     def stop_file(self) -> Path:
-        """Return the file that appears when the driver wants the worker group to commit and end."""
-        return self.attempt_folder / "stop"
+        """Return the file by which the driver asks the worker group to stop."""
+        return self.attempt_folder / STOP_FILE
 
     def set_paths(self) -> set[str]:
         """Return the paths of every set that the stage reads."""

@@ -22,7 +22,7 @@ from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import check_room
-from pipeline.start import Job
+from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
 
@@ -104,12 +104,14 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         probe_test=context.resolve(cfg.probe.test),
         claimed=time.time(),
     )
+    # Workers live in other folders than the driver, to which a path in a recipe is relative.
+    cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     handover.write_record(context.directory / "task.json", task)
     return task
 
 
 def touch_stop_file(attempt_folder: Path) -> None:
-    """Ask the workers of an attempt to commit and end; rank 0 looks for this file (pipeline.start.Job.stop_file)."""
+    """Ask the workers of an attempt to commit and end; rank 0 looks for this file."""
     # A file reaches the workers of every node, because all nodes share the run directory.
-    (attempt_folder / "stop").touch()
+    (attempt_folder / STOP_FILE).touch()
