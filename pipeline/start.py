@@ -130,9 +130,17 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     rank = dist.get_rank()
     world = dist.get_world_size()
 
-    phases.enter("build", 0)
     directory = Path(job.directory)
+    checkpoints = directory / "checkpoints"
     telemetry = Telemetry(directory, rank, job.attempt)
+    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
+    with phases.led("restore", 0, rank == 0):
+        chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
+    if chosen is not None:
+        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
+        check_stage(cfg, job, chosen.manifest, checkpoints)
+
+    phases.enter("build", 0)
     sets = {path: load_index(path) for path in job.set_paths()}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
@@ -141,12 +149,14 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     model_config: ModelConfig = models.from_dict(job.model)
     labelled = [path for path in (*job.train, job.evaluate) if path is not None]
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
-    model = build_model(cfg, job, model_config, telemetry).to(device)
+    # Weights that a checkpoint replaces are not read: they may have gone.
+    init = job.init if chosen is None else None
+    model = build_model(cfg, init, model_config, telemetry).to(device)
 
     phases.enter("engine", 0)
     engine = build_engine(cfg, model, arithmetic.accumulation)
     saver = Saver(
-        directory / "checkpoints",
+        checkpoints,
         Path(job.run),
         telemetry,
         keep=cfg.keep,
@@ -176,14 +186,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         health=Health(cfg, directory, saver.folder, telemetry),
     )
 
-    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
-    with phases.led("restore", 0, rank == 0):
-        manifest = checkpoint.restore(engine, saver.folder, job.attempt, telemetry.say)
-    if manifest is None:
+    if chosen is None:
+        manifest = None
         progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
     else:
-        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
-        check_stage(cfg, job, manifest, saver.folder)
+        manifest = chosen.manifest
+        phases.enter("load", 0)
+        checkpoint.load(engine, chosen)
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
         # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
@@ -194,13 +203,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     return worker, progress
 
 
-def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
+def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
     """Return the network with random weights from the seed or those of `init`, recomputed and compiled as asked."""
     # Every worker draws the same weights from the same seed; with a generator of its own the draw does not depend on
     # what was drawn before.
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
-    if job.init:
-        stored_weights, stored_config = models.load_weights(job.init)
+    if init is not None:
+        stored_weights, stored_config = models.load_weights(init)
         weights, report = models.transfer(stored_weights, stored_config, model_config, new_head=cfg.new_head)
         model.load_state_dict(weights, strict=False)  # transfer has accounted for every parameter
         telemetry.report(

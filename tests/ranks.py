@@ -202,7 +202,9 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
         saver.finish()
     else:
-        found = checkpoint.restore(engine, folder, 2, print)
+        found = checkpoint.choose_together(folder, 2, print)
+        assert found is not None
+        checkpoint.load(engine, found)
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()
