@@ -297,6 +297,8 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
         # A rename is durable only once the folder that holds the name is flushed.
         sync(folder)
     except OSError as error:
+        # Said before the room is free again that the save has taken.
+        failure = refusal(error)
         shutil.rmtree(temporary, ignore_errors=True)
-        return Decision(None, refusal(error))
+        return Decision(None, failure)
     return Decision(manifest)
