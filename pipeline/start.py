@@ -35,11 +35,12 @@ from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks,
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
+from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
 STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
@@ -279,7 +280,10 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
     precision: str = cfg.precision
     if precision == "bf16":
-        precision = f"bf16, gradients summed in {worker.engine.sums_in}"
+        precision = "bf16, gradients summed in fp32"
+        # The user's own DeepSpeed file may ask for it.
+        if worker.engine.sums_in == "bf16":
+            precision += " over micro-batches, in bf16 over workers"
     worker.telemetry.say(
         f"attempt {attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation "

@@ -29,9 +29,10 @@ from pipeline import objectives, reports, start, train
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.saver import Saver, WrittenFile
-from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
+from pipeline.engine import Engine, Fragment, deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}

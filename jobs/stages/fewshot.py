@@ -99,7 +99,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from pipeline.engine import join_group
+    from pipeline.process_group import join_group
 
     cfg = config.build(Config, task["config"], "config")
     phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)
