@@ -356,6 +356,8 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     for path, _weight in sets:
         index = index_of(campaign, path)
         if index is not None:
+            if index.samples == 0:
+                raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
             classes[path] = index.classes
             samples.append(index.samples)
     if cfg.data.evaluate is not None:

@@ -46,17 +46,24 @@ class Stopper:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
+        self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
         self.say = say
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember that somebody asked; raise KeyboardInterrupt at a second SIGINT."""
+        """Remember that somebody asked; raise Preempted where the driver itself works.
+
+        Raises KeyboardInterrupt at a second SIGINT.
+        """
         # A second SIGTERM asks for the same thing again; a second Ctrl-C is a person who does not want to wait.
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
+        name = signal.Signals(number).name
+        if not self.asked and self.works_here:
+            self.asked = True
+            raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
         if not self.asked:
-            name = signal.Signals(number).name
             self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
         self.asked = True
 
@@ -125,6 +132,8 @@ def run_campaign(
 
             rows = []
             for stage in stages:
+                # Before the stopper is asked, or a signal between the two would be heard after the stage.
+                stopper.works_here = stage.kind in WORKERLESS_KINDS
                 outcome = loaded.done(stage)
                 is_skipped = outcome is not None
                 if outcome is not None:
@@ -142,6 +151,7 @@ def run_campaign(
                         fresh=fresh,
                     )
                     follower.log = None
+                stopper.works_here = False
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
         for line in table(rows):

@@ -75,7 +75,9 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_path_and_bytes_and_status_te
     script = (
         "$run pretrain.steps=100000 & pid=$!\n"
         "until ls $disk/run/pretrain-*/checkpoints/step-* >/dev/null 2>&1; do sleep 0.1; done\n"
-        "cat /dev/zero > $disk/ballast 2>/dev/null; wait $pid; echo code $?; $status; rm $disk/ballast; $status\n"
+        # Filled up again and again: a commit that was under way deletes an older checkpoint, which makes room.
+        "while kill -0 $pid 2>/dev/null; do cat /dev/zero >> $disk/ballast 2>/dev/null; sleep 0.1; done\n"
+        "wait $pid; echo code $?; $status; rm $disk/ballast; $status\n"
     )
     said = on_a_disk(8 * 12 * parameters() // 1000 + 1000, script, tmp_path, shards)
     assert "code 74" in said, said

@@ -51,12 +51,13 @@ class Journal:
         # The records of another setting, with shards cut elsewhere say, are of no use here.
         is_ours = bool(lines) and lines[0] == self.header
         self.delete_temporaries()
-        # Written anew instead of appended to: its last line may be one that a kill cut, and the next would be glued
-        # to it.
-        write_whole(self.partial, self.header + "\n")
-        self.file = open(self.partial, "a")
         if is_ours:
             self.take_over(lines[1:])
+        # Written anew instead of appended to: its last line may be one that a kill cut, and the next would be glued
+        # to it. All records at once: a kill between two of them would lose the rest.
+        kept_lines = [self.header, *map(line_of, self.records.values())]
+        write_whole(self.partial, "".join(f"{line}\n" for line in kept_lines))
+        self.file = open(self.partial, "a")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,14 +77,15 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def take_over(self, lines: Iterable[str]) -> None:
-        """Add what an earlier run recorded."""
+        """Take what an earlier run recorded."""
         for line in lines:
             try:
                 row, class_counts, refused = json.loads(line)
             except ValueError:
                 return  # the line that the kill cut
             counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
-            self.add(Shard(*row), counts, refused)
+            shard = Shard(*row)
+            self.records[shard.name] = Record(shard, counts, refused)
 
     def has(self, shard: str, size: int) -> bool:
         """Whether a shard of this name and size in bytes is finished."""
@@ -91,9 +93,10 @@ class Journal:
 
     def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Mapping[str, int]) -> None:
         """Record a finished shard."""
-        self.records[shard.name] = Record(shard, class_counts, refused)
+        record = Record(shard, class_counts, refused)
+        self.records[shard.name] = record
         # Flushed line by line, so that a kill costs the shards at work and no finished one.
-        print(json.dumps([shard_row(shard), class_counts, refused]), file=self.file, flush=True)
+        print(line_of(record), file=self.file, flush=True)
 
     def keep(self, shards: Iterable[str]) -> None:
         """Forget shards that an earlier try wrote but this one does not have."""
@@ -131,3 +134,8 @@ class Journal:
         write_whole(self.path, json.dumps(content, indent=1))
         self.partial.unlink()
         return load_index(self.path)
+
+
+def line_of(record: Record) -> str:
+    """A record as the journal holds it."""
+    return json.dumps([shard_row(record.shard), record.class_counts, record.refused])
