@@ -302,6 +302,23 @@ def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
     assert made.samples == 6 and not list(tmp_path.glob(".tmp-*"))
 
 
+@pytest.mark.parametrize("calls", [8, 20], ids=["while samples are taken", "while a shard is written"])
+def test_whoever_watches_a_packing_ends_it_within_a_sample_and_the_next_goes_on(tmp_path, calls):
+    called = []
+
+    def give_up() -> None:
+        called.append(len(called))
+        if len(called) == calls:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        pack(samples(12), tmp_path / "made", name="set", shard_samples=12, on_sample=give_up)
+    assert len(called) == calls and not list((tmp_path / "made").glob("*.tar"))
+    made = pack(samples(12), tmp_path / "made", name="set", shard_samples=12)
+    assert made.digest == pack(samples(12), tmp_path / "undisturbed", name="set", shard_samples=12).digest
+    assert not list((tmp_path / "made").glob(".tmp-*"))
+
+
 def test_packing_anew_with_fewer_shards_leaves_none_of_the_old(tmp_path):
     pack(samples(10), tmp_path, shard_samples=2)
     pack(samples(10), tmp_path, shard_samples=5)

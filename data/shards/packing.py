@@ -48,13 +48,15 @@ def pack(
     restarts: bool = False,
     workers: int = 1,
     report: Callable[[int, int], None] | None = None,
+    on_sample: Callable[[], None] | None = None,
 ) -> Index:
     """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
 
     `restarts` adds restart markers to JPEGs (see `data.images.jpeg`): the same pixels, cropped faster. `report` is
-    told the shards and samples finished so far. Safe to kill and run again with the same samples: finished
-    shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes`, a repeated key
-    in a shard, or no samples.
+    told the shards and samples finished so far. `on_sample` is called before each sample is taken, and before each is
+    written, by the threads that write; what it raises ends the packing at once. Safe to kill and run again with the
+    same samples: finished shards are kept, and those of another set of this name go. Raises DataError on a label
+    ≥ `classes`, a repeated key in a shard, or no samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
@@ -70,10 +72,10 @@ def pack(
         running: deque[Future[Record]] = deque()
         shard_names: list[str] = []
         finished_samples = 0
-        for group in cut(samples, shard_samples, shard_bytes):
+        for group in cut(called_before(samples, on_sample), shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
             if not is_done(journal, path, group, restarts):
-                running.append(pool.submit(write_shard, path, group, classes, restarts))
+                running.append(pool.submit(write_shard, path, group, classes, restarts, on_sample))
             shard_names.append(path.name)
             finished_samples += len(group)
             # At most one group a thread is in memory, and the journal gets its lines in the order of the shards.
@@ -103,6 +105,14 @@ def replace_set(journal: Journal, directory: Path) -> Index:
             (directory / shard.name).unlink(missing_ok=True)
             (directory / table_name(shard.name)).unlink(missing_ok=True)
     return index
+
+
+def called_before(samples: Iterable[Sample], on_sample: Callable[[], None] | None) -> Iterator[Sample]:
+    """Iterate the samples, and call `on_sample`, where there is one, before each."""
+    for sample in samples:
+        if on_sample is not None:
+            on_sample()
+        yield sample
 
 
 def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
@@ -163,7 +173,13 @@ def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, rest
 # -------------------------------------------------------------------------------------------- one shard
 
 
-def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restarts: bool) -> Record:
+def write_shard(
+    path: Path,
+    group: Sequence[Sample],
+    classes: int | None,
+    restarts: bool,
+    on_sample: Callable[[], None] | None = None,
+) -> Record:
     """Write one tar and its table; owner, times and modes are fixed. Raises DataError as `check_samples` does."""
     # Importing it takes a second, and only writing needs it.
     from webdataset import TarWriter
@@ -172,13 +188,13 @@ def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restar
     with whole_file(path) as temporary, open(temporary, "wb") as new_tar:
         # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when.
         # PAX, because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
-        writer = TarWriter(new_tar, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT")
-        for sample in group:
-            image = sample.read()
-            if restarts and image.startswith(JPEG_START):
-                image = add_restarts(image)
-            writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
-        writer.close()
+        tar_options = {"mtime": 0, "user": "patchline", "group": "patchline", "format": "PAX_FORMAT"}
+        with TarWriter(new_tar, encoder=False, **tar_options) as writer:
+            for sample in called_before(group, on_sample):
+                image = sample.read()
+                if restarts and image.startswith(JPEG_START):
+                    image = add_restarts(image)
+                writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
