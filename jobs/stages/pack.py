@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from data.checks import at_least, check_name
-from data.errors import DataError
+from data.errors import DataError, Preempted
 from data.shards.index import load_index
 from data.shards.packing import pack
 from data.shards.sources import (
@@ -23,6 +23,7 @@ from data.shards.sources import (
 )
 from jobs.context import Context
 from jobs.progress import Progress
+from jobs.supervisor import GO_ON
 from pipeline.config import Tags, require, tags
 
 
@@ -97,6 +98,24 @@ CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
 IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
+def missing_sources(stage: str, cfg: Config) -> list[str]:
+    """Return a message for every path of the stage's sources at which there is nothing."""
+    messages = []
+    for name, set_config in cfg.sets.items():
+        for key, path in paths_of(set_config).items():
+            if not Path(path).exists():
+                messages.append(f"{stage}.sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
+    return messages
+
+
+def paths_of(cfg: SetConfig) -> dict[str, str]:
+    """Return the fields that name a file or folder of a source, where they are set."""
+    if cfg.source == "digits":
+        return {}
+    paths = {"path": cfg.path, "root": cfg.root, "wnids": cfg.wnids, "real": cfg.real}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
 def samples_of(cfg: SetConfig) -> Iterator[Sample]:
     """Return the source's samples, read one by one. Raises DataError where there is nothing at its path."""
     if cfg.source == "digits":
@@ -104,8 +123,8 @@ def samples_of(cfg: SetConfig) -> Iterator[Sample]:
 
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
-    for path in (cfg.path, cfg.root, cfg.wnids, cfg.real):
-        if path is not None and not Path(path).exists():
+    for path in paths_of(cfg).values():
+        if not Path(path).exists():
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
     if cfg.source == "table":
         return path_table(cfg.path, cfg.root)
@@ -151,10 +170,16 @@ def expected_samples(cfg: SetConfig) -> int | None:
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
-    """Pack every set into a folder of its own; safe to kill and to run again."""
+    """Pack every set into a folder of its own; safe to kill and to run again. Raises Preempted at a stop."""
+
+    def end_if_asked() -> None:
+        if context.stopping():
+            raise Preempted(f"stopped in {context.name}: the shards that are whole stay; {GO_ON}")
+
     packed = {}
     samples_seen = 0
     for name, set_config in cfg.sets.items():
+        end_if_asked()
         progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
 
         # A default binds the progress of this set now; the name means another one in the next round.
@@ -172,6 +197,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             restarts=cfg.restarts,
             workers=cfg.workers,
             report=report,
+            on_sample=end_if_asked,
         )
         packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
         samples_seen += index.samples
