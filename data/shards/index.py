@@ -259,7 +259,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         directory = content["directory"]
         # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
         seal = content["seal"] if schema > 1 else content.get("seal", "")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(

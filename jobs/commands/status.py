@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
@@ -42,7 +43,14 @@ def status(run: Path) -> list[str]:
 
 
 def started_s(folder: Path) -> float:
-    return folder.stat().st_ctime
+    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
+    record_path = folder / "stage.json"
+    # A record that has changed is named where the stage's line is made.
+    with suppress(DataError):
+        started = handover.read_record(record_path).values.get("started")
+        if started is not None:
+            return started
+    return record_path.stat().st_mtime
 
 
 def ending(run: Path) -> str:
