@@ -42,6 +42,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_handover.py",
         "test_optimizer.py",
         "test_probe.py",
+        "test_reference_loop.py",
         "test_telemetry.py",
         "test_train.py",
         "test_twin.py",
