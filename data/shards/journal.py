@@ -5,8 +5,8 @@ How it is used, in order:
    temporary files of killed processes;
 2. `has` says which shards need no more work;
 3. `add` appends each shard as it is finished, one line of JSON:
-       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650}, {"member type .txt2": 3}]
-   its row in the index, its samples a class, and its members that were passed over, by reason;
+       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650}, {"member type .txt2": 3}, "e5f0…"]
+   its row in the index, its samples a class, its members that were passed over, by reason, and the sha256 of these;
 4. `finish` writes the index from all of them and deletes the journal.
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Journal:
         self.records: dict[str, Record] = {}  # shard name → record
 
     def __enter__(self) -> Journal:
-        lines = self.partial.read_text().splitlines() if self.partial.exists() else []
+        lines = self.partial.read_text(errors="replace").splitlines() if self.partial.exists() else []
         # The records of another setting, with shards cut elsewhere say, are of no use here.
         is_ours = bool(lines) and lines[0] == self.header
         self.delete_temporaries()
@@ -80,9 +81,12 @@ class Journal:
         """Take what an earlier run recorded."""
         for line in lines:
             try:
-                row, class_counts, refused = json.loads(line)
-            except ValueError:
+                row, class_counts, refused, digest = json.loads(line)
+            except (ValueError, TypeError):
                 return  # the line that the kill cut
+            # The index would be sealed with what a changed bit says; a shard without a line is made once more.
+            if digest != digest_of_content([row, class_counts, refused]):
+                return
             counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
             shard = Shard(*row)
             self.records[shard.name] = Record(shard, counts, refused)
@@ -137,5 +141,12 @@ class Journal:
 
 
 def line_of(record: Record) -> str:
-    """A record as the journal holds it."""
-    return json.dumps([shard_row(record.shard), record.class_counts, record.refused])
+    """A record as the journal holds it, with its digest."""
+    content = [shard_row(record.shard), dict(record.class_counts), dict(record.refused)]
+    return json.dumps([*content, digest_of_content(content)])
+
+
+def digest_of_content(content: Sequence[object]) -> str:
+    """The sha256 of a line of the journal but for its digest."""
+    # Through JSON once more: its keys are text, and the class ids of a line that is being written are not yet.
+    return sha256(json.dumps(json.loads(json.dumps(content))).encode()).hexdigest()

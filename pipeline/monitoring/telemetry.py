@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from data.checks import printable_lines
+from data.errors import DataError
 from data.files import sync
 
 if TYPE_CHECKING:  # the driver reads metrics without loading torch
@@ -320,6 +321,21 @@ def with_nan(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+class MetricsRecord(dict[str, Any]):
+    """A line of metrics.jsonl; to ask for a value that it lacks raises DataError, which names the file."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        super().__init__(values)
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise DataError(
+            f"{self.path} has changed: a record has no {name!r}: {str(dict(self))[:80]}\n"
+            "  expected the lines as the run wrote them\n"
+            "  bring the file back from a copy, or delete that line: no result is made of it"
+        )
+
+
 def read_metrics(directory: Path, kind: str | None = "train", tail: int | None = None) -> list[Record]:
     """Return the records of a kind (None: of all) in the order written, of the last `tail` bytes or of all.
 
@@ -341,6 +357,7 @@ def read_metrics(directory: Path, kind: str | None = "train", tail: int | None =
         # Part of a torn line may be valid JSON by chance: a number, say.
         if not isinstance(record, dict):
             continue
+        record = MetricsRecord(record, path)
         if kind is None or record["kind"] == kind:
             records.append(record)
     return records
