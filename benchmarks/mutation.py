@@ -349,10 +349,9 @@ def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) ->
             reaching[test] = measured["seconds"]
         elif lines:
             touching[test] = measured["seconds"]
-    chosen = sorted(reaching, key=lambda test: reaching[test])
     # A line that runs when its module is imported is reached by whoever comes first, and matters to all.
-    if not is_in_a_function(mutant):
-        chosen += sorted(touching, key=lambda test: touching[test])
+    seconds_of = reaching if is_in_a_function(mutant) else reaching | touching
+    chosen = sorted(seconds_of, key=lambda test: seconds_of[test])
     for test in WORKER_TESTS.get(mutant.path, ()):
         chosen += [name for name in tests if name.startswith(test) and name not in chosen]
     kept = []
