@@ -467,6 +467,13 @@ def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
         remote.read_range(f"https://{host}/x", 0, 10, 1.0)
 
 
+def test_of_several_public_addresses_the_one_that_the_resolver_prefers_is_taken(monkeypatch):
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 443)) for ip in ("1.1.1.1", "8.8.8.8")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    monkeypatch.setattr(socket, "create_connection", lambda address, *_: address)
+    assert remote.connect_public(("host", 443), 1.0) == ("1.1.1.1", 443)
+
+
 def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refused(local, tmp_path, monkeypatch):
     files = {f"/{shard.name}": Path(local.location(n)).read_bytes() for n, shard in enumerate(local.shards)}
 

@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 import torch
 
+import models
 from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import checkpoint, saver
+from pipeline.checkpoints import checkpoint, room, saver
 from pipeline.checkpoints.checkpoint import Reader, choose, committed, prune, read_manifest, verify
+from pipeline.optimization.optimizer import OptimConfig
+from pipeline.training_config import TrainConfig
 from tests import drives
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
@@ -389,3 +392,28 @@ def test_a_manifest_says_everything_and_only_the_truth(group) -> None:
     manifest = read_manifest(committed(group.folder)[0])
     assert asdict(manifest) == {**asdict(drives.manifest(20, 1, 2)), "files": manifest.files}
     assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "polyak", "copies", "keep", "checkpoints"),
+    [("adam", 0.0, 3, 3, 4), ("adam", 0.9, 4, 3, 4), ("sgd", 0.0, 2, 3, 4), ("adam", 0.0, 3, 2, 3)],
+)
+def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights(
+    name, polyak, copies, keep, checkpoints, tmp_path, monkeypatch
+) -> None:
+    model = models.config_of("mu/8", 16, 10)
+    parameters = sum(parameter.numel() for parameter in models.build("mu/8", 16, 10).parameters())
+    cfg = TrainConfig(steps=1000, save_every=10, keep=keep, polyak=polyak, optim=OptimConfig(name=name))
+    needed = checkpoints * (copies * 4 * parameters + room.HEADER_BYTES) + 4 * parameters  # fp32: four bytes a number
+    monkeypatch.setattr(room, "free_bytes", lambda folder: needed)
+    room.check_room(cfg, model, tmp_path)
+    monkeypatch.setattr(room, "free_bytes", lambda folder: needed - 1)
+    with pytest.raises(CheckpointError, match=f"{checkpoints} checkpoints of"):
+        room.check_room(cfg, model, tmp_path)
+
+
+def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
+    (tmp_path / "rank-00000.safetensors").write_bytes(bytes(60_000))
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 40_000)
+    assert room.shortage(tmp_path, 100_000) == ""
+    assert "(100.1 kB needed, 40.0 kB free)" in room.shortage(tmp_path, 100_100)

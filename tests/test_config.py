@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from omegaconf import OmegaConf
 
 import models
 from data.errors import ConfigError
@@ -167,6 +168,12 @@ def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: P
 def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATCHLINE_SECRET", "hunter2")
     assert "hunter2" not in config.to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
+
+
+def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
+    assert config.plain_yaml(OmegaConf.create({"a": 1, "b": "${a}"})) == {"a": 1, "b": 1}
+    with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found$"):
+        config.plain_yaml(OmegaConf.create({"b": "${missing}"}))
 
 
 def test_a_batch_that_does_not_fit_names_the_nearest_that_do():

@@ -1,5 +1,6 @@
 """A ds_config.json of the user's own: what may stand there, and that the rest stops plan and run before they start."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,19 @@ def test_deepspeed_still_has_every_key_that_may_be_set():
     for name, field in DeepSpeedZeroConfig.model_fields.items():
         names.add(field.alias or name)
     assert set(TUNING) <= names
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "stages"),
+    [("contiguous_gradients", True, [1, 2, 3]), ("allgather_bucket_size", 9, [1, 2]), ("sub_group_size", 9, [3])],
+)
+def test_a_key_is_taken_at_the_stages_that_read_it(key: str, value: object, stages: list[int], tmp_path: Path):
+    taken = []
+    for zero in (0, 1, 2, 3):
+        with contextlib.suppress(ConfigError):
+            settings_with(json.dumps({"zero_optimization": {key: value}}), tmp_path, zero=zero)
+            taken.append(zero)
+    assert taken == stages
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])

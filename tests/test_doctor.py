@@ -4,6 +4,7 @@ import io
 import struct
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import cv2
@@ -13,10 +14,13 @@ import pytest
 from data.images import jpeg
 from data.loader import TrainLoader
 from data.order import Order
+from data.shards import page
 from data.shards.doctor import check, repair
+from data.shards.index import Shard
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.page import write_page
+from data.shards.report import advice
 from data.shards.sources import Sample, digits
 
 GOOD = list(islice(digits(True), 60))
@@ -124,3 +128,38 @@ def test_the_page_needs_nothing_else(sick, tmp_path):
     assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst first"
     assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
     assert "http://" not in text and "https://" not in text
+
+
+def test_the_charts_are_of_the_classes_and_of_each_measure(tmp_path, monkeypatch):
+    report = check(pack(GOOD[:20], tmp_path / "set", classes=10))
+    figures = []
+    monkeypatch.setattr(page.Figure, "savefig", lambda figure, file, **_: figures.append(figure))
+    write_page(report, tmp_path / "page.html")
+    classes, *measures = figures[0].axes
+    (area,) = classes.collections
+    assert area.get_paths()[0].vertices[:, 1].max() == max(Counter(s.labels[0] for s in GOOD[:20]).values())
+    names = [axis.get_title().partition(" of an image, median ")[0] for axis in measures]
+    assert names == ["shorter side", "width / height", "kB"]
+    assert all(sum(bar.get_height() for bar in axis.patches) >= 20 for axis in measures)
+
+
+@pytest.mark.parametrize(
+    ("shards", "mebibytes", "said"),
+    [(17, 31, "31 MiB are small"), (17, 32, ""), (16, 1, ""), (1, 4096, ""), (1, 4097, "over 4 GiB")],
+)
+def test_many_small_shards_and_huge_ones_are_advised_against(shards, mebibytes, said, tmp_path):
+    shard = Shard("x.tar", samples=1, bytes=mebibytes << 20, sha256="")
+    lines = advice(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards))
+    assert said in "".join(lines) and len(lines) == bool(said)
+
+
+def test_a_key_that_comes_again_in_a_tar_of_others_names_one_sample_after_repair(tmp_path):
+    folder = tmp_path / "twice"
+    folder.mkdir()
+    write_tar(folder / "s.tar", [*sample(0), *sample(1), *((f"k0.{name[-3:]}", body) for name, body in sample(2))])
+    index = build_index(folder, output=tmp_path / "index", classes=10)
+    repair(index, tmp_path / "well")
+    with tarfile.open(next((tmp_path / "well").glob("*.tar"))) as tar:
+        images = {name: tar.extractfile(name).read() for name in tar.getnames() if name.endswith(GOOD[0].extension)}
+    assert list(images) == ["s/k0.jpg", "s/k1.jpg", "s/k0-2.jpg"]
+    assert list(images.values()) == [GOOD[number].image for number in (0, 1, 2)]

@@ -122,6 +122,7 @@ def test_mixup_blends_with_the_neighbour_by_the_larger_share():
     share = labels.max().item()
     assert share >= 0.5 and torch.allclose(labels.sum(1), torch.ones(4))
     assert torch.allclose(mixed.flatten(1), share * torch.eye(4) + (1 - share) * torch.eye(4).roll(1, 0))
+    assert torch.equal(labels, mixed.flatten(1)), "a target has other neighbours than its image"
     assert torch.equal(labels, mixup(images, targets, 0.2, (0, 5))[1])
 
 

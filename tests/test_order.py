@@ -199,3 +199,9 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
 def test_a_set_too_light_for_the_batch_is_refused():
     with pytest.raises(ValueError, match="leave a set without a sample"):
         Mixture([5, 5], groups=[1, 1], weights=[100, 1], seed=0, batch_size=8)
+
+
+@pytest.mark.parametrize(("groups", "weights"), [([1], [1]), ([1, 1], [1]), ([1, 1], [1, 0])])
+def test_groups_that_leave_out_a_shard_or_a_weight_are_refused(groups, weights):
+    with pytest.raises(ValueError, match="must cover 2 shards, with a weight > 0 each"):
+        Mixture([5, 5], groups=groups, weights=weights, seed=0, batch_size=8)

@@ -20,7 +20,8 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images import jpeg
 from data.images.decode import decode
-from data.shards.index import load_index
+from data.shards import reader
+from data.shards.index import load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
@@ -88,6 +89,45 @@ def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, 
         patched.setattr("data.shards.journal.write_whole", killed)
         pack(wrong, tmp_path, shard_samples=5, classes=5)
     assert partial.read_text() == before
+
+
+def test_a_packing_whose_journal_lost_half_a_line_goes_on_too(tmp_path):
+    pack(samples(25), tmp_path / "whole", shard_samples=5)
+    with pytest.raises(DataError, match="labels"):
+        pack([*samples(15), Sample("last", picture(0), (1_000,))], tmp_path / "killed", shard_samples=5, classes=5)
+    journal = tmp_path / "killed" / "train.index.json.partial"
+    journal.write_bytes(journal.read_bytes()[:-20])
+    pack(samples(25), tmp_path / "killed", shard_samples=5, classes=5)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_shard_that_is_left_out_may_be_missing(tmp_path):
+    made = pack(samples(10), tmp_path, shard_samples=5)
+    (tmp_path / "train-000001.tar").unlink()
+    check_sizes(without([made], ["train-000001.tar"]))
+
+
+def test_an_oversize_image_is_read_one_byte_past_what_the_decoder_takes(tmp_path, monkeypatch):
+    made = pack(samples(1), tmp_path)
+    monkeypatch.setattr(reader, "MAX_BYTES", 20)
+    assert Reader(made).read(0, 0)[1] == picture(0)[:21]
+
+
+def test_a_set_without_samples_has_no_classes(tmp_path):
+    (tmp_path / "set.tar").write_bytes(tar_of({"notes.txt": b"1"}))
+    assert build_index(tmp_path).class_counts == ()
+
+
+def test_an_own_index_hides_no_other_whose_table_would_go(tmp_path, monkeypatch):
+    for folder, name in (("own", "own"), ("other", "train"), ("new", "train")):
+        pack(samples(2), tmp_path / folder, name=name)
+    place = tmp_path / "index"
+    build_index(tmp_path / "own", output=place, name="a")
+    build_index(tmp_path / "other", output=place, name="b")
+    glob = Path.glob  # a file system lists in any order; here the index to be replaced comes first
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern)))
+    with pytest.raises(DataError, match=r"has a train-000000\.tar of .*its table would go"):
+        build_index(tmp_path / "new", output=place, name="a")
 
 
 def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):

@@ -8,13 +8,23 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.errors import UsageError, exit_code
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
 from jobs.follow import Follower
 from jobs.session import table, write_status
-from pipeline.monitoring.telemetry import Telemetry, Window, amount, duration, last_metrics, log_line, read_metrics
+from pipeline.monitoring.telemetry import (
+    Telemetry,
+    Window,
+    amount,
+    duration,
+    last_metrics,
+    log_line,
+    memory_gb,
+    read_metrics,
+)
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
 REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}
@@ -33,7 +43,18 @@ def test_durations_are_short(seconds, text):
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(12.34, "12.3"), (384, "384"), (41_234, "41.2k"), (4.2e9, "4.2G")])
+def test_memory_is_the_most_that_was_ever_held(monkeypatch):
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert memory_gb() == pytest.approx(int(status["VmHWM"].removesuffix("kB")) / 2**20, rel=0.02)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    assert memory_gb() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12.34, "12.3"), (384, "384"), (384.25, "384"), (41_234, "41.2k"), (4.2e9, "4.2G")],
+)
 def test_amounts_are_short(value, text):
     assert amount(value) == text
 

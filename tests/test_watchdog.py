@@ -112,6 +112,15 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
     assert watch.look(awake) is None and watch.place(2) == "evaluate after step 40, shard test-000001.tar"
 
 
+def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopped(group, watch, clock) -> None:
+    group[0].enter("join", 0)
+    watch.look(awake)
+    clock.now = 11
+    assert watch.look(awake) == Verdict(1, "does not start, 11s without a sign of life")
+    clock.now = 22
+    assert watch.look(lambda rank: rank == 2).rank == 2
+
+
 def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, clock) -> None:
     for _ in range(SLOW_LOOKS):
         put(group, "reduce", "reduce", "reduce")

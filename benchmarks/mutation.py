@@ -1,0 +1,441 @@
+"""Would a test notice? Draws small faults ("mutants") of our code at random and runs the tests against each.
+
+    pip install --target EXTRA --no-deps cosmic-ray parso stevedore attrs coverage
+    PYTHONPATH=EXTRA python -m benchmarks.mutation draw --out FOLDER      # mutants.json, from the seed
+    PYTHONPATH=EXTRA python -m benchmarks.mutation measure --out FOLDER   # tests.json: seconds and lines of every test
+    PYTHONPATH=EXTRA python -m benchmarks.mutation run --out FOLDER       # results.json; goes on where it stopped
+
+cosmic-ray makes the mutants. A place in the code is drawn first and then one of its mutants, else the eleven ways to
+replace one `-` would outweigh all else; annotations and mutants that are the same program are left out.
+A mutant stands in a copy of the repository, so that the workers a test starts read it too. The tests that reach its
+line run against it, the quickest first, until one fails. Lines that only workers reach are known to no test:
+`WORKER_TESTS` names who runs them. The results of 2026-11-22 are in docs/tests.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCOPE = ("data/order.py", "data/shards/*.py", "pipeline/**/*.py")
+SEED = 11
+MUTANTS = 250
+LEAST_OF_A_MODULE = 4
+TEST_TIMEOUT_S = 120
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.utils.tensorboard", "deepspeed", "ray", "pandas", "pyarrow.parquet", "cv2"),
+    *("webdataset", "omegaconf", "fsspec", "rich", "typer", "hypothesis", "sklearn.datasets", "matplotlib.pyplot"),
+    *("PIL.Image", "safetensors.torch", "jinja2", "xxhash"),
+)
+
+# Which tests run which modules in processes of their own, where coverage does not see them; the beginnings of names.
+RUNS = "tests/test_checkpoint_runs.py::test_"
+SHORT = ("tests/test_short_ways.py", "tests/test_train.py")
+STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails", f"{RUNS}a_stage_does_not_end")
+SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
+GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
+CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
+WORKER_TESTS: dict[str, tuple[str, ...]] = {
+    "pipeline/engine.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/exact.py": ("tests/test_exact.py",),
+    "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
+    "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT),
+    "pipeline/reports.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, "tests/test_twin.py"),
+    "pipeline/health.py": (*GOES_BACK, *SHORT),
+    "pipeline/objectives.py": (*SHORT, "tests/test_twin.py"),
+    "pipeline/checkpoints/checkpoint.py": GOES_BACK,
+    "pipeline/checkpoints/saver.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
+    "pipeline/checkpoints/room.py": ("tests/test_full_disk.py",),
+    "pipeline/evaluation/evaluate.py": (*STOPS, *SHORT, *CAMPAIGN),
+    "pipeline/evaluation/probe.py": CAMPAIGN,
+    "pipeline/handover.py": ("tests/test_handover.py",),
+    "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
+    "pipeline/monitoring/telemetry.py": (*SHORT, f"{RUNS}a_commit_implies", f"{RUNS}a_log_that", *CAMPAIGN),
+    "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
+    "pipeline/optimization/losses.py": (*SHORT, "tests/test_twin.py"),
+    "pipeline/optimization/optimizer.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    number: int
+    path: str
+    line: int
+    operator: str
+    occurrence: int
+    before: str  # the line as it is
+    after: str  # the lines that take its place
+
+
+# drawing
+
+
+def annotation_places(tree: ast.AST) -> set[tuple[int, int]]:
+    """(line, column) of every node that stands in a type annotation, which nothing computes."""
+    places = set()
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            annotation = getattr(node, name, None)
+            if annotation is None:
+                continue
+            for line in range(annotation.lineno, annotation.end_lineno + 1):
+                first = annotation.col_offset if line == annotation.lineno else 0
+                last = annotation.end_col_offset if line == annotation.end_lineno else 200
+                places |= {(line, column) for column in range(first, last)}
+    return places
+
+
+def mutants_of(path: str) -> dict[tuple[Any, str], list[Mutant]]:
+    """All mutants of a file by the place and the kind of change, each with its number still 0."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.operators.provider import OperatorProvider
+
+    source = (ROOT / path).read_text()
+    tree = ast.parse(source)
+    unread = annotation_places(tree)
+    by_place: dict[tuple[Any, str], list[Mutant]] = {}
+    nodes = list(ast_nodes(get_ast(source)))
+    provider = OperatorProvider()
+    for name in provider:
+        if provider[name].arguments():  # the two that replace variables by guesses
+            continue
+        operator = provider[name]()
+        occurrence = -1
+        for node in nodes:
+            for start, end in operator.mutation_positions(node):
+                occurrence += 1
+                if start in unread:
+                    continue
+                kind = name.split("_")[0]
+                by_place.setdefault(((start, end), kind), []).append(
+                    Mutant(0, path, start[0], name, occurrence, source.splitlines()[start[0] - 1].strip(), "")
+                )
+    return by_place
+
+
+def mutated(mutant: Mutant) -> str | None:
+    """The file's text with the mutant in it; None where that is no program, or the same one."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.operators.provider import OperatorProvider
+
+    source = (ROOT / mutant.path).read_text()
+    try:
+        text = mutate_code(source, OperatorProvider()[mutant.operator](), mutant.occurrence)
+        if text is None:
+            return None
+        tree = ast.parse(text)
+    except (AttributeError, SyntaxError):  # cosmic-ray 8.7 cannot replace `except package.Error`
+        return None
+    return None if ast.dump(tree) == ast.dump(ast.parse(source)) else text
+
+
+def changed_lines(source: str, text: str) -> str:
+    old = source.splitlines()
+    new = text.splitlines()
+    while old and new and old[0] == new[0]:
+        del old[0], new[0]
+    while old and new and old[-1] == new[-1]:
+        del old[-1], new[-1]
+    return " / ".join(line.strip() for line in new)
+
+
+def draw(folder: Path, seed: int) -> None:
+    paths = sorted({str(path.relative_to(ROOT)) for pattern in SCOPE for path in ROOT.glob(pattern)})
+    places = {path: mutants_of(path) for path in paths}
+    (folder / "texts").mkdir(exist_ok=True)
+    total = sum(len(of_path) for of_path in places.values())
+    drawn: list[dict[str, Any]] = []
+    for path in paths:
+        if not places[path]:
+            continue
+        generator = random.Random(f"{seed} {path}")
+        share = max(LEAST_OF_A_MODULE, round(MUTANTS * len(places[path]) / total))
+        order = sorted(places[path], key=str)
+        generator.shuffle(order)
+        made = 0
+        for place in order:
+            if made == share:
+                break
+            mutant = generator.choice(places[path][place])
+            text = mutated(mutant)
+            if text is None:
+                continue
+            made += 1
+            (folder / "texts" / f"{len(drawn)}.py").write_text(text)
+            after = changed_lines((ROOT / path).read_text(), text)
+            drawn.append(vars(mutant) | {"number": len(drawn), "after": after})
+        count = sum(len(mutants) for mutants in places[path].values())
+        print(f"{path:45} {count:5} mutants  {len(places[path]):5} places  {made:3} drawn")
+    print(f"{total} places, {len(drawn)} drawn")
+    (folder / "mutants.json").write_text(json.dumps(drawn, indent=1))
+
+
+# running tests in a fork of this process, which has imported what takes long
+
+
+class Measuring:
+    """A plugin of pytest: the seconds of every test, and which lines of the scope it reached in this process."""
+
+    def __init__(self, copy: Path) -> None:
+        import coverage
+
+        self.coverage = coverage.Coverage(data_file=None, include=[f"{copy}/data/*", f"{copy}/pipeline/*"])
+        self.copy = copy
+        self.seconds: dict[str, float] = {}
+        self.not_passed: set[str] = set()
+        self.coverage.start()
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.coverage.switch_context(item.nodeid)
+        start = time.monotonic()
+        yield
+        self.seconds[item.nodeid] = time.monotonic() - start
+        self.coverage.switch_context("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed:
+            self.not_passed.add(report.nodeid)
+
+    def measured(self) -> dict[str, Any]:
+        self.coverage.stop()
+        data = self.coverage.get_data()
+        tests: dict[str, Any] = {}
+        for test, seconds in self.seconds.items():
+            if test not in self.not_passed:
+                tests[test] = {"seconds": seconds, "lines": {}}
+        for path in data.measured_files():
+            name = str(Path(path).relative_to(self.copy))
+            for line, contexts in data.contexts_by_lineno(path).items():
+                for test in contexts:
+                    if test in tests:
+                        tests[test]["lines"].setdefault(name, []).append(line)
+        return tests
+
+
+class Chosen:
+    """A plugin of pytest: runs the tests that are named, in that order; says which one failed first."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.place = {test: place for place, test in enumerate(tests)}
+        self.failed = ""
+        self.all_failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.place), key=lambda item: self.place[item.nodeid]
+        )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+            self.all_failed.append(report.nodeid)
+
+
+def files_of(tests: list[str]) -> list[str]:
+    return sorted({test.partition("::")[0] for test in tests})
+
+
+def in_a_fork(copy: Path, work: Any, limit_s: float) -> Any:
+    """What `work()` returns in a child whose current folder is the copy; None where it did not end in time.
+
+    Every process that was started with the child's mark is ended, so that a hung worker holds up nobody.
+    """
+    scratch = copy.parent / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.environ |= {"MUTATION_RUN": mark, "TMPDIR": str(scratch), "PYTHONPATH": f"{copy}:{os.environ['PYTHONPATH']}"}
+        os.chdir(copy)
+        sys.path[0] = str(copy)
+        log = os.open(copy.parent / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            (scratch / "answer.json").write_text(json.dumps(work()))
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.02)
+    answer = scratch / "answer.json"
+    result = json.loads(answer.read_text()) if answer.exists() else None
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MUTATION_RUN") == mark:
+                process.kill()
+        except psutil.Error:
+            continue
+    if result is None:
+        with contextlib.suppress(ChildProcessError):  # it had ended by itself, without an answer
+            os.waitpid(child, 0)
+    return result
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    copy = folder / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=skipped, symlinks=True)
+    (copy / ".venv").symlink_to(Path(sys.prefix))
+    # Tests look for the original's arrays beside their checkout, and are skipped where there are none.
+    shared = folder / "shared"
+    if (ROOT.parent / "shared").exists() and not shared.exists():
+        shared.symlink_to(ROOT.parent / "shared")
+    return copy
+
+
+def import_what_takes_long() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+def measure(folder: Path, files: list[str]) -> None:
+    """Write tests.json; a file of tests that is in it already is not run again."""
+    copy = copy_of_the_repository(folder)
+    import_what_takes_long()
+    path = folder / "tests.json"
+    tests: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for file in files:
+        if file in files_of(list(tests)):
+            continue
+
+        def run_file(file: str = file) -> dict[str, Any]:
+            plugin = Measuring(copy)
+            pytest.main(["-p", "no:cacheprovider", file], plugins=[plugin])
+            return plugin.measured()
+
+        measured = in_a_fork(copy, run_file, 600) or {}
+        tests |= measured
+        path.write_text(json.dumps(tests))
+        print(
+            f"{file:40} {len(measured):4} tests {sum(test['seconds'] for test in measured.values()):7.1f} s", flush=True
+        )
+
+
+def is_in_a_function(mutant: Mutant) -> bool:
+    for node in ast.walk(ast.parse((ROOT / mutant.path).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= mutant.line <= (node.end_lineno or 0):
+            return True
+    return False
+
+
+def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) -> list[str]:
+    """Those that reach its line, the quickest first; those of the workers of its module last."""
+    reaching = {}
+    touching = {}
+    for test, measured in tests.items():
+        lines = measured["lines"].get(mutant.path, [])
+        if mutant.line in lines:
+            reaching[test] = measured["seconds"]
+        elif lines:
+            touching[test] = measured["seconds"]
+    # A line that runs when its module is imported is reached by whoever comes first, and matters to all.
+    seconds_of = reaching if is_in_a_function(mutant) else reaching | touching
+    chosen = sorted(seconds_of, key=lambda test: seconds_of[test])
+    # A file's tests stay together, because they may share workers that one of them started.
+    for test in WORKER_TESTS.get(mutant.path, ()):
+        chosen += [name for name in tests if name.startswith(test) and name not in chosen]
+    kept = []
+    seconds = 0.0
+    for test in chosen:
+        seconds += tests[test]["seconds"]
+        if seconds < seconds_a_mutant:
+            kept.append(test)
+    return kept
+
+
+def run(folder: Path, paths: list[str], seconds_a_mutant: float, most: int) -> None:
+    """Write results.json: of every mutant, the test that failed, "" where none did, "hang" where none ended."""
+    copy = copy_of_the_repository(folder)
+    import_what_takes_long()
+    mutants = [Mutant(**row) for row in json.loads((folder / "mutants.json").read_text())]
+    tests = json.loads((folder / "tests.json").read_text())
+    results_path = folder / "results.json"
+    results: dict[str, Any] = json.loads(results_path.read_text()) if results_path.exists() else {}
+    done: Counter[str] = Counter()
+    for mutant in mutants:
+        done[mutant.path] += 1
+        if done[mutant.path] > most:
+            continue
+        earlier = results.get(str(mutant.number), {"failed": "", "budget": 0.0})
+        if earlier["failed"] or earlier["budget"] >= seconds_a_mutant or (paths and mutant.path not in paths):
+            continue
+        chosen = tests_for(mutant, tests, seconds_a_mutant)
+        target = copy / mutant.path
+        original = target.read_text()
+        target.write_text((folder / "texts" / f"{mutant.number}.py").read_text())
+        # Compiled files are told apart by whole seconds and size, which a mutant may share with the next.
+        os.utime(target, (0, 1_000_000_000 + 2 * mutant.number))
+
+        def run_tests(chosen: list[str] = chosen) -> str:
+            plugin = Chosen(chosen)
+            options = ["-x", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+            code = pytest.main([*options, *files_of(chosen)], plugins=[plugin])
+            return plugin.failed or ("" if code in (0, 5) else f"pytest ended with {int(code)}")
+
+        start = time.monotonic()
+        limit = 60 + 4 * sum(tests[test]["seconds"] for test in chosen)
+        failed = in_a_fork(copy, run_tests, limit) if chosen else ""
+        target.write_text(original)
+        os.utime(target, (0, 1_000_000_001 + 2 * mutant.number))
+        failed = "hang" if failed is None else failed
+        seconds = time.monotonic() - start
+        results[str(mutant.number)] = {
+            "failed": failed,
+            "tests": len(chosen),
+            "budget": seconds_a_mutant,
+            "seconds": seconds,
+        }
+        results_path.write_text(json.dumps(results, indent=1))
+        state = f"killed by {failed}" if failed else f"SURVIVED {len(chosen)} tests"
+        print(
+            f"{mutant.number:4} {mutant.path}:{mutant.line}  {mutant.after}\n     {state}, {seconds:.0f} s", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["draw", "measure", "run"])
+    parser.add_argument("names", nargs="*", help="test files to measure; modules whose mutants to run")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=90.0, help="of tests a mutant, as measured without it")
+    parser.add_argument("--most", type=int, default=MUTANTS, help="mutants of a module: the first that were drawn")
+    arguments = parser.parse_intermixed_args()
+    folder = arguments.out.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.command == "draw":
+        draw(folder, SEED)
+    elif arguments.command == "measure":
+        every_file = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
+        measure(folder, arguments.names or every_file)
+    else:
+        run(folder, arguments.names, arguments.seconds, arguments.most)
+
+
+if __name__ == "__main__":
+    main()
