@@ -100,7 +100,7 @@ class RayHosts:
         log_file = self.network.shared / "nodes.log"
         with log_file.open("w") as log:
             # "with the head's token", as the README says.
-            copy = f"umask 077; mkdir {HOME}/.ray; printf {token} >{HOME}/.ray/auth_token\n"
+            copy = f"(umask 077; mkdir {HOME}/.ray; printf {token} >{HOME}/.ray/auth_token)\n"
             started = []
             for name in names:
                 self._say_session(name, command)
