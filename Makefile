@@ -1,5 +1,6 @@
 # make env    .venv with everything constraints.txt pins, and the command patchline; does nothing when up to date
 # make demo   the whole campaign on scikit-learn's digits: shards to few-shot, with a worker killed on the way
+# make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones; says at the end how long each area took
 # make soak   the long tests
@@ -16,7 +17,7 @@ TORCH := torch$(if $(shell command -v nvidia-smi),===,==)2.13.0
 REQUIREMENTS := $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
 
-.PHONY: env demo check test soak lint
+.PHONY: env demo cluster-demo check test soak lint
 
 env: $(STAMP)
 
@@ -35,6 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: env
 	$(BIN)/python -m jobs demo
+
+cluster-demo: env
+	$(BIN)/python -m tests.cluster_demo
 
 # tests/areas.py names the quick test files.
 check: lint

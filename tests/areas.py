@@ -66,6 +66,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_checkpoint_runs.py",
         "test_flips.py",
         "test_full_disk.py",
+        "test_hosts.py",
         "test_mixture.py",
         "test_readme.py",
         "test_resume.py",

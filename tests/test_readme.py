@@ -123,8 +123,8 @@ def test_every_command_that_the_readme_names_has_help(capsys: pytest.CaptureFixt
 
 
 def test_every_target_of_make_that_the_readme_names_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^make ([a-z]+)", README, re.MULTILINE)) | set(re.findall(r"`make ([a-z]+)`", README))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) | set(re.findall(r"`make ([a-z-]+)`", README))
     assert {"demo", "test"} <= named <= targets
 
 
