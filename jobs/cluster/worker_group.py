@@ -140,6 +140,7 @@ class RankInfo:
     address: str  # of the worker's own node, as the other workers reach it
     threads: int
     gpus: int
+    node_id: str = ""  # Ray's, which tells a node from another one of the same name; "" without Ray
 
     def environment(self) -> dict[str, str]:
         """Return what torch.distributed and DeepSpeed read, all but where the workers meet (`meeting_place`)."""
@@ -163,6 +164,8 @@ class WorkerRecord(TypedDict):
 
     rank: int
     node: str
+    node_id: NotRequired[str]  # RankInfo.node_id
+    address: NotRequired[str]  # RankInfo.address
     pid: int
     started: float
     oom_kills: int  # of the worker's machine, when the worker started
@@ -195,6 +198,8 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
     start: WorkerRecord = {
         "rank": info.rank,
         "node": socket.gethostname(),
+        "node_id": info.node_id,
+        "address": info.address,
         "pid": os.getpid(),
         "started": time.time(),
         "oom_kills": oom_kills(),
@@ -259,7 +264,8 @@ def serve_store(address: str) -> "TCPStore":
     """
     from torch.distributed import TCPStore
 
-    server = socket.socket()
+    # A cluster may have IPv6 alone, and then its nodes' addresses are "fd00::2".
+    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     server.bind((address, 0))
     server.listen()
     port = server.getsockname()[1]
