@@ -120,7 +120,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     value = run_worker_group(
         worker_functions.add_ranks,
         {"x": 3},
-        cluster=two[backend],
+        cluster=dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"}),
         name=f"sum-{backend}",
         directory=tmp_path,
         on_tick=lambda: ticks.append(time.monotonic()),
@@ -128,6 +128,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["sum"] == 1.0 and value["given"] == 3
     assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
     assert value["threads"] == 1 and value["cwd"] == os.getcwd()
+    assert value["GIVEN"] == "to every worker" and "GIVEN" not in os.environ
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
 
@@ -319,6 +320,27 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
     look_at_attempt(context, watch, 1, asked.append)
     assert asked == [folder], "who has started is asked to commit"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "abc", "looks like a secret by its name"),
+        ("WANDB_API_KEY", "abc", "looks like a secret by its name"),
+        ("PROXY", "http://me:pass@proxy:8080", "looks like a secret by its value"),
+        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", "looks like a secret by its value"),
+        ("NCCL DEBUG", "INFO", "is no name of a variable"),
+        ("RANK", "0", "is set for every worker by its rank"),
+    ],
+)
+def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name, value, reason) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        ClusterConfig(environment={name: value})
+    assert value == "0" or value not in str(caught.value), "the message is printed and kept"
+
+
+def test_what_is_no_secret_is_let_through() -> None:
+    ClusterConfig(environment={"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "^lo,docker0", "P": "a:b@c"})
 
 
 # ------------------------------------------------------------------------ which devices

@@ -18,6 +18,7 @@ NAMES = [
     "NODE_RANK",
     "MASTER_ADDR",
     "OMP_NUM_THREADS",
+    "GIVEN",
 ]
 
 

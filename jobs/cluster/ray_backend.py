@@ -122,6 +122,11 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
     # Train resumes a run whose name it knows, from a snapshot of its own; a torn snapshot makes the name unusable
     # (measured). So every attempt has its own name and storage, and Train always starts anew.
     stage_folder = folder.parents[1]
+    # Set before a worker imports anything, because some libraries read their variables then. Where there are none, the
+    # workers may be processes that Ray has started already.
+    runtime_env = None
+    if cluster.environment:
+        runtime_env = {"env_vars": cluster.environment}
     return TorchTrainer(
         _worker,
         train_loop_config=spec,
@@ -138,6 +143,7 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
             # last two are without limit unless told otherwise: after the loss of a node that was drained, and after a
             # start that failed.
             failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
+            worker_runtime_env=runtime_env,
             callbacks=[_UseReserved(places)],
         ),
     )

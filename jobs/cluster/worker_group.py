@@ -19,14 +19,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, TypedDict
 
 import psutil
 
 from data.checks import at_least, more_than_0
+from data.errors import ConfigError
 from data.files import refusal, write_with_reserve
+from jobs.cluster.environment import complaint
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -108,6 +110,7 @@ class ClusterConfig:
     max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
     start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
+    environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -118,6 +121,7 @@ class ClusterConfig:
             "max_restarts",
             "backoff_s",
             "start_timeout_s",
+            "environment",
         ],
         "free",
     )
@@ -126,6 +130,9 @@ class ClusterConfig:
         at_least(self, 1, "workers cpus_per_worker")
         at_least(self, 0, "gpus_per_worker max_restarts backoff_s")
         more_than_0(self, "start_timeout_s")
+        text = complaint(self.environment)
+        if text:
+            raise ConfigError(f"environment: {text}")
 
 
 @dataclass(frozen=True)
