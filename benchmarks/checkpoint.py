@@ -25,9 +25,10 @@ import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
 
 
 def worker(task: dict[str, Any]) -> dict[str, list[float]]:

@@ -23,10 +23,11 @@ import torch.nn.functional as F
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
 
 
 def worker(task: dict[str, Any]) -> dict[str, Any]:

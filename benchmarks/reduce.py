@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.engine import Engine, deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
 
 ELEMENTS = 100_000  # of the gradient whose mean is judged
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -2,7 +2,8 @@
 
 Names become folders and files, so `check_name` lets only letters, digits, `.`, `_` and `-` through. Names inside tars
 and folders are other people's: they are taken as they are, and `printable` shows them without letting them act on the
-terminal. Numbers of configs are checked by `at_least` and `more_than_0`, which NaN and infinity never pass.
+terminal. Numbers of configs are checked by `at_least` and `more_than_0`, which NaN, infinity, true and false never
+pass.
 """
 
 import math
@@ -47,7 +48,7 @@ def at_least(config: object, least: int, names: str, section: str = "") -> None:
     """
     for name in names.split():
         value = getattr(config, name)
-        if value is not None and not least <= value < math.inf:
+        if value is not None and (isinstance(value, bool) or not least <= value < math.inf):
             raise ConfigError(f"{section}{name} is {value}, expected {least} or more")
 
 
@@ -55,5 +56,5 @@ def more_than_0(config: object, names: str, section: str = "") -> None:
     """Raise ConfigError where one of these fields is 0 or less, infinite or NaN; otherwise as `at_least`."""
     for name in names.split():
         value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
             raise ConfigError(f"{section}{name} is {value}, expected more than 0")

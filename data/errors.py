@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     IO = 74  # the disk refuses
     PREEMPTED = 75  # stopped after committing: run the same command again
     CONFIG = 78  # the recipe is wrong
-    INTERRUPTED = 130  # Ctrl-C twice: ended without a commit
+    INTERRUPTED = 130  # Ctrl-C; of a run the second one: ended without a commit
 
 
 class PatchlineError(Exception):

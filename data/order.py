@@ -356,6 +356,8 @@ class Ledger:
 
     def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:
         """The ledger after the global batch `step`."""
+        # Little-endian on every machine, so that all of them give the same ledger.
+        step_bytes = int(step).to_bytes(8, "little", signed=True)
         ids = np.stack([epoch, shard, sample]).astype("<i8")
-        digest = sha256(bytes.fromhex(self.hex) + np.int64(step).tobytes() + ids.tobytes())
+        digest = sha256(bytes.fromhex(self.hex) + step_bytes + ids.tobytes())
         return Ledger(digest.hexdigest())

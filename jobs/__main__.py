@@ -32,7 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 EXIT_CODES = (
     "Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal · "
     "73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration · "
-    "130 interrupted twice"
+    "130 interrupted (a run: twice)"
 )
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
@@ -67,12 +67,9 @@ def main(
         return end.exit_code
     except TyperException as error:
         return report_usage(error)
-    except KeyboardInterrupt:
-        text = "interrupted"
-        # The first Ctrl-C asks a campaign to commit and end; only a second one arrives here (jobs/session.py).
-        if kind is not None or words[:1] == ["run"]:
-            text = "interrupted twice: ended without a commit; the last checkpoint stands"
-        print(text, file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words (jobs/session.py).
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output is gone, as with `patchline plan … | head`: nobody would see a message.

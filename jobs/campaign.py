@@ -13,7 +13,7 @@ folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import models
 from data.checks import check_name
-from data.errors import ConfigError, DataError, PatchlineError
+from data.errors import ConfigError, DataError
 from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import ClusterConfig
-from jobs.context import reference
+from jobs.context import index_if_made, reference
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
 from models.checks import did_you_mean
 from pipeline import config, handover
@@ -57,6 +57,7 @@ KINDS: dict[str, StageKind] = {
     "finetune": finetune,
     "fewshot": fewshot,
 }
+MAKE_WEIGHTS = ("pretrain", "resize", "finetune")  # kinds that `init` may name
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
 MISSING = "missing"  # stands for the digest of an input that cannot be read
 
@@ -125,7 +126,9 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.plain_yaml(config.read_yaml(recipe, overrides))
     # These two belong to the whole campaign; whatever is left is a stage.
-    run = values.pop("run", None) or f"runs/{recipe.stem}"
+    run = values.pop("run", f"runs/{recipe.stem}")
+    # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
+    require(run not in (None, ""), f"run is empty, expected a folder\n  type run=runs/{recipe.stem}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
@@ -147,10 +150,8 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 def read_section(name: str, section: Any) -> tuple[str, Any]:
     """Return the kind of a stage's section, and its config, an instance of the kind's Config."""
     check_name(name, "a stage", "rename it, and what reads it as @stage")
-    require(
-        isinstance(section, Mapping),
-        f"{name} is {section!r}, expected a stage's section{did_you_mean(name, KINDS)}",
-    )
+    hint = "" if name in KINDS else did_you_mean(name, KINDS)
+    require(isinstance(section, Mapping), f"{name} is {section!r}, expected a stage's section{hint}")
     values = dict(section)
     kind = values.pop("kind", name)
     require(isinstance(kind, str), f"{name}.kind is {kind!r}, expected one of {', '.join(KINDS)}")
@@ -247,6 +248,8 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
             parent = earlier[parent_name]
             check_part(f"{name}.{field}", value, part, parent)
             keys[field] = f"{parent.key}/{part}"
+    if isinstance(stage_config, pack.Config):
+        missing += pack.missing_sources(name, stage_config)
 
     # The key is of what may not change on resume. A test set may change half way: it is tagged otherwise.
     forbidden = config.tagged(stage_config, "forbid")
@@ -265,7 +268,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
 def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
     """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
 
-    What does not exist, or is not what its maker wrote, is noted in `missing`: that stops `run`, not `plan`.
+    What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
     """
     try:
         if field != "init":
@@ -284,14 +287,24 @@ def not_now(text: str) -> None:
 
 def check_part(field: str, value: str, part: str, parent: Stage) -> None:
     """Raise ConfigError unless the parent stage makes what the field wants: sets of data, or weights for `init`."""
-    wants_weights = field.endswith(".init")
-    if parent.kind == "pack":
-        sets = parent.config.sets
-        require(part in sets, f"{field}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}")
-    elif not wants_weights:
-        raise ConfigError(f"{field} is {value}: a {parent.kind} stage makes no data")
-    elif part or parent.kind == "fewshot":
-        raise ConfigError(f"{field} is {value}: a {parent.kind} stage makes no weights")
+    if field.endswith(".init"):
+        require(
+            parent.kind in MAKE_WEIGHTS and not part,
+            f"{field} is {value}: that is no weights\n"
+            f"  expected @stage, of one of the kinds {', '.join(MAKE_WEIGHTS)}, or a folder of weights",
+        )
+        return
+    require(
+        parent.kind == "pack",
+        f"{field} is {value}: a {parent.kind} stage makes no data\n"
+        "  expected @stage/set of a pack stage, or the path of an index",
+    )
+    sets = parent.config.sets
+    require(
+        part in sets,
+        f"{field} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
+        f"  expected one of its sets: {', '.join(f'@{parent.name}/{name}' for name in sets)}",
+    )
 
 
 def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage]) -> Any:
@@ -332,12 +345,15 @@ def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
 
 
 def check_stage(campaign: Campaign, stage: Stage) -> None:
-    """Raise ConfigError or DataError where a trained stage does not fit the cluster, or the data that is there.
+    """Raise ConfigError or DataError where a stage does not fit the cluster, or the data that is there.
 
     `load` asks for every stage, so that `plan` refuses what `run` would; data that a stage before it makes is there
     when the stage is about to run, and then it asks again.
     """
     cfg = stage.config
+    if isinstance(cfg, fewshot.Config):
+        # One question is enough: ProbeConfig takes both sets or neither.
+        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
     if not isinstance(cfg, TrainConfig):
         return
     require(
@@ -356,6 +372,8 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     for path, _weight in sets:
         index = index_of(campaign, path)
         if index is not None:
+            if index.samples == 0:
+                raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
             classes[path] = index.classes
             samples.append(index.samples)
     if cfg.data.evaluate is not None:
@@ -374,10 +392,7 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
 
 def index_of(campaign: Campaign, path: str) -> Index | None:
     """The index of a set that a recipe names, None where it has not been made yet."""
-    try:
-        return load_index(campaign.resolve(path) or "")
-    except PatchlineError:
-        return None
+    return index_if_made(campaign.resolve(path) or "")
 
 
 def resolved(campaign: Campaign) -> str:
@@ -386,10 +401,3 @@ def resolved(campaign: Campaign) -> str:
     for stage in campaign.stages:
         sections[stage.name] = {"kind": stage.kind, **config.plain(stage.config)}
     return config.to_yaml(sections)
-
-
-def check_inputs(stages: Iterable[Stage]) -> None:
-    """Raise DataError where an input outside the campaign does not exist."""
-    for stage in stages:
-        if stage.missing:
-            raise DataError(stage.missing[0])

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data.errors import PatchlineError
+from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import ClusterConfig
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,14 @@ def reference(value: str) -> tuple[str, str] | None:
         return None
     stage, _, part = value[1:].partition("/")
     return stage, part
+
+
+def index_if_made(path: str) -> Index | None:
+    """Return the index of a set; None where it cannot be read, as before the stage that makes it has run."""
+    try:
+        return load_index(path)
+    except PatchlineError:
+        return None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the driver shows while workers work: the run's own log, a live bar on a terminal, and what it waits for."""
+"""What the driver shows while workers work, and keeps in the run's log: their lines, its own, and what it waits for."""
 
 import time
 from contextlib import suppress
@@ -13,10 +13,14 @@ DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[wo
 
 
 class Follower:
-    """Prints what workers write into a stage's log.txt, and writes there what the driver prints. One a campaign."""
+    """Prints what workers write into a stage's log.txt, writes there what the driver prints, keeps both in the run's.
 
-    def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0) -> None:
+    There is one a campaign.
+    """
+
+    def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, run_log: Path | None = None) -> None:
         self.quiet = quiet
+        self.run_log = run_log  # holds every line that is printed, of all stages and commands; None: nobody wants it
         self.start_timeout_s = start_timeout_s
         self.log: Path | None = None  # log.txt of the stage that runs; None between stages
         self.last_wait: tuple[str, Path] | None = None  # what was said last to be waited for, and in which attempt
@@ -25,12 +29,18 @@ class Follower:
         self.bar = None if quiet else live_bar()
 
     def say(self, text: str) -> None:
-        """Print the driver's line to the terminal, and keep it in the log of the stage that runs."""
+        """Print the driver's line to the terminal, and keep it in the logs of the run and of the stage that runs."""
         if self.log is not None:
             lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
             # A full disk costs the line in the log; the terminal has it.
             append_whole(self.log, lines.encode())
+        self.keep(text)
         self.show(text)
+
+    def keep(self, text: str) -> None:
+        """Append a line to the run's log."""
+        if self.run_log is not None:
+            append_whole(self.run_log, f"{printable_lines(text)}\n".encode())
 
     def show(self, text: str) -> None:
         """Print a line to the terminal, above the bar where there is one."""
@@ -59,6 +69,7 @@ class Follower:
             for line in lines:
                 # Our own lines were shown when they were said.
                 if not line.startswith(DRIVER_MARK):
+                    self.keep(f"[{directory.name}] {line}")
                     self.show(f"[{directory.name}] {line}")
             self.advance_bar(directory)
         elif time.monotonic() - self.spoke > QUIET_S:

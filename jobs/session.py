@@ -3,7 +3,8 @@
 In order (`run_campaign`):
 1. the run directory is locked: a second command on it ends with exit code 73;
 2. SIGTERM and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
-3. inputs outside the campaign are looked for, all of them, before anything starts;
+3. what would be refused later is refused now, before anything starts: inputs outside the campaign that are missing,
+   sets that cannot be used, files of finished stages that have changed;
 4. the Ray cluster is started or joined, where a stage that is still to be run needs workers;
 5. the stages are walked in order; a finished one is skipped, and the reason is printed;
 6. a table says what each stage did; status.json says how the command ended, whichever way it did.
@@ -22,14 +23,12 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs import campaign
 from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
 from jobs.ownership import owned
-from jobs.stage_run import changed_warnings, check_unchanged, run_stage
-from pipeline import handover
+from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, run_stage
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -46,19 +45,28 @@ class Stopper:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
+        self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
         self.say = say
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember that somebody asked; raise KeyboardInterrupt at a second SIGINT."""
+        """Remember that somebody asked; raise Preempted where the driver itself works.
+
+        Raises KeyboardInterrupt at a second SIGINT.
+        """
         # A second SIGTERM asks for the same thing again; a second Ctrl-C is a person who does not want to wait.
         if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.asked:
-            name = signal.Signals(number).name
-            self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
+            raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint stands")
+        if self.asked:
+            return
+        # Before the line, which may fail: a signal can arrive amid another line, and Python prints none inside one.
         self.asked = True
+        name = signal.Signals(number).name
+        if self.works_here:
+            raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
+        with suppress(RuntimeError):
+            self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
 
     def is_asked(self) -> bool:
         """Tell whether somebody wants this command to end."""
@@ -94,7 +102,7 @@ def run_campaign(
     """
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    follower = Follower(quiet, loaded.cluster.start_timeout_s)
+    follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
     watchers = Watchers()
     watchers.ticks.append(follower.tick)
     if also is not None:
@@ -103,11 +111,11 @@ def run_campaign(
 
     try:
         # The lock comes first: the status.json of a run that another process owns is not ours to write.
-        with owned(loaded.run), status_file(loaded.run, command):
+        with owned(loaded.run), status_file(loaded.run, command, follower.keep):
             stopper = Stopper(follower.say)
-            campaign.check_inputs(stages)
-            if not fresh:
-                check_unchanged(loaded, stages)
+            check_inputs(loaded, stages)
+            check_unfinished(loaded, stages, fresh=fresh)
+            unverified = check_finished(loaded, stages, follower.say)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
                 show_cluster(loaded, follower.say)
@@ -120,10 +128,12 @@ def run_campaign(
 
             rows = []
             for stage in stages:
+                # Before the stopper is asked, or a signal between the two would be heard after the stage.
+                stopper.works_here = stage.kind in WORKERLESS_KINDS
                 outcome = loaded.done(stage)
                 is_skipped = outcome is not None
                 if outcome is not None:
-                    follower.say(skip_line(loaded, stage, follower.say))
+                    follower.say(skip_line(loaded, stage, stage.name not in unverified))
                 elif stopper.asked:
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
@@ -137,11 +147,12 @@ def run_campaign(
                         fresh=fresh,
                     )
                     follower.log = None
+                stopper.works_here = False
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
-        for line in table(rows):
-            follower.say(line)
-        follower.say(f"run: {loaded.run}")
+            for line in table(rows):
+                follower.say(line)
+            follower.say(f"run: {loaded.run}")
         return rows
     finally:
         follower.close()
@@ -151,15 +162,21 @@ def run_campaign(
 
 
 @contextmanager
-def status_file(run: Path, command: str) -> Iterator[None]:
-    """Keep status.json true: running while the block works, then done, or the code and message of what it raised."""
+def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterator[None]:
+    """Keep status.json true: running while the block works, then done, or the code and message of what it raised.
+
+    `keep` is given the command and its end, for the run's log.
+    """
     write_status(run, None, "running", command)
+    keep(f"{clock()} started: {command}")
     try:
         yield
     except BaseException as error:
+        keep(f"{clock()} ended with exit code {exit_code(error)}: {message_of(error)}")
         with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
-            write_status(run, exit_code(error), first_line(error), command)
+            write_status(run, exit_code(error), message_of(error).splitlines()[0], command)
         raise
+    keep(f"{clock()} done")
     write_status(run, ExitCode.DONE, "done", command)
 
 
@@ -187,7 +204,11 @@ def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> N
         say(f"{unused}: the workers compute on the CPU; type cluster.gpus_per_worker=1 to use them")
     # The rest of another cluster is for other people.
     elif gpus > used and place == "machine":
-        say(f"{unused}; type cluster.workers={gpus // cluster.gpus_per_worker} to use them")
+        workers_that_fit = gpus // cluster.gpus_per_worker
+        advice = f"type cluster.workers={workers_that_fit} to use them"
+        if workers_that_fit == cluster.workers:
+            advice = f"too few for one more worker of {cluster.gpus_per_worker}"
+        say(f"{unused}; {advice}")
 
 
 def ray_metrics(loaded: Campaign) -> Tick:
@@ -197,14 +218,11 @@ def ray_metrics(loaded: Campaign) -> Tick:
     return Gauges(loaded.run).tick
 
 
-def skip_line(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> str:
-    """Why a finished stage is not run again, and what it did otherwise than is asked now.
-
-    Raises DataError where a file that it handed on has changed since.
-    """
+def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
+    """Why a finished stage is not run again, and what it did otherwise than is asked now."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
-    if not handover.check_files(directory, say):
+    if not is_verified:
         line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
     if warnings:
@@ -212,11 +230,14 @@ def skip_line(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> str
     return line
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's name where the message is empty."""
+def message_of(error: BaseException) -> str:
+    """Return an error's message, or the error's name where the message is empty."""
     text = explain(error) if isinstance(error, OSError) else str(error)
-    lines = text.splitlines()
-    return lines[0] if lines else type(error).__name__
+    return text.strip() or type(error).__name__
+
+
+def clock() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -256,6 +277,6 @@ def write_status(run: Path, exit_code: int | None, message: str, command: str) -
         "exit_code": exit_code,
         "message": message[:LONGEST_MESSAGE],
         "command": command,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "time": clock(),
     }
     write_with_reserve(run / "status.json", json.dumps(record, indent=1), STATUS_RESERVE_BYTES)

@@ -1,6 +1,9 @@
 """One stage of a campaign, run: what is checked before it, and the files that say what it was and what it did.
 
-In order:
+Before any stage starts, `plan` and `run` ask the same of all that have not finished: `check_inputs` and
+`check_unfinished`; and of those that have, `check_finished`.
+
+Then, in order:
 1. the stages it reads must have finished, and what they made must fit it;
 2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
 3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
@@ -22,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import models
-from data.errors import ConfigError
+from data.errors import ConfigError, DataError
 from jobs.campaign import Campaign, Stage, check_stage
-from jobs.context import Context, code_version, reference
+from jobs.context import Context, code_version, index_if_made, reference
+from jobs.ownership import refuse_a_file
+from jobs.stages import fewshot, training
 from pipeline import config, handover
+from pipeline.training_config import TrainConfig
 
 # Packages whose version a number may depend on.
 RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
@@ -58,7 +64,7 @@ def run_stage(
     warnings = changed_warnings(directory, stage)
     if warnings:
         say(f"{stage.name}: resuming with a changed {'; '.join(warnings)}")
-    handover.write_record(directory / "stage.json", stage_record(stage))
+    handover.write_record(directory / "stage.json", {**stage_record(stage), "started": first_started(directory, began)})
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
 
     context = Context(
@@ -85,7 +91,7 @@ def run_stage(
     files = {**files, **handover.digests(directory, other_files)}
     done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
     handover.write_record(directory / handover.DONE, done)
-    return campaign.done(stage) or done
+    return done
 
 
 def check_parents(campaign: Campaign, stage: Stage) -> None:
@@ -99,6 +105,59 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
+
+
+def check_inputs(campaign: Campaign, stages: Sequence[Stage]) -> None:
+    """Raise DataError, which names all of them, where inputs of unfinished stages from outside are missing."""
+    messages = missing_inputs(campaign, stages)
+    if len(messages) > 1:
+        # On one line with the first, because status.json keeps one line.
+        messages[0] = f"{len(messages)} inputs are missing: {messages[0]}"
+    if messages:
+        raise DataError("\n  ".join(messages))
+
+
+def missing_inputs(campaign: Campaign, stages: Sequence[Stage]) -> list[str]:
+    """Return a message for each input from outside the campaign that an unfinished stage reads and that is missing."""
+    messages: list[str] = []
+    for stage in stages:
+        # A finished stage is skipped: what it was made from may be gone.
+        if campaign.done(stage) is None:
+            messages += stage.missing
+    return messages
+
+
+def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool) -> None:
+    """Raise ConfigError or DataError where one of these stages would be refused when its turn comes.
+
+    Data that an earlier stage makes may not be there yet; it is looked at when the stage is about to start. Half-done
+    stages with another config are refused unless `fresh`.
+    """
+    refuse_a_file(campaign.run)
+    if not fresh:
+        check_unchanged(campaign, stages)
+    for stage in stages:
+        if campaign.done(stage) is not None:
+            continue
+        if isinstance(stage.config, TrainConfig):
+            training.check_sets(stage.config, stage.name, campaign.resolve, index_if_made)
+        if isinstance(stage.config, fewshot.Config):
+            fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
+
+
+def check_finished(campaign: Campaign, stages: Sequence[Stage], say: Callable[[str], None]) -> set[str]:
+    """Return the names of finished stages whose files have no digests, so that nobody would see a change.
+
+    `say` is told of a check that took long. Raises DataError where a file that a stage handed on has changed since.
+    """
+    unverified: set[str] = set()
+    for stage in stages:
+        if campaign.done(stage) is None:
+            continue
+        has_digests = handover.check_files(campaign.directory(stage), say)
+        if not has_digests:
+            unverified.add(stage.name)
+    return unverified
 
 
 def check_unchanged(campaign: Campaign, stages: Sequence[Stage]) -> None:
@@ -147,6 +206,14 @@ def changed_warnings(directory: Path, stage: Stage) -> list[str]:
         return []
     record = handover.read_record(record_path).values
     return config.differences(record["warn"], config.tagged(stage.config, "warn"))
+
+
+def first_started(directory: Path, now: float) -> float:
+    """Return when this folder's stage was first started, seconds since 1970; `now` where it never was."""
+    record_path = directory / "stage.json"
+    if not record_path.exists():
+        return now
+    return handover.read_record(record_path).values.get("started", now)
 
 
 def stage_record(stage: Stage) -> dict[str, Any]:

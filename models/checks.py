@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
@@ -22,8 +23,13 @@ def pair(name: str, value: object) -> tuple[int, int]:
     return int(values[0]), int(values[1])
 
 
-def is_positive_integer(value: object) -> bool:
-    return isinstance(value, Integral) and int(value) > 0
+def is_positive_integer(value: Any) -> bool:
+    return is_integer(value) and int(value) > 0
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    # True and False count as integers in Python; as a size or a number of layers they are a slip.
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def choices(config: object, table: dict[str, tuple[str, ...]]) -> None:
@@ -38,7 +44,7 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
     """Raise ValueError where one of these fields is no whole number, or a smaller one."""
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, int) or value < least:
+        if not is_integer(value) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
 
 
@@ -48,6 +54,15 @@ def rates(config: object, names: tuple[str, ...]) -> None:
         rate = getattr(config, name)
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
+
+
+def not_negative(config: object, names: tuple[str, ...]) -> None:
+    """Raise ValueError where one of these fields is no finite number from 0 on."""
+    for name in names:
+        value = getattr(config, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -80,9 +95,11 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the closest known name, or "; known: …" with all where none is close."""
     names = sorted(known)
     # Capitals count as one slip each to difflib: without this, "b" would not be close to "B".
-    by_lower_case = {name.lower(): name for name in names}
+    by_lower_case: dict[str, list[str]] = {}  # names that differ in capitals alone share an entry: the sizes G and g
+    for name in names:
+        by_lower_case.setdefault(name.lower(), []).append(name)
     # difflib compares letter by letter; half of them in common finds a slip and leaves out other words.
     close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean {by_lower_case[close[0]]!r}?"
+        return f"; did you mean {' or '.join(map(repr, by_lower_case[close[0]]))}?"
     return f"; known: {', '.join(names)}"

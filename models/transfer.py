@@ -93,6 +93,11 @@ def transfer(
     # In the order of the target's parameters: a draw from the generator depends on those before it.
     for name, shape in shapes_of(target).items():
         old = weights.get(name)
+        # A class token's entry in a position table begins at zero, as in a table that has it already (`fit_slots`).
+        if old is None and name.endswith(".slot"):
+            state[name] = torch.zeros(shape)
+            new.append((name, None, shape))
+            continue
         # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
         if old is None or name.startswith(not_carried):
             state[name] = initial.fill(name, torch.empty(shape), target, generator)
@@ -218,7 +223,7 @@ def resize_table(leaf: str, old: Tensor, source: ViTConfig, target: ViTConfig) -
     slots = source.position_slots
     new_slots = target.position_slots
     if leaf == "slot":
-        return old
+        return fit_slots(old, slots, new_slots)
     # The two axes of learned2d are resized apart, each as a grid of one row or one column.
     if leaf == "x":
         return positions.resize_positions(old, (1, columns), (1, new_columns), 0)
@@ -226,11 +231,15 @@ def resize_table(leaf: str, old: Tensor, source: ViTConfig, target: ViTConfig) -
         return positions.resize_positions(old, (rows, 1), (new_rows, 1), 0)
     if source.positions == "relative":
         return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
+    return positions.resize_positions(fit_slots(old, slots, new_slots), source.grid, target.grid, new_slots)
+
+
+def fit_slots(table: Tensor, slots: int, new_slots: int) -> Tensor:
+    """Return a table (1, S, D), the entries of `slots` prefix tokens first, for another number of prefix tokens."""
     # Registers are not in FREE, so that only the class token can come or go. It stands first: its entry is cut off, or
     # starts at zero.
-    without_slots = old[:, max(slots - new_slots, 0) :]
-    with_slots = F.pad(without_slots, (0, 0, max(new_slots - slots, 0), 0))
-    return positions.resize_positions(with_slots, source.grid, target.grid, new_slots)
+    without_slots = table[:, max(slots - new_slots, 0) :]
+    return F.pad(without_slots, (0, 0, max(new_slots - slots, 0), 0))
 
 
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:

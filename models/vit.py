@@ -89,8 +89,13 @@ class ViTConfig:
         checks.choices(self, CHOICES)
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
+        if self.stem is not None and not all(map(checks.is_positive_integer, self.stem)):
+            raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
         checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
         checks.rates(self, ("dropout", "drop_path"))
+        checks.not_negative(self, ("norm_eps",))
+        if self.position_std is not None:
+            checks.not_negative(self, ("position_std",))
         if self.representation is not None:
             checks.at_least(self, 1, ("representation",))
         checks.multiple("width", self.width, self.heads, "heads")

@@ -12,6 +12,7 @@ from data.errors import ConfigError
 from models import ModelConfig
 from models.cost import block_activation_bytes
 from pipeline.config import require
+from pipeline.engine import MOST_IN_A_BUCKET
 from pipeline.optimization.optimizer import STATE
 from pipeline.training_config import TrainConfig
 
@@ -122,11 +123,26 @@ def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
     return bytes_of_a_number(cfg) + sums + optimizer_share
 
 
+def bucket_bytes(cfg: TrainConfig) -> int:
+    """Return the bytes for each element of the bucket in which DeepSpeed sums gradients over the workers.
+
+    A `reduce_bucket_size` or a type of the sums in the user's own DeepSpeed file is not looked at.
+    """
+    # Stage 0 sums in place. Exact mode does not use the bucket, which only stage 3 sets apart in any case.
+    if cfg.zero == 0 or (cfg.exact_parts and cfg.zero < 3):
+        return 0
+    # Stage 2 collects gradients as they are, and sums a copy in fp32.
+    if cfg.zero == 2 and cfg.precision == "bf16":
+        return BYTES_BF16 + BYTES_FP32
+    return BYTES_FP32
+
+
 def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[int, int]:
     """Estimate the bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
 
     ZeRO 1 splits masters and moments over the workers, 2 also gradients, 3 also weights (Rajbhandari et al. 2020,
-    figure 1). Activations are `models.cost`'s count; buffers of libraries and allocators come on top.
+    figure 1). With the gradients counts the bucket in which they are summed over the workers. Activations are
+    `models.cost`'s count. What comes on top: gathered weights of ZeRO 3, other buffers of libraries, allocators.
     """
     # Bytes a parameter: weights, gradients, and what is fp32 for each of masters, moments and average.
     weights = float(bytes_of_a_number(cfg))
@@ -148,7 +164,9 @@ def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[i
         gradients /= world
     if cfg.zero >= 1:
         state /= world
-    states = round(models.parameters_of(model) * (weights + gradients + state))
+    parameters = models.parameters_of(model)
+    bucket = bucket_bytes(cfg) * min(parameters, MOST_IN_A_BUCKET)
+    states = round(parameters * (weights + gradients + state)) + bucket
 
     # Activations of a ResNet are not known: the count is of a transformer's block.
     if not isinstance(model, models.ViTConfig):

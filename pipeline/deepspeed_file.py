@@ -122,13 +122,15 @@ def merge_file(ours: Settings, path: str, zero: int) -> dict[str, Any]:
     for key, value in user.items():
         if key == "zero_optimization":
             merged[key] = merge_zero(ours[key], value, zero, where)
+        elif says_nothing(key, value, ours):
+            continue
         elif key == "communication_data_type" and "bf16" in ours:
             require(
                 value in ("fp32", "bf16"),
                 f"{where}: {key} is {value!r}\n  expected fp32; or bf16: half the bytes, every sum rounded",
             )
             merged[key] = value
-        elif not says_nothing(key, value, ours):
+        else:
             refuse(key, value, ours, where)
     check_values(merged["zero_optimization"], where)
     return merged
@@ -188,10 +190,10 @@ def says_nothing(key: str, value: object, ours: Settings) -> bool:
             return True
     if not isinstance(value, Mapping):
         return False
-    if value.get("enabled") is False or value.get("enabled") == "auto":
-        return key not in ours
+    if key not in ours:
+        return value.get("enabled") is False or value.get("enabled") == "auto"
     # A section of ours with part of what we set, for example bf16: {"enabled": true}.
-    settings = ours.get(key)
+    settings = ours[key]
     if not isinstance(settings, Mapping):
         return False
     return all(says_nothing(inner_key, inner_value, settings) for inner_key, inner_value in value.items())

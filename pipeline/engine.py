@@ -10,13 +10,10 @@ Out: Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5
      from element 5 on; where the parts are cut depends on the stage, and a part may be empty
 """
 
-import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +22,8 @@ from torch import Tensor, nn
 
 from pipeline.deepspeed_file import merge_file
 from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
+
+MOST_IN_A_BUCKET = 500_000_000  # elements; DeepSpeed's own default of reduce_bucket_size
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
@@ -37,47 +36,6 @@ class Fragment:
     name: str
     start: int
     tensors: dict[str, Tensor]  # "master" and the optimizer's per-element state
-
-
-def join_group(timeout_s: float) -> torch.device:
-    """Join (or adopt) the process group and return this worker's device; NCCL on GPUs, gloo otherwise.
-
-    The time-out holds for every later group too: DeepSpeed makes groups of its own and does not pass it on.
-    """
-    # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On CPUs DeepSpeed compiles this operator at start (81 CPU-seconds) and never uses it. A build that was killed
-    # leaves a lock on which every later run hangs; one that loads leaves 69 MB a worker behind in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        backend = "nccl"
-    else:
-        device = torch.device("cpu")
-        backend = "gloo"
-    # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
-    timeout = timedelta(seconds=timeout_s)
-    # Under Ray Train the group is there already; plain processes make it here.
-    if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
-    give_later_groups_the_timeout(timeout)
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    return device
-
-
-def give_later_groups_the_timeout(timeout: timedelta) -> None:
-    """Make `dist.new_group` use this time-out where its caller names none."""
-    original = dist.new_group
-
-    def new_group(*args: Any, **options: Any) -> Any:
-        options.setdefault("timeout", timeout)
-        return original(*args, **options)
-
-    dist.new_group = new_group
 
 
 def deepspeed_config(
@@ -105,13 +63,34 @@ def deepspeed_config(
     if precision == "bf16":
         # Without the check DeepSpeed does not skip a step of bf16 whose gradient is not finite.
         ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        # At stage 1 this setting selects another optimizer class, which has no fragments; so there bf16 gradients are
-        # accumulated in bf16.
-        if zero > 1:
-            ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        # Left to itself DeepSpeed would add up micro-batches in bf16.
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
         return ours
     return merge_file(ours, user_file, zero)
+
+
+@contextmanager
+def one_optimizer_class() -> Iterator[None]:
+    """Have DeepSpeed engines that are made in the block take at stage 1 the optimizer class that stage 2 takes.
+
+    Where bf16 gradients are added up in fp32 DeepSpeed has another class for stage 1, which has no fragments, though
+    the class that it has for both stages can do it at either.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    original = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def choose_class(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
+        chosen = original(engine, optimizer)
+        return ZERO_OPTIMIZATION if engine.zero_optimization() else chosen
+
+    DeepSpeedEngine._do_optimizer_sanity_check = choose_class
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = original
 
 
 class Engine:
@@ -141,6 +120,7 @@ class Engine:
             settings = {**settings, "gradient_clipping": 0.0}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
+        self._updates = 0
         self.sizes: dict[str, int] = {}  # elements of every parameter
         # DeepSpeed rounds the weights in place to bf16, so the fp32 values are copied before it sees the model.
         masters: dict[str, Tensor] = {}
@@ -149,11 +129,15 @@ class Engine:
             if is_bf16:
                 masters[name] = p.detach().clone().flatten()
 
+        # DeepSpeed sets a bucket's memory apart whole, 2 GB in fp32 also for a model that fills a tenth of it.
+        bucket = {"reduce_bucket_size": min(sum(self.sizes.values()), MOST_IN_A_BUCKET)}
+        settings = {**settings, "zero_optimization": {**bucket, **settings["zero_optimization"]}}
         # A plain torch optimizer: those of DeepSpeed compile at first use, FusedAdam for 145 CPU-seconds.
         optimizer = build_optimizer(model, decayed, optim)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=settings, dist_init_required=False
-        )
+        with one_optimizer_class():
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=settings, dist_init_required=False
+            )
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
@@ -213,7 +197,13 @@ class Engine:
             self._guard_stage_0()
         self.engine.step()
         # A skipped step is no update: it must not pull the average towards the masters once more.
-        if self.polyak and is_stepping and math.isfinite(self.gradient_norm()):
+        if is_stepping and math.isfinite(self.gradient_norm()):
+            self._count_update()
+
+    def _count_update(self) -> None:
+        """Note that the optimizer has changed the masters."""
+        self._updates += 1
+        if self.polyak:
             self._average()
 
     def _set_rate(self, rate: float) -> None:
@@ -229,10 +219,10 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Collective: within the block the model's weights are the average; the masters come back unchanged."""
         self._swap_average()
-        try:
-            yield
-        finally:
-            self._swap_average()
+        yield
+        # Not where the block raises: a worker that does so alone would wait here for the others, and nobody would hear
+        # of its error. An engine whose block has raised is of no more use.
+        self._swap_average()
 
     @torch.no_grad()
     def _swap_average(self) -> None:
@@ -363,13 +353,13 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Count the optimizer updates so far, which Adam's bias correction depends on; skipped steps are none."""
-        for state in self._optimizer.state.values():
-            return int(state.get("step", 0))
-        return 0
+        """Count the optimizer updates so far; skipped steps are none."""
+        return self._updates
 
     @updates.setter
     def updates(self, count: int) -> None:
+        self._updates = count
+        # Adam's bias correction depends on a count of its own.
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(count)

@@ -198,8 +198,7 @@ class ExactEngine(Engine):
         for plan in self._plans:
             plan.flat.grad = None
         self._refresh()
-        if self.polyak:
-            self._average()
+        self._count_update()
 
     def gradient_norm(self) -> float:
         """Return the global norm of the last step's gradient before clipping; not finite where the step was skipped."""

@@ -14,13 +14,14 @@ Records and weights from before there were digests are read as ever; who reads t
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from data.files import write_whole
+from data.files import naming, write_whole
 from models.weights.files import CONFIG, WEIGHTS
 from pipeline.checkpoints.checkpoint import FileRecord
 
@@ -97,7 +98,7 @@ def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRec
 
 def digest_of(path: Path) -> FileRecord:
     """Return a file's size and sha256, as they are read."""
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": sha256}
 
@@ -216,7 +217,7 @@ def altered(path: Path, difference: str, covering: Covering | None) -> DataError
         if path.name != DONE:
             bad_files.append(str(folder / DONE))
         remedy = (
-            f"{copy}, or rm -f {' '.join(bad_files)}\n"
+            f"{copy}, or {shlex.join(['rm', '-f', *bad_files])}\n"
             "  and run its recipe again: the stage makes it anew, from its last checkpoint where it has one"
         )
     return DataError(f"{path} has changed: {difference}\n  expected {expected}\n{remedy}")

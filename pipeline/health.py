@@ -7,7 +7,7 @@ A step whose gradient norm is not finite, in order:
 3. where the same happens before another checkpoint was committed, Diverged ends the run.
 
 In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of step 10, max_skipped is 5
-Out: left-out.json holds [[10, 17]]: the next attempt loads step 10 and goes on with step 17
+Out: left-out.json holds the stretches [[10, 17]]: the next attempt loads step 10 and goes on with step 17
 """
 
 import json
@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,9 +24,9 @@ import torch.distributed as dist
 
 from data.checks import printable
 from data.errors import DataError, Diverged, WentBack
-from data.files import write_whole
 from data.loader import Batch
 from pipeline.checkpoints import checkpoint
+from pipeline.handover import read_record, write_record
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
@@ -66,6 +67,13 @@ class Health:
             step = stretch.stop
             stretch = self.stretch_with(step)
         return step
+
+    def samples_seen(self, step: int) -> int:
+        """Return how many samples were trained on up to this step; those of left-out steps were not."""
+        left_out_steps = 0
+        for stretch in self.left_out:
+            left_out_steps += len(range(stretch.start, min(stretch.stop, step)))
+        return (step - left_out_steps) * self.cfg.batch_size
 
     def stretch_with(self, step: int) -> range | None:
         """Return the stretch of left-out steps that holds this one."""
@@ -173,14 +181,26 @@ def read_left_out(directory: Path) -> list[range]:
     path = directory / LEFT_OUT
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():
-        stretches = [json.loads(path.read_text())]
+        stretches = [left_out_of(path)]
     dist.broadcast_object_list(stretches, src=0)
     return [range(first, stop) for first, stop in stretches[0]]
 
 
+def left_out_of(path: Path) -> list[list[int]]:
+    """Return the stretches [first, stop) that the file holds. Raises DataError where it is torn or altered."""
+    with suppress(ValueError):
+        content = json.loads(path.read_bytes())
+        # A list is of a version that wrote no digest with it.
+        if isinstance(content, list):
+            return content
+    # One changed bit would leave out other steps, and train other weights than the run that wrote it.
+    return read_record(path).values["stretches"]
+
+
 def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
     """Write the file that the next attempt reads; rank 0 only."""
-    write_whole(directory / LEFT_OUT, json.dumps([[stretch.start, stretch.stop] for stretch in stretches]))
+    pairs = [[stretch.start, stretch.stop] for stretch in stretches]
+    write_record(directory / LEFT_OUT, {"stretches": pairs})
 
 
 def newest_committed_step(checkpoints: Path) -> int:

@@ -61,7 +61,7 @@ def training_values(worker: Worker, progress: Progress, rate: float, window: Win
         **window.values(samples, flops, peak_flops(worker.device), worker.steps - progress.step),
         "memory_gb": memory_gb(),
         "world": worker.world,
-        "samples_seen": progress.step * cfg.batch_size,
+        "samples_seen": worker.health.samples_seen(progress.step),
         "bad_samples": progress.bad_samples,
         "ledger": progress.ledger.hex,
     }

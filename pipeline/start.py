@@ -35,13 +35,15 @@ from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks,
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
+from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
+STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
@@ -69,8 +71,8 @@ class Job:
 
     @property
     def stop_file(self) -> Path:
-        """Return the file that appears when the driver wants the worker group to commit and end."""
-        return self.attempt_folder / "stop"
+        """Return the file by which the driver asks the worker group to stop."""
+        return self.attempt_folder / STOP_FILE
 
     def set_paths(self) -> set[str]:
         """Return the paths of every set that the stage reads."""
@@ -129,9 +131,17 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     rank = dist.get_rank()
     world = dist.get_world_size()
 
-    phases.enter("build", 0)
     directory = Path(job.directory)
+    checkpoints = directory / "checkpoints"
     telemetry = Telemetry(directory, rank, job.attempt)
+    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
+    with phases.led("restore", 0, rank == 0):
+        chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
+    if chosen is not None:
+        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
+        check_stage(cfg, job, chosen.manifest, checkpoints)
+
+    phases.enter("build", 0)
     sets = {path: load_index(path) for path in job.set_paths()}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
@@ -140,12 +150,14 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     model_config: ModelConfig = models.from_dict(job.model)
     labelled = [path for path in (*job.train, job.evaluate) if path is not None]
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
-    model = build_model(cfg, job, model_config, telemetry).to(device)
+    # Weights that a checkpoint replaces are not read: they may have gone.
+    init = job.init if chosen is None else None
+    model = build_model(cfg, init, model_config, telemetry).to(device)
 
     phases.enter("engine", 0)
     engine = build_engine(cfg, model, arithmetic.accumulation)
     saver = Saver(
-        directory / "checkpoints",
+        checkpoints,
         Path(job.run),
         telemetry,
         keep=cfg.keep,
@@ -175,14 +187,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         health=Health(cfg, directory, saver.folder, telemetry),
     )
 
-    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
-    with phases.led("restore", 0, rank == 0):
-        manifest = checkpoint.restore(engine, saver.folder, job.attempt, telemetry.say)
-    if manifest is None:
+    if chosen is None:
+        manifest = None
         progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
     else:
-        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
-        check_stage(cfg, job, manifest, saver.folder)
+        manifest = chosen.manifest
+        phases.enter("load", 0)
+        checkpoint.load(engine, chosen)
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
         # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
@@ -193,13 +204,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     return worker, progress
 
 
-def build_model(cfg: TrainConfig, job: Job, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
+def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:
     """Return the network with random weights from the seed or those of `init`, recomputed and compiled as asked."""
     # Every worker draws the same weights from the same seed; with a generator of its own the draw does not depend on
     # what was drawn before.
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
-    if job.init:
-        stored_weights, stored_config = models.load_weights(job.init)
+    if init is not None:
+        stored_weights, stored_config = models.load_weights(init)
         weights, report = models.transfer(stored_weights, stored_config, model_config, new_head=cfg.new_head)
         model.load_state_dict(weights, strict=False)  # transfer has accounted for every parameter
         telemetry.report(
@@ -269,7 +280,10 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
     precision: str = cfg.precision
     if precision == "bf16":
-        precision = f"bf16, gradients summed in {worker.engine.sums_in}"
+        precision = "bf16, gradients summed in fp32"
+        # The user's own DeepSpeed file may ask for it.
+        if worker.engine.sums_in == "bf16":
+            precision += " over micro-batches, in bf16 over workers"
     worker.telemetry.say(
         f"attempt {attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation "

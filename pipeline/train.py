@@ -132,7 +132,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         window.losses.append(mean_loss)
         window.norms.append(norm)
         health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids_here)
-        health.check_bad(progress.bad_samples, progress.step * cfg.batch_size, job.train)
+        health.check_bad(progress.bad_samples, health.samples_seen(progress.step), job.train)
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         is_last = progress.step == worker.steps
@@ -222,7 +222,7 @@ def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:
     """Return what the checkpoint of this moment says about itself."""
     return checkpoint.Manifest(
         step=progress.step,
-        samples_seen=progress.step * worker.cfg.batch_size,
+        samples_seen=worker.health.samples_seen(progress.step),
         updates=worker.engine.updates,
         ledger=progress.ledger.hex,
         attempt=worker.job.attempt,

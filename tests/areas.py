@@ -42,6 +42,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_handover.py",
         "test_optimizer.py",
         "test_probe.py",
+        "test_reference_loop.py",
         "test_telemetry.py",
         "test_train.py",
         "test_twin.py",
@@ -64,6 +65,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "whole runs": (
         "test_checkpoint_runs.py",
+        "test_flips.py",
         "test_full_disk.py",
         "test_mixture.py",
         "test_readme.py",

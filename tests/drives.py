@@ -29,9 +29,10 @@ from pipeline import objectives, reports, start, train
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.saver import Saver, WrittenFile
-from pipeline.engine import Engine, Fragment, deepspeed_config, join_group
+from pipeline.engine import Engine, Fragment, deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
@@ -198,7 +199,7 @@ def hanging(places: str) -> None:
     """The first attempt hangs at the first of the places, the second at the second …"""
     attempts = {place: number for number, place in enumerate(places.split(","), 1)}
     before(train, "agree", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    before(start, "build_model", lambda cfg, job, *args: job.attempt == attempts.get("build") and on_rank_1(), sleep)
+    before(start, "build_model", lambda *args: args[-1].attempt == attempts.get("build") and on_rank_1(), sleep)
     before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
@@ -463,8 +464,10 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
             for f in made.fragments():
                 for view in f.tensors.values():
                     view.detach().fill_(torch.nan)
-            found = checkpoint.restore(made, folder, 2, print)
-            assert found is not None and made.updates == found.updates == 7
+            chosen = checkpoint.choose_together(folder, 2, print)
+            assert chosen is not None
+            checkpoint.load(made, chosen)
+            assert made.updates == chosen.manifest.updates == 7
             count = 0
             for f in made.fragments():
                 for kind, view in f.tensors.items():

@@ -14,10 +14,11 @@ from torch import nn
 import models
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config, join_group
+from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
 
 LINEAR = F.linear
 BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7
@@ -115,6 +116,9 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     end = digest(whole_state(engine))
     ((_, norm, _),) = steps(engine, 6, 7, poison=6)
     unharmed = digest(whole_state(engine)) == end
+    steps(engine, 7, 8)
+    behind = digest(whole_state(engine))
+    bucket = engine.engine.optimizer.reduce_bucket_size if engine.zero else 0
     losses = [loss for loss, _, _ in before + again]
     engine.close()
     dist.destroy_process_group()
@@ -127,36 +131,56 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "finite": norm < 1e30,
         "unharmed": unharmed,
+        "behind": behind,
+        "bucket": bucket,
         "updates": updates,
         "linear_untouched": F.linear is LINEAR,
     }
 
 
-def gradient_of(rank: int, elements: int) -> torch.Tensor:
-    """What one worker adds to the mean: a common part and noise of its own, as in a batch, rounded to bf16."""
+def raise_alone(task: dict[str, Any]) -> None:
+    """Worker 1 raises while the model computes with averaged weights, and worker 0 waits for it in a collective."""
+    engine = start(task)
+    steps(engine, 0, 1)
+    with engine.averaged():
+        if dist.get_rank() == 1:
+            raise ValueError("alone")
+        dist.all_reduce(torch.zeros(3, dtype=torch.float64))
+
+
+def gradient_of(number: int, elements: int) -> torch.Tensor:
+    """What one micro-batch adds to the mean: a common part and noise of its own, as in a batch, rounded to bf16."""
     common = torch.randn(elements, generator=torch.Generator().manual_seed(1000))
-    noise = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
+    noise = torch.randn(elements, generator=torch.Generator().manual_seed(number))
     return (common + 4 * noise).to(torch.bfloat16)
 
 
 def error_of_the_mean(task: dict[str, Any]) -> float:
     """How far the mean gradient that an engine hands its optimizer is from the mean in float64, relative to it."""
     join_group(60.0)
-    rank = dist.get_rank()
     world = dist.get_world_size()
+    accumulation = task.get("accumulation", 1)
+    first = dist.get_rank() * accumulation
     settings = deepspeed_config(
-        zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=0.0, user_file=task.get("deepspeed")
+        zero=task["zero"],
+        precision="bf16",
+        micro_batch=1,
+        accumulation=accumulation,
+        clip=0.0,
+        user_file=task.get("deepspeed"),
     )
     if task["zero"] == 3:
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     elements = 20_000
     model = nn.Linear(elements, 1, bias=False)
     engine = Engine(model, set(), OptimConfig(beta1=0.9), settings)
-    # The gradient of the sum of w · x in w is x.
-    engine.backward(engine.forward(gradient_of(rank, elements)).float().sum())
-    engine.end_micro_batch(0.0)
+    for number in range(first, first + accumulation):
+        # The gradient of the sum of w · x in w is x.
+        engine.backward(engine.forward(gradient_of(number, elements)).float().sum())
+        engine.end_micro_batch(0.0)
 
-    mean = sum(gradient_of(other, elements).double() for other in range(world)) / world
+    count = world * accumulation
+    mean = sum(gradient_of(number, elements).double() for number in range(count)) / count
     squared_error = torch.zeros((), dtype=torch.float64)
     for fragment in engine.fragments(("exp_avg",)):
         handed = fragment.tensors["exp_avg"].double() / (1 - 0.9)
@@ -202,7 +226,9 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
         saver.finish()
     else:
-        found = checkpoint.restore(engine, folder, 2, print)
+        found = checkpoint.choose_together(folder, 2, print)
+        assert found is not None
+        checkpoint.load(engine, found)
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()

@@ -206,6 +206,26 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
     assert report.good == 100 and "no such shard" in report.shards[0].problem
 
 
+def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
+    faulty, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("data.shards.cache.random.uniform", lambda low, high: 0)
+    faulty.fault = lambda path: 503 if "000001" in path else None
+    command = ["data", "check", str(faulty.index.tables), "--cache", str(tmp_path / "cache")]
+    assert main(command) == 65
+    said = capsys.readouterr().out
+    assert "train-000001.tar: no answer after 8 attempts" in said and "350 good samples" in said
+    copies = list((tmp_path / "cache").glob("*.tar"))
+    assert len(copies) == 7
+
+    # A copy that rotted is fetched again, as a run would do.
+    content = bytearray(copies[0].read_bytes())
+    content[-2000] ^= 1
+    copies[0].write_bytes(content)
+    faulty.fault = lambda path: None
+    assert main(command) == 0 and "400 good samples" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty, recipe, local, tmp_path):
     cache = tmp_path / "cache"
@@ -317,6 +337,25 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
     assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
 
 
+def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_path, local, monkeypatch):
+    cfg = CacheConfig(str(tmp_path))
+    asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
+    Reader(replace(local, directory="s3://b"), cache=cfg).read(0, 3)
+    requests_of_a_fetch = len(asked)
+    is_whole, evicted = cache_module.is_whole, []
+
+    def evicting(path, shard):
+        was_whole = is_whole(path, shard)
+        if not evicted:
+            path.unlink()
+            evicted.append(path)
+        return was_whole
+
+    monkeypatch.setattr(cache_module, "is_whole", evicting)
+    assert Reader(replace(local, directory="s3://b"), cache=cfg).read(0, 3) == Reader(local).read(0, 3)
+    assert evicted and len(asked) == 2 * requests_of_a_fetch
+
+
 def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatch):
     """More signs of life than a pipe holds, from a process whose turn has not come."""
     content = os.urandom(200_000)
@@ -349,7 +388,7 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
         Cache(CacheConfig(str(tmp_path)), lambda: True).path("s3://b/x.tar", shard)
 
 
-@pytest.mark.parametrize("options", [{"limit_bytes": 0}, {"ahead": -1}, {"backoff_s": -0.1}])
+@pytest.mark.parametrize("options", [{"limit_bytes": 0}, {"ahead": -1}, {"backoff_s": -0.1}, {"attempts": True}])
 def test_a_cache_that_cannot_be_is_refused_by_name(options):
     with pytest.raises(ConfigError, match=rf"cache\.{next(iter(options))} is "):
         CacheConfig(**options)

@@ -3,14 +3,19 @@
 import json
 import os
 import shutil
+import signal
 import stat
 import tarfile
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 import models
+from data.shards import packing
+from data.shards.index import load_index
+from data.shards.sources import Sample, digits
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.commands.plan import GPU_FLOPS
@@ -48,12 +53,23 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     written = [path for path in (recipe.parent / "run").rglob("*") if path.is_file()]
     modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in written}
     assert set(modes.values()) == {0o664}, modes
+    folders = [recipe.parent / "run", *(path for path in (recipe.parent / "run").rglob("*") if path.is_dir())]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o775}
+
+    # One log of the run has every line, between the start and the end of the command.
+    log = (recipe.parent / "run" / "log.txt").read_text().splitlines()
+    assert log[1:-1] == [line for line in out.splitlines() if "] working: step" not in line]
+    assert " started: python " in log[0] and log[-1].endswith(" done")
+    # Whatever changes in a folder later, stages are listed as they were first started.
+    (pretrained / "note").touch()
 
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert out.count("skipped, finished with the same config and inputs") == 4
     assert main(["status", str(pretrained.parent)]) == 0
-    assert "done in" in capsys.readouterr().out
+    listed = capsys.readouterr().out.splitlines()[2:]
+    assert [line.partition("-")[0] for line in listed] == ["pretrain", "resize", "finetune", "fewshot"]
+    assert all("done in" in line for line in listed)
 
     # one edited key: only what depends on it runs again
     assert main(["run", str(recipe), "finetune.steps=3"]) == 0
@@ -69,6 +85,83 @@ def test_plan_tells_what_would_run(recipe, capsys):
     assert "would run" in out and "parameters" in out and "GMACs" in out
     assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
     assert "feed" not in out, "no GPU to feed"
+
+
+def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, capsys):
+    missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
+    assert main(["plan", str(recipe), *missing]) == 65
+    planned = capsys.readouterr()
+    assert "  MISSING pretrain.data.train: /nowhere: there is no such index" in planned.out
+    assert planned.err.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: there is no")
+    assert "\n  fewshot.probe.test: /neither: there is no such index" in planned.err
+    assert main(["run", str(recipe), *missing]) == 65
+    assert capsys.readouterr().err == planned.err
+    log = (recipe.parent / "run" / "log.txt").read_text()
+    assert " ended with exit code 65: 2 inputs are missing: pretrain.data.train" in log
+
+    assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
+    out = capsys.readouterr().out
+    assert "  MISSING fewshot.probe.test: /neither" in out
+    assert out.endswith("planned without 2 missing inputs: until they are there `run` ends with exit code 65\n")
+
+
+def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
+    images = tmp_path / "images"
+    recipe = tmp_path / "pack.yaml"
+    recipe.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {{path: {images}}}}}}}\n")
+    for command in ("plan", "run"):
+        assert main([command, str(recipe)]) == 65
+        assert f"shards.sets.train.path: source folder: there is nothing at {images}" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("shards-*"))
+
+    for sample in islice(digits(train=True, image_size=16), 4):
+        path = images / f"class-{sample.labels[0]}" / f"{sample.key}.{sample.extension}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample.read())
+    assert main(["run", str(recipe)]) == 0
+    shutil.rmtree(images)
+    capsys.readouterr()
+    assert main(["plan", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "finished, would be skipped" in out and "MISSING" not in out
+    assert main(["run", str(recipe)]) == 0
+
+    # `plan` promises to skip only what `run` would skip.
+    (record,) = (tmp_path / "run").glob("shards-*/provenance.json")
+    record.write_bytes(record.read_bytes().replace(b"shards", b"shard5", 1))
+    said = []
+    for command in ("plan", "run"):
+        capsys.readouterr()
+        assert main([command, str(recipe)]) == 65
+        said.append(capsys.readouterr().err)
+    assert "provenance.json has changed" in said[0] and said[0] == said[1]
+
+
+def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_same_set(tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "pack.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\n"
+        "shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, image_size: 16}}}\n"
+    )
+
+    def with_a_signal(cfg):
+        for number, sample in enumerate(digits(train=True, image_size=16)):
+            if number == 350:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield sample
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jobs.stages.pack.samples_of", with_a_signal)
+        assert main(["run", str(recipe)]) == 75
+    said = capsys.readouterr()
+    assert "stopped by SIGTERM; what is finished is kept, run the same command again to go on" in said.err
+    (folder,) = (tmp_path / "run").glob("shards-*")
+    assert len(list(folder.glob("train/train-*.tar"))) <= 3, "the fourth was being filled"
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
+
+    assert main(["run", str(recipe)]) == 0
+    expected = packing.pack(digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100)
+    assert load_index(folder / "train").digest == expected.digest
 
 
 def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypatch):
@@ -106,6 +199,7 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
         (["finetune.data.train=@resize/train"], 78, "makes no data"),
+        (["finetune.init=@fewshot"], 78, "finetune.init is @fewshot: that is no weights"),
         (["pretrain.data.preprocess=foo"], 78, "preprocess: "),
         (["pretrain.data.lanes=0"], 78, "lanes is 0, expected 1 or more"),
         (["pretrain.data.drop=[x.tar]"], 65, "data.drop: 0 shards are called x.tar"),
@@ -141,6 +235,8 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
         (["={kind: resize}"], 78, "a stage is called ''\n  expected 1 to 64 of the characters"),
         (["more/words={kind: resize, init: '@pretrain'}"], 78, "a stage is called 'more/words'"),
         (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
+        (["run="], 78, "run is empty, expected a folder\n  type run=runs/tiny"),
+        (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and .test are missing: which sets?"),
     ],
 )
 def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
@@ -194,15 +290,25 @@ def test_a_missing_or_short_shard_stops_before_the_first_step(recipe, shards, tm
     assert code == 65 and "train-000003.tar" in capsys.readouterr().err
 
 
-def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
-    from data.shards.packing import pack
-    from data.shards.sources import Sample, digits
+def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recipe, shards, tmp_path, capsys):
+    copy = tmp_path / "shards"
+    shutil.copytree(shards, copy)
+    (copy / "test" / "test-000002.tar").write_bytes(b"")
+    for override in (f"finetune.data.evaluate={copy / 'test'}", f"fewshot.probe.test={copy / 'test'}"):
+        said = []
+        for command in ("plan", "run"):
+            assert main([command, str(recipe), override]) == 65
+            said.append(capsys.readouterr().err)
+        assert "test-000002.tar: 0 bytes, the index says " in said[0] and said[0] == said[1]
+    assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 
+
+def test_corrupt_images_past_the_limit_stop_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
     broken = (
         Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
         for n, s in enumerate(digits(train=True, image_size=16))
     )
-    pack(broken, tmp_path / "broken", name="train")
+    packing.pack(broken, tmp_path / "broken", name="train")
     path = f"pretrain.data.train={tmp_path / 'broken'}"
     assert main(["run", str(recipe), path]) == 65
     captured = capsys.readouterr()

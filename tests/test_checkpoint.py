@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, loadable in any topology, and never by the wrong owner."""
 
+import errno
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
@@ -327,6 +329,21 @@ def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
     assert pick(group.folder)[0] == 20  # another start sweeps what was in flight
     assert group.finish() is None and "MANIFEST.json" in group.savers[0].failure
     assert pick(group.folder)[0] == 20
+
+
+def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:
+    """Not the room that there is again when the files of the failed save are deleted."""
+    original = saver.write_durably
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "MANIFEST.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, content)
+
+    monkeypatch.setattr(saver, "write_durably", full)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 1_000 if path.parent.exists() else 9_000_000)
+    assert group.save(30) is None
+    assert group.savers[0].failure.endswith("MANIFEST.json (1.0 kB free)")
 
 
 def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:

@@ -91,6 +91,13 @@ def test_prune_deletes_nothing_in_favour_of_a_bad_one(run, capsys) -> None:
     assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 64
 
 
+def test_prune_deletes_of_no_stage_where_one_has_a_bad_one(run, made, capsys) -> None:
+    good = run / "a-12345678"
+    shutil.copytree(stage(made), good)
+    assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
+    assert len(committed(good / "checkpoints")) == 3, "its name comes first"
+
+
 def test_a_wrong_name_says_what_there_is(run, capsys) -> None:
     assert main(["checkpoints", "inspect", str(run), "--step", "5"]) == 64
     assert "no checkpoint of step 5" in (err := capsys.readouterr().err) and "12, 8, 4" in err

@@ -465,6 +465,9 @@ def test_a_stretch_of_non_finite_steps_is_left_out_once_and_spikes_are_kept_for_
     assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
     assert last.step == 40 and last.updates == 40 - 5 - 1  # five left out, one skipped
+    assert last.samples_seen == again[-1]["samples_seen"] == (40 - 5) * 16, "what is left out was never seen"
+    for line in (stage(run) / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     # Lines at 20, 24, 28 …, saves at 20, 25, 30 …: each ends a record.
     assert [len(record["losses"]) for record in again] == [1, 4, 4, 1, 3, 2, 2, 3, 1, 4]
     first, second, jump = read_metrics(stage(run), "spike")

@@ -90,6 +90,42 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert "recipes that ship: digits, vit_b16_i1k" in capsys.readouterr().err
 
 
+def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "digits"]) == 0
+    assert main(["plan", "other"]) == 78
+    assert "error: a folder, no recipe, at other\n  recipes that ship: digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_a_run_directory_that_is_a_file_is_said_before_anything_starts(tmp_path, capsys, command, below):
+    (tmp_path / "file").touch()
+    assert main([command, "digits", f"run={tmp_path}/file{below}"]) == 78
+    assert f"error: {tmp_path}/file is a file\n  expected the folder that a run writes into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "pretrain.init=@shards/train",
+            "pretrain.init is @shards/train: that is no weights\n  expected @stage, of one of",
+        ),
+        ("fewshot.init=@pretrain/x", "fewshot.init is @pretrain/x: that is no weights"),
+        ("pretrain.data.train=@shards", "shards packs no set ''; known: pretrain, pretrain-test, test, train"),
+        ("pretrain.data.train=@shards/trian", "did you mean 'train'?\n  expected one of its sets: @shards/pretrain, "),
+        ("finetune.data.train=@resize/train", "makes no data\n  expected @stage/set of a pack stage"),
+        ("pretrain=3", "pretrain is 3, expected a stage's section\n"),
+    ],
+)
+def test_a_reference_to_the_wrong_part_says_which_parts_fit(tmp_path, capsys, override, message):
+    assert main(["plan", "digits", f"run={tmp_path}/run", override]) == 78
+    assert message in capsys.readouterr().err
+
+
 def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
     shards = campaign.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
@@ -128,7 +164,8 @@ def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(mon
     ("words", "error", "code", "message"),
     [
         (["status", "x"], KeyboardInterrupt(), 130, "interrupted\n"),
-        (["run", "x"], KeyboardInterrupt(), 130, "interrupted twice"),
+        (["run", "x"], KeyboardInterrupt(), 130, "interrupted\n"),  # a first Ctrl-C, before the run has begun
+        (["run", "x"], KeyboardInterrupt("interrupted twice: the last"), 130, "interrupted twice: the last\n"),
         (["status", "x"], BrokenPipeError(), 74, ""),
         (["status", "x"], Preempted("stopped; run me again"), 75, "stopped; run me again\n"),
         (["status", "x"], Preempted("a\x1b[2Jb\nc\x9b"), 75, "a\\x1b[2Jb\nc\\x9b\n"),

@@ -4,11 +4,17 @@ import csv
 import io
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
 import numpy as np
+import psutil
 import pytest
 
 from data.shards.index import load_index
@@ -16,6 +22,8 @@ from data.shards.packing import pack
 from data.shards.sources import Sample, digits
 from jobs.__main__ import main
 from jobs.progress import Progress
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -188,7 +196,7 @@ def test_a_set_s_name_is_a_file_name(photos, broken, tmp_path, capsys, name):
 
 
 def test_control_characters_of_member_names_reach_no_terminal_and_no_page(tmp_path, capsys):
-    name = "a\x1b[2J\x07\nok: all is well\u202e\x9b"
+    name = "a\x1b[2J\x07\nok: well\u202e\x9b"  # below an image the page shows the last 24 characters of a name
     image = next(iter(digits(train=True, image_size=16))).image
     with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         for key, content in ((name, b"no jpeg"), (f"{name}2", image)):
@@ -197,7 +205,7 @@ def test_control_characters_of_member_names_reach_no_terminal_and_no_page(tmp_pa
                 info.size = len(body)
                 tar.addfile(info, io.BytesIO(body))
     tar_path = str(tmp_path / "theirs.tar")
-    shown = r"a\x1b[2J\x07\nok: all is well\u202e\x9b"
+    shown = r"a\x1b[2J\x07\nok: well\u202e\x9b"
 
     assert main(["index", tar_path, "--name", "theirs", "--classes", "5"]) == 65
     assert f"sample {shown} has label 7" in capsys.readouterr().err
@@ -232,3 +240,91 @@ def test_progress_speaks_now_and_then_with_speed_and_what_is_left():
         "1.0k of 4.0k samples  3 shards  100/s  eta 30s",
         "2.0k of 4.0k samples  3 shards  100/s  eta 20s",
     ]
+
+
+# ------------------------------------------------------------------------------------------- stops
+
+# Unheard, a stop would take half a minute.
+# A slow disk; processes that are forked inherit it.
+ON_A_SLOW_DISK = """
+import sys, time
+from data.shards import sources, tar
+from jobs.__main__ import main
+read, sample_digest = sources.Sample.read, tar.sample_digest
+sources.Sample.read = lambda sample: time.sleep(0.05) or read(sample)
+tar.sample_digest = lambda image, label: time.sleep(0.05) or sample_digest(image, label)
+sys.exit(main())
+"""
+
+
+def started(arguments: list[str]) -> subprocess.Popen[str]:
+    """`python -m jobs …` on a slow disk."""
+    command = [sys.executable, "-c", ON_A_SLOW_DISK, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def alive(child: psutil.Process) -> bool:
+    return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+
+
+def wait_for(claim: Callable[[], bool], most_s: float = 60) -> None:
+    deadline = time.monotonic() + most_s
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Ask a process to end, which it must do with 75, after saying so within a second."""
+    process.send_signal(number)
+    asked_at = time.monotonic()
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith("stopped by"):
+            assert time.monotonic() - asked_at < 1, said
+            expected = f"stopped by {number.name}; what is finished is kept, run the same command again to go on\n"
+            assert line == expected
+    assert process.wait() == 75 and "Traceback" not in said and "stopped by" in said, said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_heard_within_a_second_while_a_stage_packs(tmp_path, number):
+    recipe = tmp_path / "pack.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\nshards: {{kind: pack, workers: 2, shard_samples: 700,\n"
+        "  sets: {train: {source: digits, image_size: 16}}}"
+    )
+    process = started(["run", str(recipe)])
+    wait_for(lambda: any(tmp_path.glob("run/shards-*/train/.tmp-*.tar")))
+    stop(process, number)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["exit_code"] == 75 and "stopped by" in status["message"]
+    assert not list(tmp_path.glob("run/shards-*/train/.tmp-*")), "nothing half written stays"
+    assert main(["run", str(recipe)]) == 0
+    whole = pack(digits(train=True, image_size=16), tmp_path / "whole", shard_samples=700)
+    assert load_index(next(tmp_path.glob("run/shards-*")) / "train").digest == whole.digest
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_stop_is_heard_within_a_second_while_tars_are_indexed(shards, tmp_path, capsys, workers):
+    command = ["index", str(shards / "train"), "--output", str(tmp_path / "index"), "--workers", workers]
+    process = started(command)
+    journal = tmp_path / "index/train.index.json.partial"
+    wait_for(lambda: journal.exists() and len(journal.read_text().splitlines()) > 1)
+    children = psutil.Process(process.pid).children()
+    stop(process, signal.SIGTERM)
+    assert not any(map(alive, children))
+    assert len(journal.read_text().splitlines()) > 1
+    assert main(command) == 0
+    assert load_index(tmp_path / "index").digest == load_index(shards / "train").digest
+
+
+def test_processes_that_index_end_with_a_command_that_is_killed(shards, tmp_path):
+    process = started(["index", str(shards / "train"), "--output", str(tmp_path), "--workers", "2"])
+    wait_for(lambda: len(psutil.Process(process.pid).children()) == 2)
+    wait_for(lambda: any(tmp_path.glob("*.npy")))
+    children = psutil.Process(process.pid).children()
+    process.kill()
+    wait_for(lambda: not any(map(alive, children)), most_s=10)
+    process.wait()

@@ -287,6 +287,10 @@ def test_a_sequential_image_with_a_scan_for_each_component_is_counted_too():
     bomb = good[:at] + scans * 40 + b"\xff\xd9"
     with pytest.raises(BadImage, match="too many scans"):
         read_header(bomb)
+    # What looks like the one scan of all three components is nothing to libjpeg, which looks for the next 0xFF.
+    disguised = good[:at] + b"\x00\xda\x00\x0c\x03" + scans * 40 + b"\xff\xd9"
+    with pytest.raises(BadImage, match="broken JPEG header"):
+        read_header(disguised)
 
 
 def test_a_header_that_is_not_the_image_s_is_a_bad_image():

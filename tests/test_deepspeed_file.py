@@ -33,6 +33,17 @@ def test_a_file_that_tunes_is_merged_and_what_we_derive_may_be_auto(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    "content",
+    [{"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": True}}, {"bf16": {}}, {"communication_data_type": "auto"}],
+)
+def test_auto_and_what_the_recipe_says_too_change_nothing(content: dict[str, Any], tmp_path: Path):
+    plain = settings_with("{}", tmp_path, precision="bf16")
+    assert settings_with(json.dumps(content), tmp_path, precision="bf16") == plain
+    with pytest.raises(ConfigError, match=r"your file says {'enabled': False}, the recipe {'enabled': True"):
+        settings_with('{"bf16": {"enabled": false}}', tmp_path, precision="bf16")
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"fp16": {"enabled": True}}, "fp16 may not stand there\n  write precision=bf16 or precision=fp32"),

@@ -108,6 +108,18 @@ def test_a_bit_in_any_byte_of_a_record_is_found(made, tmp_path):
             handover.read_record(file)
 
 
+def test_the_way_out_can_be_typed_where_a_folder_s_name_has_blanks(tmp_path):
+    folder = tmp_path / "my run" / "pretrain-1a2b3c4d"
+    folder.mkdir(parents=True)
+    handover.write_record(folder / "done.json", {"key": "1a2b"})
+    handover.write_record(folder / "stage.json", {"key": "1a2b"})
+    (folder / "stage.json").write_text((folder / "stage.json").read_text().replace("1a2b", "1a2c"))
+    with pytest.raises(handover.DataError, match=r"stage\.json has changed") as caught:
+        handover.read_record(folder / "stage.json")
+    subprocess.run(str(caught.value).splitlines()[2].partition("or ")[2], shell=True, check=True)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["weights.safetensors", "model.json"])
 def test_whoever_reads_weights_checks_them_first(made, tmp_path, capsys, name):
     resized = stage_folder(made, "resize")

@@ -99,6 +99,16 @@ def listening_addresses(process: psutil.Process) -> set[str]:
     return {connection.laddr.ip.removeprefix("::ffff:") for connection in listening}
 
 
+def ray_processes() -> list[psutil.Process]:
+    """The processes of the embedded cluster that live as long as it does."""
+    family = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # short-lived ones of Ray's agents
+            if process.name().split(":")[0] in ("ray", "raylet", "gcs_server"):
+                family.append(process)
+    return family
+
+
 def cluster_directories(family: list[psutil.Process]) -> set[Path]:
     """The temporary directories of the raylets among the processes, from their command lines."""
     words = [word for process in family if process.name() == "raylet" for word in process.cmdline()]
@@ -366,6 +376,7 @@ def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_
         (0, {}, []),
         (8, {"gpus_per_worker": 1, "workers": 8}, []),
         (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of the 8 of this machine; type cluster.workers=4"]),
+        (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of the 8 of this machine; too few for one more"]),
         (1, {"workers": 4}, ["unused GPUs: 1 of the 1 of this machine: the workers compute on the CPU; type"]),
     ],
 )
@@ -425,8 +436,7 @@ def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backe
     if backend == "ray":
         info = connect(two["ray"])
         assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
-    names = {"ray", "raylet", "gcs_server"} if backend == "ray" else set()
-    family = [p for p in psutil.Process().children(recursive=True) if p.name().split(":")[0] in names]
+    family = ray_processes() if backend == "ray" else []
     directories = cluster_directories(family)
     assert len(directories) == (backend == "ray")
 

@@ -73,6 +73,7 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     assert submission.stop("/runs/digits", say=said.append).status == "STOPPED"
     follower.join(30)
     assert "committed" in "".join(printed)
+    assert main(["logs", "/runs/digits"]) == 75
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout, say=said.append)
     assert again.id.startswith("digits-002-")
@@ -83,7 +84,8 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
 
 def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
     # More CPUs than there are: the job has no place, as on a cluster whose head is full.
-    JobSubmissionClient().submit_job(entrypoint="true", entrypoint_num_cpus=10_000, metadata={"run": "pending"})
+    place = {"entrypoint_num_cpus": 10_000, "metadata": {"run": "pending"}}
+    submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
     assert submission.status("pending").status == "PENDING"
     assert not submission.stop("pending", say=lambda line: None).alive
     assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
@@ -104,6 +106,23 @@ def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
 
 
 # ------------------------------------------------------------------------ without a cluster
+
+
+def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeypatch) -> None:
+    answer = "Request failed with status code 500: No available agent to submit job, please try again later.."
+    asked = []
+
+    def submit_job() -> str:
+        asked.append(1)
+        if len(asked) < 3:
+            raise RuntimeError(answer)
+        return "digits-001"
+
+    assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
+    asked.clear()
+    monkeypatch.setattr(submission, "AGENT_WAIT_S", 0.0)
+    with pytest.raises(ClusterError, match="the cluster's head takes no jobs: its agent has not started within 0 s"):
+        submission._submit_when_possible(submit_job)
 
 
 def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checkout) -> None:

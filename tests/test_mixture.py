@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ pretrain:
       low: {{train: "@shards/low", weight: 0.7}}
       high: {{train: "@shards/high", weight: 0.3}}
   model: {{name: mu/8, width: 16, depth: 1, mlp: 32, heads: 2, image_size: 16, classes: 10}}
+  optim: {{schedule: {{warmup_steps: 2}}}}
   loss: softmax
   steps: 24
   batch_size: 16
@@ -141,6 +143,17 @@ def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):
     assert "30 (480 images, 0.27 passes over 1,797 samples)" in out
     assert "mixture a: 12 of every batch, 0.25 passes over 1,442 samples" in out
     assert "mixture b: 4 of every batch, 0.34 passes over 355 samples" in out
+
+
+def test_plan_and_run_alike_refuse_a_set_without_samples(recipe, shards, tmp_path, capsys):
+    (tmp_path / "none").mkdir()
+    tarfile.open(tmp_path / "none/0.tar", "w").close()
+    assert main(["index", str(tmp_path / "none"), "--classes", "10"]) == 0
+    sets = f"a: {{train: {shards}/train, weight: 3}}, b: {{train: {tmp_path}/none, weight: 1}}"
+    for command in ("plan", "run"):
+        overrides = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}"]
+        assert main([command, str(recipe), *overrides]) == 65
+        assert f"pretrain: {tmp_path}/none holds no samples" in capsys.readouterr().err
 
 
 def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(recipe, shards, tmp_path):

@@ -123,6 +123,21 @@ def test_pooling_changes_and_the_class_token_goes():
     assert back["positions.0.table"][:, 0].eq(0).all() and ("prefix.cls", None, (1, 1, 32)) in report.new
 
 
+@pytest.mark.parametrize("registers", [0, 2])
+def test_in_two_tables_the_class_token_s_entry_comes_and_goes_as_in_one(registers):
+    options = {"positions": "learned2d", "registers": registers}
+    source = models.build("mu/4", 16, 5, **options)
+    gap = models.config_of("mu/4", 16, 5, pool="gap", **options)
+    entries = source.state_dict()["positions.0.slot"]  # of the class token, then of the registers
+    without, _ = models.transfer(source.state_dict(), source.config, gap)
+    assert models.transfer(without, gap, source.config)[0].keys() == source.state_dict().keys()
+    if registers:
+        assert torch.equal(without["positions.0.slot"], entries[:, 1:])
+    back, _ = models.transfer(without, gap, source.config)
+    expected = torch.cat([torch.zeros(1, 1, 32), entries[:, 1:]], dim=1)
+    assert torch.equal(back["positions.0.slot"], expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,5 +1,8 @@
 """The order is a pure function of the step; every sample once an epoch, whatever the topology."""
 
+import struct
+from hashlib import sha256
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -139,6 +142,13 @@ def test_equal_ledgers_mean_equal_data():
 
     assert ledger(range(5)) == ledger(range(5))
     assert len({ledger(range(5)), ledger(range(4)), ledger([0, 1, 2, 4, 3]), ledger(range(5), seed=1)}) == 4
+
+
+def test_a_ledger_is_the_sha256_of_little_endian_numbers():
+    ids = Order([13, 8], seed=0, batch_size=4).batch(7)
+    before = sha256(b"digest 0").digest()
+    numbers = struct.pack("<q12q", 7, *ids.epoch.tolist(), *ids.shard.tolist(), *ids.sample.tolist())
+    assert Ledger.start("digest", 0).update(7, *ids).hex == sha256(before + numbers).hexdigest()
 
 
 def test_a_mixture_takes_its_shares_of_every_batch_and_each_set_once_an_epoch():

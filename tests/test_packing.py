@@ -17,6 +17,7 @@ import webdataset
 from pyarrow import parquet
 
 from data.errors import DataError
+from data.files import write_whole
 from data.images import jpeg
 from data.images.decode import decode
 from data.shards.index import load_index
@@ -69,6 +70,24 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
     pack(samples(25), tmp_path / "killed", shard_samples=5)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns == kept
+
+
+def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, monkeypatch):
+    wrong = [*samples(16), Sample("last", picture(0), (7,))]
+    with pytest.raises(DataError, match="labels"):
+        pack(wrong, tmp_path, shard_samples=5, classes=5)
+    partial = tmp_path / "train.index.json.partial"
+    before = partial.read_text()
+    assert len(before.splitlines()) == 4, "the setting and three shards"
+
+    def killed(path, content):
+        write_whole(path, content)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("data.shards.journal.write_whole", killed)
+        pack(wrong, tmp_path, shard_samples=5, classes=5)
+    assert partial.read_text() == before
 
 
 def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):

@@ -97,12 +97,16 @@ def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float])
 @pytest.mark.timeout(9000)
 @pytest.mark.parametrize(("rounds", "controllers"), [(1, 1), pytest.param(17, 3, marks=pytest.mark.slow)])
 def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
-    rounds, controllers, recipe, uninterrupted, capsys
+    rounds, controllers, recipe, uninterrupted, capsys, monkeypatch
 ):
     """A worker and some controllers a round, each in an attempt of its own."""
     rng = random.Random(SEED)
+    # A path that is relative to the folder of this process, which is not that of Ray's workers.
+    monkeypatch.chdir(recipe.parent)
+    Path("ds.json").write_text("{}")
     for number in range(rounds):
-        loaded = load(recipe, "cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}")
+        options = ["cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}", "pretrain.deepspeed=ds.json"]
+        loaded = load(recipe, *options)
         folder = loaded.directory(loaded.stage("pretrain"))
         first = ((80, "1"), (rng.randrange(62, 100), "controller"))
         more = ((rng.randrange(122, 160), "controller"), (rng.randrange(182, 200), "controller"))

@@ -139,6 +139,10 @@ NO_LABELS = [
     b"[null]",
     b"[true]",
     b"[1.5]",
+    b"1_000",
+    b"+3",
+    "٣".encode(),
+    b'{"label": "1_000"}',
     b'{"label": {}}',
     b"\xff",
 ]

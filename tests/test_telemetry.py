@@ -1,6 +1,7 @@
 """What a run says, and how it is read back."""
 
 import json
+import math
 import os
 import socket
 import time
@@ -48,6 +49,27 @@ def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_ta
     last = last_metrics(tmp_path)
     assert last is not None and (last["step"], last["attempt"]) == (4, 3)
     assert last_metrics(tmp_path / "nothing") is None
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_to_its_readers(tmp_path: Path):
+    telemetry = Telemetry(tmp_path, rank=0, attempt=1)
+    recent = [{"step": 6, "loss": math.inf, "grad_norm": math.nan}]
+    telemetry.report("train", REPORT | {"loss": math.nan, "losses": [1.5, math.inf], "mfu": None})
+    telemetry.report("spike", {"step": 7, "grad_norm": -math.inf, "recent": recent})
+    telemetry.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 8, "loss": NaN, "losses": [Infinity]}\n')  # as it was written before
+
+    first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert '"loss": null' in first and '"losses": [1.5, null]' in first
+    assert '"grad_norm": null, "recent": [{"step": 6, "loss": null, "grad_norm": null}]' in second
+
+    train, older = read_metrics(tmp_path)
+    assert math.isnan(train["loss"]) and train["losses"][0] == 1.5 and math.isnan(train["losses"][1])
+    assert train["mfu"] is None and "loss nan" in log_line(train)
+    assert math.isnan(older["loss"]) and older["losses"] == [math.inf]
+    (spike,) = read_metrics(tmp_path, "spike")
+    assert math.isnan(spike["grad_norm"]) and math.isnan(spike["recent"][0]["grad_norm"])
 
 
 def test_a_line_tells_the_speed_of_all_steps_since_the_line_before() -> None:

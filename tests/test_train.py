@@ -1,5 +1,7 @@
 """What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,15 +52,44 @@ MASKED = (
 )
 
 
-BF16 = ("cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null", "pretrain.precision=bf16")
+RESUMED = ("pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1", "finetune.save_every=2", "cluster.workers=1")
+BF16 = (
+    "cluster.workers=1",
+    "pretrain.steps=2",
+    "pretrain.optim.schedule.warmup_steps=1",
+    "pretrain.data.evaluate=null",
+    "pretrain.precision=bf16",
+)
 
 
-@pytest.mark.parametrize(("content", "kind"), [("{}", "fp32"), ('{"communication_data_type": "bf16"}', "bf16")])
-def test_the_log_says_in_which_type_bf16_gradients_are_summed(content, kind, recipe):
-    file = recipe.parent / "ds.json"
-    file.write_text(content)
-    (folder,) = run_stages(recipe, "pretrain", overrides=(f"pretrain.deepspeed={file}", *BF16))
-    assert f"ZeRO 2 bf16, gradients summed in {kind}" in (folder / "log.txt").read_text()
+IN_BF16 = '{"communication_data_type": "bf16"}'
+
+
+@pytest.mark.parametrize(
+    ("zero", "content", "said"),
+    [(1, "{}", "fp32\n"), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers\n")],
+)
+def test_the_log_says_in_which_type_bf16_gradients_are_summed(zero, content, said, recipe, monkeypatch):
+    """Whose DeepSpeed file lies in the driver's folder, where workers need not be."""
+    (recipe.parent / "ds.json").write_text(content)
+    monkeypatch.chdir(recipe.parent)
+    (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.deepspeed=ds.json", f"pretrain.zero={zero}", *BF16))
+    assert f"ZeRO {zero} bf16, gradients summed in {said}" in (folder / "log.txt").read_text()
+    task = json.loads((folder / "task.json").read_text())
+    assert task["config"]["deepspeed"] == str(recipe.parent / "ds.json")
+
+
+def test_a_resume_does_not_need_the_weights_that_the_stage_started_from(recipe):
+    """Fine-tuning goes on from its own checkpoint, and ends with the same weights."""
+    _, resized, folder = run_stages(recipe, "pretrain", "resize", "finetune", overrides=RESUMED)
+    weights = (folder / "weights.safetensors").read_bytes()
+    (folder / "done.json").unlink()
+    shutil.rmtree(checkpoint.committed(folder / "checkpoints")[0])
+    (resized / "weights.safetensors").unlink()
+    run_stages(recipe, "finetune", overrides=RESUMED)
+    assert "resumed from step 2 (attempt 1" in (folder / "log.txt").read_text()
+    assert (folder / "weights.safetensors").read_bytes() == weights
+    assert len(read_metrics(folder, "transfer")) == 1
 
 
 def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):

@@ -2,6 +2,9 @@
 
 import pytest
 
+from data.evaluation import EvaluationSet
+from data.shards.index import load_index
+from pipeline.evaluation.evaluate import watched
 from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Verdict, Watch
 
 
@@ -121,6 +124,37 @@ def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, cl
     slow = watch.slow()
     assert slow is not None and slow[0] == 2 and slow[1] > 0.9
     assert watch.slow() is None, "said again without new looks"
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "𝄞"])
+def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> None:
+    for worker in group:
+        worker.enter("data", 10**9, 244 * letter + "-000123.tar")
+    assert watch.look(awake) is None
+    place = watch.place(2)
+    assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
+
+
+def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_path, shards, monkeypatch) -> None:
+    """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
+    worker = Phases(tmp_path, 0, 3600)
+    watch = Watch(tmp_path, 1, stall_s=10)
+    index = load_index(shards / "train")
+    samples = EvaluationSet(index, "resize(16)", batch_size=30)
+    named: list[str] = []
+    read = samples.reader.read
+
+    def reading(shard: int, sample: int) -> tuple[str, bytes, bytes]:
+        place = watch.read(0)
+        assert place is not None
+        assert index.shards[shard].name in place.shard, f"{index.shards[shard].name} is read, {place.shard} is named"
+        named.append(place.shard)
+        return read(shard, sample)
+
+    monkeypatch.setattr(samples.reader, "read", reading)
+    assert sum(batch.mask.sum() for batch in watched(samples, worker)) == index.samples == len(named)
+    assert named[0] == index.shards[0].name and f"{index.shards[0].name} … {index.shards[1].name}" in named
+    worker.close()
 
 
 def test_a_worker_on_a_full_disk_goes_on(tmp_path, monkeypatch) -> None:

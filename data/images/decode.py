@@ -104,7 +104,8 @@ def read_jpeg(data: bytes) -> Header:
             frame = marker
         (length,) = struct.unpack_from(">H", data, at + 2)
         at += 2 + length
-    if header is None or header.channels not in (1, 3, 4):
+    # libjpeg would pass over a byte that is no 0xFF, and find its scan further on.
+    if header is None or header.channels not in (1, 3, 4) or data[at] != 0xFF:
         raise BadImage("broken JPEG header")
     # libjpeg decodes a file that was cut short and fills up with grey, with no more than a warning.
     if data.rfind(END_OF_IMAGE) < at:

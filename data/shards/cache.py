@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest
+from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TypeVar
@@ -103,8 +104,17 @@ class Cache:
                 if not is_whole(path, shard):
                     self.fetch_or_explain(url, shard, path)
         # The time of last use, by which shards are evicted: the mtime, because many mounts do not keep the atime.
-        os.utime(path)
+        # Another process may have evicted it by now, which whoever opens it will see.
+        with suppress(FileNotFoundError):
+            os.utime(path)
         return path
+
+    def opened(self, url: str, shard: Shard) -> BufferedReader:
+        """Open a remote shard's local file; one that goes before it is open is fetched again. Raises as `path` does."""
+        while True:
+            path = self.path(url, shard)
+            with suppress(FileNotFoundError):
+                return open(path, "rb")
 
     def drop(self, shard: Shard, inode: int) -> None:
         """Delete the copy of a shard that has this inode; a newer one, which another process fetched, stays."""
@@ -225,11 +235,17 @@ class Cache:
             if attempt == WARN_AT_ATTEMPT:
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
             if attempt + 1 < self.cfg.attempts:
-                time.sleep(self.pause_s(attempt))
+                self.pause(self.pause_s(attempt))
 
         is_denied = reason == "PermissionError" or "Credentials" in reason
         hint = "credentials come from the environment" if is_denied else "run again"
         raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until nobody waits for us any more."""
+        ends_at = time.monotonic() + seconds
+        while not self.stopped() and time.monotonic() < ends_at:
+            time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
 
     def pause_s(self, attempt: int) -> float:
         """A random part of a time that doubles with every attempt, so that many nodes do not ask all at once."""

@@ -18,26 +18,27 @@ exactly where training with enough `max_labels` would replace it.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from hashlib import blake2b, sha256
+from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, read_header
 from data.images.jpeg import is_damaged
 from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, mapped
-from data.shards.indexing import run_jobs
 from data.shards.labels import read_labels
 from data.shards.packing import pack
 from data.shards.report import GridImage, Report, ShardReport
+from data.shards.side_by_side import side_by_side
 from data.shards.sources import Sample, kind_of
 from data.shards.tar import Row, walk
 
@@ -55,12 +56,21 @@ class CheckJob:
     index: Index  # with that shard alone
     grid: int  # images to keep for the page
     decode: bool
+    cache: CacheConfig  # what a remote shard is fetched by
 
 
 def check(
-    index: Index, *, decode: bool = True, workers: int = 1, report: Callable[[int, int], None] | None = None
+    index: Index,
+    *,
+    decode: bool = True,
+    workers: int = 1,
+    report: Callable[[int, int], None] | None = None,
+    cache: CacheConfig | None = None,
 ) -> Report:
-    """Look at every sample; without `decode` only at headers and labels. `report` is told shards done, of how many."""
+    """Look at every sample; without `decode` only at headers and labels. `report` is told shards done, of how many.
+
+    `cache` is what a run would fetch remote shards by. A shard that the storage does not give is a problem of its own.
+    """
     jobs = []
     for number, shard in enumerate(index.shards):
         # Shares of the page's images that add up to GRID: none of most shards where there are many.
@@ -68,12 +78,13 @@ def check(
         shown_after = (number + 1) * GRID // len(index.shards)
         # The job is sent to another process: with the whole index each would carry all shards.
         alone = replace(index, shards=(shard,), class_counts=())
-        jobs.append(CheckJob(alone, shown_after - shown_before, decode))
+        jobs.append(CheckJob(alone, shown_after - shown_before, decode, cache or CacheConfig()))
     whole = Report(index, [])
     repeated = Repeated()
-    for shard_report in run_jobs(check_shard, jobs, workers, report):
-        repeated.add(shard_report.hashes)
-        whole.add(shard_report)
+    with side_by_side(check_shard, jobs, workers, report) as shard_reports:
+        for shard_report in shard_reports:
+            repeated.add(shard_report.hashes)
+            whole.add(shard_report)
     whole.duplicates = repeated.count()
     return whole
 
@@ -109,7 +120,7 @@ def check_shard(job: CheckJob) -> ShardReport:
     shard = job.index.shards[0]
     report = ShardReport(shard.name)
     try:
-        with open_shard(job.index, 0) as file, mapped(file) as tar:
+        with open_shard(job.index, 0, job.cache) as file, mapped(file) as tar:
             if len(tar) != shard.bytes:
                 report.problem = f"{len(tar)} bytes, the index says {shard.bytes}"
             elif sha256(tar).hexdigest() != shard.sha256:
@@ -119,9 +130,9 @@ def check_shard(job: CheckJob) -> ShardReport:
                 check_sample(sample, job, report)
     except OSError as error:
         report.problem = str(error.strerror)
-    # What is behind a URL may be gone, or be another shard; the report goes on with the others.
-    except DataError as error:
-        report.problem = str(error)
+    # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
+    except (DataError, StorageError) as error:
+        report.problem = one_line(error)
     return report
 
 
@@ -149,12 +160,20 @@ def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
         report.grid.append(GridImage(f"{key[-24:]}: {classes}", image))
 
 
-def open_shard(index: Index, number: int) -> BinaryIO:
+def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
     """A shard where it is, or from the cache; raises OSError, DataError, StorageError."""
     place = index.location(number)
-    if "://" in place:
-        return open(Cache(CacheConfig()).path(place, index.shards[number]), "rb")
-    return open(place, "rb")
+    if "://" not in place:
+        return open(place, "rb")
+    shard = index.shards[number]
+    cache = Cache(cfg)
+    file = cache.opened(place, shard)
+    if file_digest(file, "sha256").hexdigest() == shard.sha256:
+        return file
+    # The copy rotted, not the shard: it is fetched again, as a run would do.
+    with file:
+        cache.drop(shard, os.fstat(file.fileno()).st_ino)
+    return cache.opened(place, shard)
 
 
 class RawSample(NamedTuple):
@@ -171,8 +190,13 @@ def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | Non
     try:
         return index.table(number)
     except DataError as error:
-        report.problem = report.problem or str(error)
+        report.problem = report.problem or one_line(error)
         return None
+
+
+def one_line(error: Exception) -> str:
+    """An error's text as one line of a report."""
+    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def samples_of(tar: memoryview, report: ShardReport, table: np.ndarray | None) -> Iterator[RawSample]:
@@ -219,21 +243,29 @@ class PackOptions(TypedDict, total=False):
     report: Callable[[int, int], None] | None
 
 
-def repair(index: Index, directory: str | Path, *, unique: bool = False, **options: Unpack[PackOptions]) -> Index:
+def repair(
+    index: Index,
+    directory: str | Path,
+    *,
+    unique: bool = False,
+    cache: CacheConfig | None = None,
+    **options: Unpack[PackOptions],
+) -> Index:
     """Pack every good sample into a new set in another folder; with `unique`, each image once.
 
-    Missing shards are left out, of short ones what stands before the cut is kept. `options` go to `pack`.
+    Missing shards are left out, of short ones what stands before the cut is kept. `cache` is what a run would fetch
+    remote shards by; where the storage does not answer, StorageError is raised. `options` go to `pack`.
     """
     options.setdefault("classes", index.classes)
-    return pack(good_samples(index, unique), directory, **options)
+    return pack(good_samples(index, unique, cache or CacheConfig()), directory, **options)
 
 
-def good_samples(index: Index, unique: bool) -> Iterator[Sample]:
+def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sample]:
     """Every good sample of a set; with `unique`, each image once."""
     digests: set[bytes] = set()  # of the images so far, if they must be unique
     for number, shard in enumerate(index.shards):
         try:
-            file = open_shard(index, number)
+            file = open_shard(index, number, cache)
         # Repairing leaves out a shard that cannot be read, and keeps the others.
         except (OSError, DataError):
             continue

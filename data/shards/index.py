@@ -39,6 +39,7 @@ from data.shards.tar import Row
 SCHEMA = 2
 OLDEST_SCHEMA = 1  # that is still read
 SUFFIX = ".index.json"
+PIECE = 16 << 20  # bytes of a tar that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,12 @@ class Index:
     @property
     def command(self) -> str:
         """What makes this index again of the tars that it is of."""
-        place = [self.directory, "--output", str(self.tables), "--name", self.name]
-        return shlex.join(["python", "-m", "jobs", "index", *place, "--classes", str(self.classes)])
+        tars = [self.directory]
+        # A folder stands for the tars that lie in it, and not for those in folders of their own below it.
+        if any("/" in shard.name for shard in self.shards) and not self.remote:
+            tars = [self.location(number) for number in range(len(self.shards))]
+        place = ["--output", str(self.tables), "--name", self.name]
+        return shlex.join(["python", "-m", "jobs", "index", *tars, *place, "--classes", str(self.classes)])
 
     @property
     def samples(self) -> int:
@@ -121,7 +126,7 @@ class Index:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # over what is no table, numpy raises many kinds: ValueError, EOFError, TokenError
             raise DataError(
-                f"{path}: no table of shard {shard}: {error}\n"
+                f"{path}: no table of {self.shards[shard].name}: {error}\n"
                 f"  expected the table that was made with this index\n"
                 f"  type: {self.command}"
             ) from None
@@ -254,7 +259,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         directory = content["directory"]
         # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
         seal = content["seal"] if schema > 1 else content.get("seal", "")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
@@ -325,6 +330,14 @@ def table_name(shard: str) -> str:
     """The file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
     return f"{flat}.npy"
+
+
+def digest_of_tar(tar: memoryview) -> str:
+    """The sha256 of a whole tar, in pieces: Python hears a signal between two of them, and not in the midst of one."""
+    digest = sha256()
+    for start in range(0, len(tar), PIECE):
+        digest.update(tar[start : start + PIECE])
+    return digest.hexdigest()
 
 
 def write_table(output: Path, shard: str, table: np.ndarray) -> str:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import numpy as np
 from braceexpand import braceexpand
@@ -32,16 +32,15 @@ from braceexpand import braceexpand
 from data.checks import check_name, printable
 from data.errors import DataError
 from data.shards.cache import Cache, CacheConfig
-from data.shards.index import SUFFIX, Index, Shard, load_index, mapped, table_name, write_table
+from data.shards.index import SUFFIX, Index, Shard, digest_of_tar, load_index, mapped, table_name, write_table
 from data.shards.journal import Journal, Record
 from data.shards.remote import check_url, list_tars, redacted, size_of
+from data.shards.side_by_side import setting_at_error, side_by_side
 from data.shards.tar import parse_labels, walk
 
 MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 MOST_ERRORS = 20  # shards that are named when they cannot be used
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # how the journal of a packing begins, see `packing.pack`
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,16 @@ def build_index(
     workers: int = 1,
     at: str | None = None,
     report: Callable[[int, int], None] | None = None,
+    cache: CacheConfig | None = None,
 ) -> Index:
     """Index existing tars: a folder of them, or a list of paths; or URLs. Safe to kill and run again.
 
     A URL names a tar, many by `{000..999}` or (but for https) `*`, or a folder; each tar is fetched, looked at and
     forgotten. The JSON and the tables go to `output` (default: beside the shards, where these are here) as
     `<name>.index.json` (default: the folder's name); `at` is the URL that the shards will be read from, where that
-    is another one. `report` is told how many shards are done, of how many. Raises DataError naming every tar that
-    cannot be used and every label ≥ `classes`, StorageError where the storage does not answer.
+    is another one. `report` is told how many shards are done, of how many. `cache` says where a tar is kept while it
+    is looked at, and how patient fetching is. Raises DataError naming every tar that cannot be used and every label
+    ≥ `classes`, StorageError where the storage does not answer.
     """
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     urls = [path for path in sources if "://" in path]
@@ -90,28 +91,28 @@ def build_index(
     if at and "://" in at:
         check_kept(at)
 
-    cache = Cache(CacheConfig())
-    tars = remote_tars(urls, cache, workers) if urls else local_tars(source)
-    folder = Path(output or tars.directory)
-    folder.mkdir(parents=True, exist_ok=True)
+    stopped = threading.Event()
+    fetcher = Cache(cache or CacheConfig(), stopped.is_set)
+    tars = remote_tars(urls, fetcher, workers, stopped) if urls else local_tars(source)
     name = name or Path(tars.directory).name
     check_name(name, "a set", "give its name: --name train")
+    folder = Path(output or tars.directory)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{SUFFIX}"
     check_tables(path, at or tars.directory, tars.sizes)
     check_stopped(path.with_name(path.name + ".partial"))
 
-    # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
-    executor: type[Executor] = ProcessPoolExecutor
-    fetcher = None
-    if urls:
-        executor = ThreadPoolExecutor
-        fetcher = cache
     with Journal(path, classes, tars.directory) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
-                jobs.append(IndexJob(fetcher, tars.directory, tar, size, folder, classes))
-        record_all(run_jobs(index_shard, jobs, workers, report, executor), journal)
+                jobs.append(IndexJob(fetcher if urls else None, tars.directory, tar, size, folder, classes))
+        # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
+        with (
+            side_by_side(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
+            setting_at_error(stopped),
+        ):
+            record_all(results, journal)
         journal.keep(tars.sizes)
         return journal.finish(at or tars.directory)
 
@@ -198,10 +199,10 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     return tars
 
 
-def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
+def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:
     """Tars behind URLs, with the sizes that the storage tells; raises DataError where there are none.
 
-    Each URL names one tar, several by a `{000..999}` or a `*`, or a folder.
+    Each URL names one tar, several by a `{000..999}` or a `*`, or a folder. `stopped` ends the cache's patience.
     """
     timeout_s = cache.cfg.timeout_s
 
@@ -221,7 +222,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int) -> TarList:
             else:
                 sizes.update(listed(url))
     # Asking for a size is one short request, most of which is waiting.
-    with ThreadPoolExecutor(4 * workers) as pool:
+    with ThreadPoolExecutor(4 * workers) as pool, setting_at_error(stopped):
         sizes.update(zip(named, pool.map(asked_size, named), strict=True))
     if not sizes:
         raise DataError(f"{', '.join(urls)}: no *.tar there")
@@ -251,32 +252,6 @@ def common_folder(urls: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------- one tar
 
 
-def run_jobs(
-    function: Callable[[Job], Result],
-    jobs: Sequence[Job],
-    workers: int,
-    report: Callable[[int, int], None] | None = None,
-    executor: Callable[[int], Executor] = ProcessPoolExecutor,
-) -> Iterator[Result]:
-    """Apply a function to each job, in order, here or in some processes (or threads).
-
-    `report` is told how many jobs are done, of how many.
-    """
-    if workers > 1:
-        with executor(workers) as pool:
-            yield from counted(pool.map(function, jobs), len(jobs), report)
-    else:
-        yield from counted(map(function, jobs), len(jobs), report)
-
-
-def counted(results: Iterable[Result], total: int, report: Callable[[int, int], None] | None) -> Iterator[Result]:
-    """The same results; `report` is told of each one that has been dealt with."""
-    for done, result in enumerate(results, start=1):
-        yield result
-        if report:
-            report(done, total)
-
-
 def index_shard(job: IndexJob) -> Record | str:
     """Write one shard's table; returns its record, or what is wrong with it."""
     place = f"{job.directory}/{job.name}"
@@ -295,7 +270,7 @@ def index_file(file: IO[bytes], name: str, output: Path, classes: int | None) ->
         table = result.table(tar)
         class_counts, unlabelled = count_classes(tar, table, name, classes)
         table_digest = write_table(output, name, table)
-        shard = Shard(name, len(table), len(tar), sha256(tar).hexdigest(), table_digest)
+        shard = Shard(name, len(table), len(tar), digest_of_tar(tar), table_digest)
     return Record(shard, class_counts, result.refused + unlabelled)
 
 

@@ -5,8 +5,8 @@ How it is used, in order:
    temporary files of killed processes;
 2. `has` says which shards need no more work;
 3. `add` appends each shard as it is finished, one line of JSON:
-       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650}, {"member type .txt2": 3}]
-   its row in the index, its samples a class, and its members that were passed over, by reason;
+       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650}, {"member type .txt2": 3}, "e5f0…"]
+   its row in the index, its samples a class, its members that were passed over, by reason, and the sha256 of these;
 4. `finish` writes the index from all of them and deletes the journal.
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,16 +48,17 @@ class Journal:
         self.records: dict[str, Record] = {}  # shard name → record
 
     def __enter__(self) -> Journal:
-        lines = self.partial.read_text().splitlines() if self.partial.exists() else []
+        lines = self.partial.read_text(errors="replace").splitlines() if self.partial.exists() else []
         # The records of another setting, with shards cut elsewhere say, are of no use here.
         is_ours = bool(lines) and lines[0] == self.header
         self.delete_temporaries()
-        # Written anew instead of appended to: its last line may be one that a kill cut, and the next would be glued
-        # to it.
-        write_whole(self.partial, self.header + "\n")
-        self.file = open(self.partial, "a")
         if is_ours:
             self.take_over(lines[1:])
+        # Written anew instead of appended to: its last line may be one that a kill cut, and the next would be glued
+        # to it. All records at once: a kill between two of them would lose the rest.
+        kept_lines = [self.header, *map(line_of, self.records.values())]
+        write_whole(self.partial, "".join(f"{line}\n" for line in kept_lines))
+        self.file = open(self.partial, "a")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,14 +78,18 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def take_over(self, lines: Iterable[str]) -> None:
-        """Add what an earlier run recorded."""
+        """Take what an earlier run recorded."""
         for line in lines:
             try:
-                row, class_counts, refused = json.loads(line)
-            except ValueError:
+                row, class_counts, refused, digest = json.loads(line)
+            except (ValueError, TypeError):
                 return  # the line that the kill cut
+            # The index would be sealed with what a changed bit says; a shard without a line is made once more.
+            if digest != digest_of_content([row, class_counts, refused]):
+                return
             counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
-            self.add(Shard(*row), counts, refused)
+            shard = Shard(*row)
+            self.records[shard.name] = Record(shard, counts, refused)
 
     def has(self, shard: str, size: int) -> bool:
         """Whether a shard of this name and size in bytes is finished."""
@@ -91,9 +97,10 @@ class Journal:
 
     def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Mapping[str, int]) -> None:
         """Record a finished shard."""
-        self.records[shard.name] = Record(shard, class_counts, refused)
+        record = Record(shard, class_counts, refused)
+        self.records[shard.name] = record
         # Flushed line by line, so that a kill costs the shards at work and no finished one.
-        print(json.dumps([shard_row(shard), class_counts, refused]), file=self.file, flush=True)
+        print(line_of(record), file=self.file, flush=True)
 
     def keep(self, shards: Iterable[str]) -> None:
         """Forget shards that an earlier try wrote but this one does not have."""
@@ -131,3 +138,15 @@ class Journal:
         write_whole(self.path, json.dumps(content, indent=1))
         self.partial.unlink()
         return load_index(self.path)
+
+
+def line_of(record: Record) -> str:
+    """A record as the journal holds it, with its digest."""
+    content = [shard_row(record.shard), dict(record.class_counts), dict(record.refused)]
+    return json.dumps([*content, digest_of_content(content)])
+
+
+def digest_of_content(content: Sequence[object]) -> str:
+    """The sha256 of a line of the journal but for its digest."""
+    # Through JSON once more: its keys are text, and the class ids of a line that is being written are not yet.
+    return sha256(json.dumps(json.loads(json.dumps(content))).encode()).hexdigest()

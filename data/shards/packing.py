@@ -17,6 +17,7 @@ How samples become a set, in order:
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from data.checks import check_name, printable
-from data.errors import DataError
+from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
-from data.shards.index import SUFFIX, Index, Shard, load_index, mapped, table_name, write_table
+from data.shards.index import SUFFIX, Index, Shard, digest_of_tar, load_index, mapped, table_name, write_table
 from data.shards.journal import Journal, Record
+from data.shards.side_by_side import setting_at_error
 from data.shards.sources import Sample
 from data.shards.tar import walk
 
@@ -63,9 +65,11 @@ def pack(
     if restarts:
         # Before the threads start, which would compile it side by side.
         require_binding()
+    stopped = threading.Event()
     with (
         Journal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
+        setting_at_error(stopped),
     ):
         running: deque[Future[Record]] = deque()
         shard_names: list[str] = []
@@ -73,7 +77,7 @@ def pack(
         for group in cut(samples, shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
             if not is_done(journal, path, group, restarts):
-                running.append(pool.submit(write_shard, path, group, classes, restarts))
+                running.append(pool.submit(write_shard, path, group, classes, restarts, stopped))
             shard_names.append(path.name)
             finished_samples += len(group)
             # At most one group a thread is in memory, and the journal gets its lines in the order of the shards.
@@ -163,27 +167,36 @@ def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, rest
 # -------------------------------------------------------------------------------------------- one shard
 
 
-def write_shard(path: Path, group: Sequence[Sample], classes: int | None, restarts: bool) -> Record:
-    """Write one tar and its table; owner, times and modes are fixed. Raises DataError as `check_samples` does."""
+def write_shard(
+    path: Path, group: Sequence[Sample], classes: int | None, restarts: bool, stopped: threading.Event
+) -> Record:
+    """Write one tar and its table; owner, times and modes are fixed.
+
+    Raises DataError as `check_samples` does, Preempted where it is stopped before the tar is whole.
+    """
     # Importing it takes a second, and only writing needs it.
     from webdataset import TarWriter
 
     class_counts = check_samples(path.name, group, classes)
-    with whole_file(path) as temporary, open(temporary, "wb") as new_tar:
+    with (
+        whole_file(path) as temporary,
+        open(temporary, "wb") as new_tar,
         # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when.
         # PAX, because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
-        writer = TarWriter(new_tar, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT")
+        TarWriter(new_tar, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT") as writer,
+    ):
         for sample in group:
+            if stopped.is_set():
+                raise Preempted(f"{path}: stopped before it was whole")
             image = sample.read()
             if restarts and image.startswith(JPEG_START):
                 image = add_restarts(image)
             writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
-        writer.close()
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
         table_digest = write_table(path.parent, path.name, result.table(tar))
-        shard = Shard(path.name, len(result.rows), len(tar), sha256(tar).hexdigest(), table_digest)
+        shard = Shard(path.name, len(result.rows), len(tar), digest_of_tar(tar), table_digest)
     return Record(shard, class_counts, result.refused)
 
 

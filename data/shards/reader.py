@@ -163,8 +163,9 @@ class Reader:
     def _drop_copy(self, number: int) -> None:
         """Close a remote shard and delete its copy in the cache, so that it is fetched again."""
         dropped = self._open.pop(number)
-        dropped.tar.close()
         self.cache.drop(self.index.shards[number], dropped.inode)
+        # Closed last: as long as it is open no other file can get its inode, by which `drop` knows it.
+        dropped.tar.close()
 
     def _shard(self, number: int) -> OpenShard:
         """A shard that is mapped, opening it if need be."""
@@ -174,25 +175,19 @@ class Reader:
         shard = self.index.shards[number]
         place = self.index.location(number)
         is_remote = "://" in place
-        with self._fetched(place, shard) if is_remote else open_local(place) as file:
-            tar = map_shard(file, place, shard.bytes)
-            inode = os.fstat(file.fileno()).st_ino
+        with self.cache.opened(place, shard) if is_remote else open_local(place) as file:
+            # Of the open file, not of its name, which may be another file's by now.
+            status = os.fstat(file.fileno())
+            tar = map_shard(file, status, place, shard.bytes)
         if self.verify and not is_remote:  # the cache has verified what it fetched
-            verify_once(tar, place, shard.sha256)
+            verify_once(tar, status, place, shard.sha256)
         table = self.index.table(number)
         has_digests = "digest" in (table.dtype.names or ())
-        self._open[number] = OpenShard(tar, table, inode, has_digests)
+        self._open[number] = OpenShard(tar, table, status.st_ino, has_digests)
         if len(self._open) > most_open():
             _, longest_unused = self._open.popitem(last=False)
             longest_unused.tar.close()
         return self._open[number]
-
-    def _fetched(self, url: str, shard: Shard) -> BinaryIO:
-        """Open a remote shard in the cache; one that goes before it is open is fetched again."""
-        while True:
-            path = self.cache.path(url, shard)
-            with suppress(FileNotFoundError):
-                return open(path, "rb")
 
 
 def most_open() -> int:
@@ -210,18 +205,18 @@ def open_local(place: str) -> BinaryIO:
         raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
 
 
-def map_shard(file: BinaryIO, place: str, expected_size: int) -> mmap.mmap:
-    """Map a shard after comparing its size in bytes; raises DataError."""
-    # Of the open file, not of its name, which may be another file's by now.
-    size = os.fstat(file.fileno()).st_size
-    if size != expected_size:
-        raise DataError(f"{place}: {size} bytes, the index says {expected_size}; restore it, or index it again")
+def map_shard(file: BinaryIO, status: os.stat_result, place: str, expected_size: int) -> mmap.mmap:
+    """Map an open shard after comparing its size in bytes; raises DataError."""
+    if status.st_size != expected_size:
+        raise DataError(
+            f"{place}: {status.st_size} bytes, the index says {expected_size}; restore it, or index it again"
+        )
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
+def verify_once(tar: mmap.mmap, status: os.stat_result, place: str, expected: str) -> None:
     """Compare a shard's sha256 unless this node already did; raises DataError where it differs."""
-    mark = mark_of(place, expected)
+    mark = mark_of(status, expected)
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
@@ -235,12 +230,11 @@ def verify_once(tar: mmap.mmap, place: str, expected: str) -> None:
         mark.touch()
 
 
-def mark_of(place: str, expected: str) -> Path:
+def mark_of(status: os.stat_result, expected: str) -> Path:
     """The file that says that this node has verified a shard.
 
     It names the very file: one that is replaced or written again is verified again.
     """
-    status = os.stat(place)
     return state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
 
 
@@ -249,7 +243,7 @@ def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
     is_remote = "://" in place
     if not is_remote:
         with suppress(OSError):  # the shard is gone, or the mark
-            mark_of(place, shard.sha256).unlink()
+            mark_of(os.stat(place), shard.sha256).unlink()
     what_to_do = "fetch it into the store again" if is_remote else "restore it or pack it again"
     found = sample_digest(stored.image, stored.label)
     return DataError(

@@ -286,11 +286,19 @@ def parse_labels(raw: bytes) -> tuple[int, ...]:
     """
     text = raw.decode("utf-8", "replace").strip()
     values = json_labels(text) if text[:1] in ("[", "{") else text.replace(",", " ").split()
-    # `type`, because isinstance would take true and false for numbers.
-    labels = tuple(int(value) for value in values if type(value) in (int, str))
-    if not labels or len(labels) < len(values) or min(labels) < 0:
+    labels = tuple(int(value) for value in values if is_class_id(value))
+    if not labels or len(labels) < len(values):
         raise ValueError(f"{text[:40]!r} holds no class ids")
     return labels
+
+
+def is_class_id(value: object) -> bool:
+    """Whether a value is a whole number ≥ 0, or a text of digits alone."""
+    if isinstance(value, str):
+        # int() would take `1_000` and `+3`, and digits of other scripts.
+        return value.isascii() and value.isdigit()
+    # isinstance would take true and false for numbers.
+    return type(value) is int and value >= 0
 
 
 def json_labels(text: str) -> list:

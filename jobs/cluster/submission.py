@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
@@ -39,6 +40,8 @@ MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 POLL_S = 0.5
+AGENT_WAIT_S = 60.0
+NO_AGENT = "No available agent to submit job"
 
 # Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
 KILL_PENDING = """
@@ -122,7 +125,7 @@ def submit(
     say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
     say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
     # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
-    client.submit_job(entrypoint=shlex.join(command), **request)
+    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request))
     say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
 
@@ -248,6 +251,28 @@ def _connect() -> JobSubmissionClient:
         ) from None
 
 
+def _submit_when_possible(submit_job: Callable[[], str]) -> str:
+    """Submit a job and return its id; a head that has just started cannot take jobs yet, and is asked again.
+
+    Raises ClusterError where it takes none for AGENT_WAIT_S.
+    """
+    deadline = time.monotonic() + AGENT_WAIT_S
+    while True:
+        try:
+            return submit_job()
+        except RuntimeError as error:
+            # The head answers this when its agent, which runs jobs and starts last, is not there after 10 s.
+            if NO_AGENT not in str(error):
+                raise
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the cluster's head takes no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
+                "the head may be overloaded, or the agent has crashed\n"
+                "type the same command again, or look at the head's /tmp/ray/session_latest/logs/dashboard_agent.log"
+            )
+        time.sleep(POLL_S)
+
+
 def _submitted_jobs(client: JobSubmissionClient) -> list[Job]:
     """Return the jobs of the cluster, less the drivers that merely joined it, which have no submission id."""
     return [_job(details) for details in client.list_jobs() if details.submission_id]
@@ -301,7 +326,8 @@ def _kill_pending(client: JobSubmissionClient, job_id: str) -> None:
 
     The Jobs API has no call for that, and it may be all of the cluster that we can reach.
     """
-    helper = client.submit_job(entrypoint=shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)]))
+    command = shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)])
+    helper = _submit_when_possible(partial(client.submit_job, entrypoint=command))
     while client.get_job_status(helper) in (JobStatus.PENDING, JobStatus.RUNNING):
         time.sleep(POLL_S)
     # Otherwise the helper would stay in the cluster's list of jobs.

@@ -51,22 +51,31 @@ def plan(
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print the recipe with every default written out.")
     ] = False,
+    without_data: Annotated[
+        bool, typer.Option("--without-data", help="Exit 0 although data or weights are missing that `run` would need.")
+    ] = False,
     fresh: Fresh = False,
     _debug: Debug = False,
 ) -> None:
-    """Print the campaign, batch arithmetic, parameters and FLOPs."""
+    """Print the campaign, batch arithmetic, parameters and FLOPs; exit as `run` would before its first stage."""
     from jobs import campaign
     from jobs.commands import plan
-    from jobs.stage_run import check_unchanged
+    from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
         print(campaign.resolved(loaded))
         return
     # As `run` does before its first stage: a plan promises nothing that would be refused.
-    if not fresh:
-        check_unchanged(loaded, loaded.stages)
+    check_unfinished(loaded, loaded.stages, fresh=fresh)
+    check_finished(loaded, loaded.stages, print)
     show(plan.plan(loaded))
+    # What is missing is refused last, because all but a few lines of the plan can be told without it.
+    missing = missing_inputs(loaded, loaded.stages)
+    if missing and without_data:
+        show(["", f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65"])
+    else:
+        check_inputs(loaded, loaded.stages)
 
 
 @commands.command()
@@ -117,11 +126,12 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    if path.exists():
+    if path.is_file():
         return path
     recipes = shipped()
     if recipe not in recipes:
-        raise ConfigError(f"no recipe at {recipe}\n  recipes that ship: {', '.join(recipes)}")
+        what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
+        raise ConfigError(f"{what_is_there} at {recipe}\n  recipes that ship: {', '.join(recipes)}")
     return recipes[recipe]
 
 

@@ -59,6 +59,9 @@ def logs(run: Run, _debug: Debug = False) -> int:
     job = submission.logs(job_name(run))
     if job.status in ("SUCCEEDED", "RUNNING", "PENDING"):
         return ExitCode.DONE
+    # Ray keeps no exit code of a job that was asked to stop, which a driver answers with a commit.
+    if job.status == "STOPPED":
+        return ExitCode.PREEMPTED
     # A job whose driver never ran has no exit code.
     return job.exit_code or ExitCode.INTERNAL
 

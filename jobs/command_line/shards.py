@@ -44,6 +44,9 @@ Unique = Annotated[bool, typer.Option("--unique", help="Keep each image once.")]
 
 Name = Annotated[str | None, typer.Option(help="Of the set; else its folder's name.")]
 Classes = Annotated[int | None, typer.Option(min=1, help="Labels must be below; else as many as are found.")]
+CacheFolder = Annotated[
+    str | None, typer.Option("--cache", help="URLs: folder that shards are fetched to, as a recipe's cache.directory.")
+]
 Workers = Annotated[int, typer.Option(min=1, help="Shards worked on side by side.")]
 
 commands = make_group()
@@ -99,31 +102,46 @@ def index(
     at: Location = None,
     name: Name = None,
     classes: Classes = None,
+    cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
     """Index existing WebDataset tars, unchanged."""
     from jobs.commands.data import index_tars
 
-    show(index_tars(tars, output=output, at=at, name=name, classes=classes, workers=workers))
+    show(index_tars(tars, output=output, at=at, name=name, classes=classes, workers=workers, cache=cache))
 
 
 @data_commands.command()
-def check(path: IndexPath, page: Page = None, world: World = 1, workers: Workers = 1, _debug: Debug = False) -> int:
+def check(
+    path: IndexPath,
+    page: Page = None,
+    world: World = 1,
+    cache: CacheFolder = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> int:
     """Read and decode every sample; exit 65 where a run would miss one."""
     from jobs.commands.data import check_set
 
-    if check_set(path, page=page, world=world, workers=workers):
+    if check_set(path, page=page, world=world, workers=workers, cache=cache):
         return ExitCode.DONE
     return ExitCode.DATA
 
 
 @data_commands.command()
-def stats(path: IndexPath, page: Page = None, world: World = 1, workers: Workers = 1, _debug: Debug = False) -> None:
+def stats(
+    path: IndexPath,
+    page: Page = None,
+    world: World = 1,
+    cache: CacheFolder = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> None:
     """Read headers and labels alone, and show how sizes are spread."""
     from jobs.commands.data import measure_set
 
-    measure_set(path, page=page, world=world, workers=workers)
+    measure_set(path, page=page, world=world, workers=workers, cache=cache)
 
 
 @data_commands.command()
@@ -132,10 +150,11 @@ def repair(
     directory: RepairedFolder,
     unique: Unique = False,
     name: Name = None,
+    cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
     """Pack every good sample into a new set."""
     from jobs.commands.data import repair_set
 
-    show(repair_set(path, Path(directory), unique=unique, name=name, workers=workers))
+    show(repair_set(path, Path(directory), unique=unique, name=name, workers=workers, cache=cache))

@@ -28,7 +28,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.shards.sources import tars
 from data.shards.tar import IMAGES
-from jobs.commands.weights import load, verified
+from jobs.commands.weights import load, refuse_missing, verified
 from models import analysis
 from models.positions import ADDED
 from models.vit import ViTConfig
@@ -59,6 +59,7 @@ class Inside:
 
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
+    refuse_missing(weights)
     verification = verified(weights)
     model = load(weights, {}).to(device())
     try:

@@ -225,9 +225,11 @@ def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:
     """
     if keep < 2:
         raise UsageError(f"--keep is {keep}, expected 2 or more: one checkpoint alone can be bad")
-    for stage in stage_folders(path):
-        # Never delete in favour of a bad one.
+    stages = stage_folders(path)
+    # Never delete in favour of a bad one; and of no stage, before all are known to be good.
+    for stage in stages:
         for folder in committed(stage / "checkpoints")[:keep]:
             checkpoint.verify(folder)
+    for stage in stages:
         for folder in checkpoint.prune(stage / "checkpoints", keep, keep_every):
             yield f"{stage.name}: {folder.name} deleted"

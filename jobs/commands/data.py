@@ -6,10 +6,14 @@ patchline index s3://bucket/theirs --output indexes/theirs
 patchline data check shards/theirs --page report.html
 """
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-from data.errors import DataError
+from data.errors import DataError, Preempted
+from data.shards.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
 from data.shards.index import Index, load_index
 from data.shards.indexing import build_index
@@ -34,7 +38,7 @@ def pack_images(
     """Pack a source, described as in a recipe, into shards; the same call again goes on after a kill."""
     # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
     cfg = config.build(SetConfig, source, "pack")
-    with Progress("samples", expected_samples(cfg)) as progress:
+    with stoppable(), Progress("samples", expected_samples(cfg)) as progress:
         index = pack(
             samples_of(cfg),
             directory,
@@ -50,12 +54,19 @@ def pack_images(
 
 
 def index_tars(
-    tars: list[str], *, output: str | None, at: str | None, name: str | None, classes: int | None, workers: int
+    tars: list[str],
+    *,
+    output: str | None,
+    at: str | None,
+    name: str | None,
+    classes: int | None,
+    workers: int,
+    cache: str | None,
 ) -> list[str]:
     """Index existing tars, unchanged; the same call again goes on after a kill."""
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
-    with Progress("shards") as progress:
+    with stoppable(), Progress("shards") as progress:
         index = build_index(
             tars[0] if is_folder_or_pattern else tars,
             output=output,
@@ -64,13 +75,35 @@ def index_tars(
             workers=workers,
             at=at,
             report=progress.of,
+            cache=cache_config(cache),
         )
     return summary(index)
 
 
-def check_set(path: str, *, page: str | None, world: int, workers: int) -> bool:
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let SIGTERM end the block with Preempted, so that nothing half written stays; Ctrl-C does so by itself."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Preempted("stopped by SIGTERM; what is finished is kept, run the same command again to go on")
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def cache_config(folder: str | None) -> CacheConfig:
+    """What remote shards are fetched by, into a folder if one is given, as `data.cache` of a recipe says it."""
+    if folder is None:
+        return CacheConfig()
+    return CacheConfig(directory=str(Path(folder).expanduser().absolute()))
+
+
+def check_set(path: str, *, page: str | None, world: int, workers: int, cache: str | None) -> bool:
     """Print what reading and decoding every sample shows; False where a run would trip over something."""
-    report = examine(path, decode=True, page=page, workers=workers)
+    report = examine(path, decode=True, page=page, workers=workers, cache=cache)
     print("\n".join(report.lines(world)))
     write_page_if_wanted(report, page, world)
     if report.ok:
@@ -83,20 +116,20 @@ def check_set(path: str, *, page: str | None, world: int, workers: int) -> bool:
     return False
 
 
-def measure_set(path: str, *, page: str | None, world: int, workers: int) -> None:
+def measure_set(path: str, *, page: str | None, world: int, workers: int, cache: str | None) -> None:
     """Print what headers and labels alone show, and how sizes and classes are spread."""
-    report = examine(path, decode=False, page=page, workers=workers)
+    report = examine(path, decode=False, page=page, workers=workers, cache=cache)
     print("\n".join([*report.lines(world), *spreads(report)]))
     write_page_if_wanted(report, page, world)
 
 
-def examine(path: str, *, decode: bool, page: str | None, workers: int) -> Report:
+def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: str | None) -> Report:
     index = load_index(path)
     # A page that cannot be written is found out now, not after hours of looking.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
     with Progress("shards", len(index.shards)) as progress:
-        return check(index, decode=decode, workers=workers, report=progress.of)
+        return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
 
 
 def write_page_if_wanted(report: Report, page: str | None, world: int) -> None:
@@ -104,17 +137,20 @@ def write_page_if_wanted(report: Report, page: str | None, world: int) -> None:
         print(f"page: {write_page(report, page, world)}")
 
 
-def repair_set(path: str, directory: Path, *, unique: bool, name: str | None, workers: int) -> list[str]:
+def repair_set(
+    path: str, directory: Path, *, unique: bool, name: str | None, workers: int, cache: str | None
+) -> list[str]:
     """Pack every good sample into a new set. Raises DataError where that would overwrite the old one."""
     index = load_index(path)
     # The shards and their index may lie in two folders; neither may be written into.
     if directory.resolve() in (Path(index.directory), index.tables):
         raise DataError(f"{directory} holds the set that is to be repaired\n  give another folder")
-    with Progress("samples", index.samples) as progress:
+    with stoppable(), Progress("samples", index.samples) as progress:
         repaired = repair(
             index,
             directory,
             unique=unique,
+            cache=cache_config(cache),
             name=name or directory.name,
             workers=workers,
             report=progress.packed,

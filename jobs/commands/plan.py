@@ -4,7 +4,8 @@
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-Nothing is started or written. What is not there yet (data, weights) is named, and the lines that need it are left out.
+Nothing is started or written. What is not there yet (data, weights) is named, and the lines that need it are left out;
+then the command ends as `run` would, with exit code 65, or with 0 where `--without-data` asks for that.
 """
 
 from dataclasses import dataclass
@@ -51,8 +52,10 @@ def plan(campaign: Campaign) -> list[str]:
             lines.append(f"  reads   {field} = {value}")
         if stage.model is not None:
             lines.append(f"  model   {model_line(stage)}")
-        for message in stage.missing:
-            lines.append(f"  MISSING {message}")
+        # What a finished stage was made from is needed no more.
+        if stage.name in would_run:
+            for message in stage.missing:
+                lines.append(f"  MISSING {message}")
         if isinstance(stage.config, TrainConfig):
             lines += training_lines(campaign, stage, stage.config)
     return lines
@@ -64,7 +67,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.stage_run.check_unchanged).
+    # Without --fresh the command has ended before this (jobs.stage_run.check_unfinished).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.

@@ -90,8 +90,12 @@ def stage_of(run: Path) -> Path:
     if (run / "task.json").exists():
         return run
     folders = sorted(task.parent for task in run.glob("*/task.json"))
-    if len(folders) != 1:
-        names = ", ".join(str(folder) for folder in folders) or "none"
+    if not folders:
+        raise UsageError(
+            f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder"
+        )
+    if len(folders) > 1:
+        names = ", ".join(str(folder) for folder in folders)
         raise UsageError(f"{run} has {len(folders)} trained stages: {names}\n  name the folder of one")
     return folders[0]
 

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
@@ -42,18 +43,28 @@ def status(run: Path) -> list[str]:
 
 
 def started_s(folder: Path) -> float:
-    return folder.stat().st_ctime
+    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
+    record_path = folder / "stage.json"
+    # A record that has changed is named where the stage's line is made.
+    with suppress(DataError):
+        started = handover.read_record(record_path).values.get("started")
+        if started is not None:
+            return started
+    return record_path.stat().st_mtime
 
 
 def ending(run: Path) -> str:
     """Say how the last command on this run ended, or which one is running."""
+    path = run / "status.json"
     try:
-        last = json.loads((run / "status.json").read_text())
-    except (OSError, ValueError):
+        last = json.loads(path.read_text())
+        if last["exit_code"] is not None:
+            return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+        started = f"started {last['time']}: {last['command']}"
+    except OSError:
         return "unknown: no command has ended yet"
-    if last["exit_code"] is not None:
-        return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
-    started = f"started {last['time']}: {last['command']}"
+    except (ValueError, KeyError, TypeError):  # empty, torn or altered
+        return f"unknown: {path} is torn or altered; the next command writes it anew"
     # A command that was killed could not write its end: status.json says "running" for ever.
     if owner_is_gone(run):
         return f"killed, or lost with its machine: run the same command again; it was {started}"
@@ -64,9 +75,9 @@ def owner_is_gone(run: Path) -> bool:
     """Tell whether the owner was a process of this machine that no longer lives."""
     try:
         owner = json.loads((run / "owner.json").read_text())
-    except (OSError, ValueError):
+        return owner["host"] == socket.gethostname() and not psutil.pid_exists(owner["pid"])
+    except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
         return False
-    return owner.get("host") == socket.gethostname() and not psutil.pid_exists(owner["pid"])
 
 
 def stage_line(folder: Path) -> str:

@@ -22,9 +22,10 @@ from data.shards.cache import CacheConfig
 from data.shards.index import load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
+from jobs.stages import training
 from jobs.supervisor import attempt_folder, supervise
 from pipeline import config, handover
-from pipeline.config import Tags, require, tags
+from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.monitoring.watchdog import Phases
@@ -58,8 +59,7 @@ INPUTS = ("init", "probe.train", "probe.test")
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
-    # One question is enough: ProbeConfig takes both sets or neither.
-    require(cfg.probe.train is not None, f"{context.name}.probe.train and .test are missing: which sets?")
+    check_sets(cfg, context.resolve)
     for probed_set in (cfg.probe.train, cfg.probe.test):
         index = load_index(context.resolve(probed_set) or "")
         if not index.sees_rot:
@@ -73,6 +73,12 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     means = [f"{name} {value:.4f}" for name, value in results["metrics"].items() if "seed" not in name]
     context.say("  ".join(means))
     return results
+
+
+def check_sets(cfg: Config, resolve: training.Resolve, load: training.LoadIndex = load_index) -> None:
+    """Raise DataError where a set is empty or lacks a shard; `load` as that of training.check_sets."""
+    paths = [resolve(cfg.probe.train), resolve(cfg.probe.test)]
+    training.check_usable(training.loaded_sets(paths, load))
 
 
 def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
@@ -99,7 +105,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from pipeline.engine import join_group
+    from pipeline.process_group import join_group
 
     cfg = config.build(Config, task["config"], "config")
     phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)

@@ -97,6 +97,24 @@ CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
 IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
+def missing_sources(stage: str, cfg: Config) -> list[str]:
+    """Return a message for every path of the stage's sources at which there is nothing."""
+    messages = []
+    for name, set_config in cfg.sets.items():
+        for key, path in paths_of(set_config).items():
+            if not Path(path).exists():
+                messages.append(f"{stage}.sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
+    return messages
+
+
+def paths_of(cfg: SetConfig) -> dict[str, str]:
+    """Return the fields that name a file or folder of a source, where they are set."""
+    if cfg.source == "digits":
+        return {}
+    paths = {"path": cfg.path, "root": cfg.root, "wnids": cfg.wnids, "real": cfg.real}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
 def samples_of(cfg: SetConfig) -> Iterator[Sample]:
     """Return the source's samples, read one by one. Raises DataError where there is nothing at its path."""
     if cfg.source == "digits":
@@ -104,8 +122,8 @@ def samples_of(cfg: SetConfig) -> Iterator[Sample]:
 
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
-    for path in (cfg.path, cfg.root, cfg.wnids, cfg.real):
-        if path is not None and not Path(path).exists():
+    for path in paths_of(cfg).values():
+        if not Path(path).exists():
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
     if cfg.source == "table":
         return path_table(cfg.path, cfg.root)

@@ -7,6 +7,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,47 +20,68 @@ from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
 from jobs.supervisor import supervise
 from pipeline import config, handover
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import check_room
-from pipeline.start import Job
+from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
+
+Resolve = Callable[[str | None], str | None]  # as Context.resolve
+LoadIndex = Callable[[str], Index | None]
 
 INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.train", "probe.test")
 
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
-    # Called for its error alone, which names batch sizes that would work.
-    batch_arithmetic(cfg, context.cluster.workers)
-    check_sets(cfg, context)
+    check_sets(cfg, context.name, context.resolve)
+    say_what_is_dropped(cfg, context)
     check_room(cfg, context.model, context.directory / "checkpoints")
     make_task = partial(make_training_task, cfg, context)
     return supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
 
 
-def check_sets(cfg: TrainConfig, context: Context) -> None:
-    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says."""
-    whole_sets = [load_index(path) for path in training_sets(cfg, context)]
-    sets = without(whole_sets, cfg.data.drop)
-    evaluation_sets = []
-    for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
-        path = context.resolve(value)
-        if path is not None:
-            evaluation_sets.append(load_index(path))
+def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:
+    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says.
 
-    for index in (*sets, *evaluation_sets):
+    `name` is the stage's. With a `load` that returns None for a set that is not made yet, the others are checked.
+    """
+    whole_sets = loaded_sets(training_sets(cfg, resolve), load)
+    # Without all of them nobody knows which shard `data.drop` means.
+    if len(whole_sets) == len(cfg.data.sets()):
+        sets = without(whole_sets, cfg.data.drop)
+        check_usable(sets, cfg.data.drop, f"{name}.data.drop")
+    evaluation_paths = [resolve(value) for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test)]
+    check_usable(loaded_sets(evaluation_paths, load))
+
+
+def loaded_sets(paths: Sequence[str | None], load: LoadIndex) -> list[Index]:
+    """Return the indexes of those sets that are named and that are there."""
+    indexes = []
+    for path in paths:
+        index = load(path) if path is not None else None
+        if index is not None:
+            indexes.append(index)
+    return indexes
+
+
+def check_usable(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
+    """Raise DataError where a set is empty or lacks a shard; `dropped` and `option` are those of `check_sizes`."""
+    for index in sets:
         check_not_empty(index)
     # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
-    check_sizes(sets, cfg.data.drop, f"{context.name}.data.drop")
-    check_sizes(evaluation_sets)
+    check_sizes(sets, dropped, option)
 
-    if cfg.data.drop:
-        samples = sum(index.samples for index in whole_sets)
-        samples_left = sum(index.samples for index in sets)
-        dropped = f"{samples - samples_left:,} of {samples:,} samples"
-        context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
+
+def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
+    """Say how many samples `data.drop` leaves out, where it names shards."""
+    if not cfg.data.drop:
+        return
+    whole_sets = [load_index(path) for path in training_sets(cfg, context.resolve)]
+    samples = sum(index.samples for index in whole_sets)
+    samples_left = sum(index.samples for index in without(whole_sets, cfg.data.drop))
+    dropped = f"{samples - samples_left:,} of {samples:,} samples"
+    context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 
 
 def check_not_empty(index: Index) -> None:
@@ -71,11 +93,11 @@ def check_not_empty(index: Index) -> None:
         )
 
 
-def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
+def training_sets(cfg: TrainConfig, resolve: Resolve) -> list[str]:
     """Return the paths of the sets that are trained on, in the order of the sets' names."""
     paths = []
     for value, _weight in cfg.data.sets().values():
-        path = context.resolve(value)
+        path = resolve(value)
         assert path is not None, "sets() names no set without a path"
         paths.append(path)
     return paths
@@ -97,19 +119,21 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         key=context.key,
         code=code_version(),
         model=models.to_dict(context.model),
-        train=training_sets(cfg, context),
+        train=training_sets(cfg, context.resolve),
         evaluate=context.resolve(cfg.data.evaluate),
         init=init,
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
         claimed=time.time(),
     )
+    # Workers live in other folders than the driver, to which a path in a recipe is relative.
+    cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     handover.write_record(context.directory / "task.json", task)
     return task
 
 
 def touch_stop_file(attempt_folder: Path) -> None:
-    """Ask the workers of an attempt to commit and end; rank 0 looks for this file (pipeline.start.Job.stop_file)."""
+    """Ask the workers of an attempt to commit and end; rank 0 looks for this file."""
     # A file reaches the workers of every node, because all nodes share the run directory.
-    (attempt_folder / "stop").touch()
+    (attempt_folder / STOP_FILE).touch()

@@ -11,8 +11,8 @@ On disk, under `<stage>/checkpoints/`:
 `pipeline/checkpoints/saver.py` writes them. Loading, in order:
 1. rank 0 sweeps what died and reads every byte of the newest checkpoint (`choose`, `verify`);
 2. one that is not whole is renamed to `bad-…`, and the one before it is tried;
-3. all workers are told which it is, and each reads the fragments that it needs (`restore`, `Reader`): they know
-   nothing of world size or ZeRO stage, so any topology loads what any other has saved.
+3. all workers are told which it is (`choose_together`), and each reads the fragments that it needs (`load`, `Reader`):
+   they know nothing of world size or ZeRO stage, so any topology loads what any other has saved.
 
 In:  step-0000001200/rank-00000.safetensors with "head.bias|master|0", five numbers, and rank-00001 with
      "head.bias|master|5", five more
@@ -206,7 +206,14 @@ def verify_file(path: Path, expected: FileRecord) -> None:
 # ------------------------------------------------------------------------ which one to load
 
 
-def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+class Chosen(NamedTuple):
+    """Holds the checkpoint that an attempt goes on from."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
     """Return the newest checkpoint whose every file verifies; bad ones are renamed out of the way and named.
 
     None where nothing was ever committed. Leftovers of saves that never committed are swept here, before anything
@@ -220,7 +227,7 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
     try:
         for checkpoint in checkpoints:
             try:
-                return checkpoint, verify(checkpoint)
+                return Chosen(checkpoint, verify(checkpoint))
             except NewerSchema:
                 raise
             except CheckpointError as error:
@@ -238,6 +245,24 @@ def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> tuple[Path
             "  bring one back from a copy as step-*, or run the same command again to start from step 0"
         )
     return None
+
+
+def choose_together(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
+    """Collective: rank 0 verifies and decides, every worker is told; None where there is nothing to load.
+
+    Raises CheckpointError on every worker alike, with what `choose` found on rank 0.
+    """
+    # One decision before anything is built on it: no worker may find out half-way that the rest cannot be read.
+    decision: list[Chosen | CheckpointError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            decision = [choose(folder, attempt, say)]
+        except CheckpointError as error:
+            decision = [error]
+    dist.broadcast_object_list(decision, src=0)
+    if isinstance(decision[0], CheckpointError):
+        raise decision[0]
+    return decision[0]
 
 
 # ------------------------------------------------------------------------ reading
@@ -302,29 +327,11 @@ class Reader:
         return {name: self(name, kind, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
 
 
-def restore(engine: Engine, folder: Path, attempt: int, say: Callable[[str], None]) -> Manifest | None:
-    """Collective: rank 0 verifies and decides, every worker loads that one; None where there is nothing to load.
-
-    Raises CheckpointError on every worker alike, with what `choose` found on rank 0.
-    """
-    # The decision comes before DeepSpeed is touched: no worker may find out half-way that the rest cannot be read.
-    decision: list[tuple[Path, Manifest] | CheckpointError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            decision = [choose(folder, attempt, say)]
-        except CheckpointError as error:
-            decision = [error]
-    dist.broadcast_object_list(decision, src=0)
-    chosen = decision[0]
-    if chosen is None:
-        return None
-    if isinstance(chosen, CheckpointError):
-        raise chosen
-    checkpoint, manifest = chosen
-    engine.restore(Reader(checkpoint, manifest.files))
+def load(engine: Engine, chosen: Chosen) -> None:
+    """Collective: fill the engine with what every worker reads of the checkpoint."""
+    engine.restore(Reader(chosen.folder, chosen.manifest.files))
     # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
-    engine.updates = manifest.updates
-    return manifest
+    engine.updates = chosen.manifest.updates
 
 
 def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:

@@ -48,7 +48,7 @@ class WrittenFile:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """Holds what rank 0 has decided about a save; every worker is told."""
 
     manifest: Manifest | None  # None: nothing was committed, for the reason in `failure`
@@ -166,30 +166,30 @@ class Saver:
         results = [self.result] * dist.get_world_size()
         # Gathered in the loop's thread: a thread of its own inside a collective would wait for ever for a dead worker.
         dist.all_gather_object(results, self.result)
-        verdict = [Verdict(None)]
+        decision = [Decision(None)]
         if dist.get_rank() == 0:
             self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
-            verdict = [commit(self.folder, self.temporary, self.run, self.manifest, results)]
-        dist.broadcast_object_list(verdict, src=0)
+            decision = [commit(self.folder, self.temporary, self.run, self.manifest, results)]
+        dist.broadcast_object_list(decision, src=0)
 
         now = time.monotonic()
         took_s = now - self.began
         stalled_s = self.snapshot_s + now - finish_began
-        # Every worker heard the same verdict, so what is raised below is raised on all of them.
-        self.failure = verdict[0].failure
-        if verdict[0].has_newer_owner:
+        # Every worker heard the same decision, so what is raised below is raised on all of them.
+        self.failure = decision[0].failure
+        if decision[0].has_newer_owner:
             raise CheckpointError(self.failure)
-        if verdict[0].manifest is None:
+        if decision[0].manifest is None:
             self.count_failure(stalled_s, took_s)
         else:
             self.failures_in_a_row = 0
-            self.last_committed = verdict[0].manifest.step
-            self.expected_bytes = bytes_of(verdict[0].manifest)
+            self.last_committed = decision[0].manifest.step
+            self.expected_bytes = bytes_of(decision[0].manifest)
             if dist.get_rank() == 0:
-                self.report(verdict[0].manifest, stalled_s, took_s)
+                self.report(decision[0].manifest, stalled_s, took_s)
                 self.delete_old()
         self.stalled_s += time.monotonic() - finish_began
-        return verdict[0].manifest
+        return decision[0].manifest
 
     def report(self, manifest: Manifest, stalled_s: float, took_s: float) -> None:
         """Acknowledge a checkpoint: from here on the run may rely on it."""
@@ -259,7 +259,7 @@ def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice
     return len(text).to_bytes(8, "little") + text, spans
 
 
-def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results: Sequence[WrittenFile]) -> Verdict:
+def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results: Sequence[WrittenFile]) -> Decision:
     """Make a whole checkpoint visible under its final name, if every file was written and the run is still ours.
 
     Runs on rank 0 alone. Where something fails before the renaming, the temporary folder is deleted.
@@ -273,13 +273,13 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
                 f"step {manifest.step} is not committed: attempt {newest} owns {run} now, this is "
                 f"attempt {manifest.attempt}\n  nothing of the newer attempt was touched; this process should end"
             )
-            return Verdict(None, message, has_newer_owner=True)
+            return Decision(None, message, has_newer_owner=True)
 
         # One worker's full disk makes the whole save fail: a checkpoint that lacks a file could not be loaded anywhere.
         errors = [result.error for result in results if result.error]
         if errors:
             shutil.rmtree(temporary, ignore_errors=True)
-            return Verdict(None, "; ".join(errors))
+            return Decision(None, "; ".join(errors))
 
         files: dict[str, FileRecord] = {}
         for result in results:
@@ -297,6 +297,8 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
         # A rename is durable only once the folder that holds the name is flushed.
         sync(folder)
     except OSError as error:
+        # Said before the room is free again that the save has taken.
+        failure = refusal(error)
         shutil.rmtree(temporary, ignore_errors=True)
-        return Verdict(None, refusal(error))
-    return Verdict(manifest)
+        return Decision(None, failure)
+    return Decision(manifest)

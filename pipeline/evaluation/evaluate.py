@@ -1,8 +1,8 @@
 """Accuracy and features of a model over a set of shards, each sample exactly once at any world size.
 
 1. `EvaluationSet` gives every worker equally many batches of its part of the set; padding and bad samples are masked.
-2. `watched` tells the watchdog at every batch which shard is being read; in training, `agreed` has all workers hear of
-   a stop or of a worker that cannot read on, between two batches.
+2. `watched` tells the watchdog at every batch which shards are being read; in training, `agreed` has all workers hear
+   of a stop or of a worker that cannot read on, between two batches.
 3. `accuracy` counts right predictions over all workers, or `features` gathers what enters the head on every worker.
 4. `probe`, the few-shot probe, fits a linear map to some of the features and judges it on others (rank 0 only).
 
@@ -63,18 +63,29 @@ def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[EvaluationBatch]:
-    """Iterate the set's batches, each entered as a phase that names the shard it begins in."""
+    """Iterate the set's batches, each entered as a phase that names the shards which are read meanwhile."""
     batches = iter(samples)
+    size = samples.batch_size
+    # The set reads one batch ahead: while it gives the first it reads two, and with any other the next one.
+    being_read = samples.rows[: 2 * size]
     for number in range(len(samples)):
-        rows = samples.rows[number * samples.batch_size :]
-        shard_name = ""  # the batch is padding alone: this worker's part of the set is a little shorter
-        if rows:
-            shard_number, _ = samples.place(rows[0])
-            shard_name = samples.index.shards[shard_number].name
-        phases.enter("evaluate", step, shard_name)
+        phases.enter("evaluate", step, shards_of(samples, being_read))
         yield next(batches)
+        being_read = samples.rows[(number + 2) * size : (number + 3) * size]
     # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
     phases.enter("evaluate", step)
+
+
+def shards_of(samples: EvaluationSet, rows: range) -> str:
+    """Return the name of the shard that rows of a set lie in, or "first … last"; "" where there is no row."""
+    if not rows:  # nothing is left to read, or the batch is padding alone
+        return ""
+    first, _ = samples.place(rows[0])
+    last, _ = samples.place(rows[-1])
+    name = samples.index.shards[first].name
+    if last == first:
+        return name
+    return f"{name} … {samples.index.shards[last].name}"
 
 
 class EvaluationStopped(Preempted):

@@ -8,11 +8,15 @@
        step 50/700000  loss 2.8410  lr 4.0e-06  grad 0.42  img/s 41.2k (2.6k/worker)  wait 0.8%  mem 61.0G  eta 3d04h
 
 3. Whoever drives the run follows log.txt and prints it; `read_metrics` and `last_metrics` read the records back.
+
+A loss or norm that is not finite is null in metrics.jsonl, because JSON has neither NaN nor infinity; the readers here
+give NaN back. Files from before hold a bare NaN or Infinity, which Python reads and other JSON readers may refuse.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from data.checks import printable_lines
+from data.errors import DataError
 from data.files import sync
 
 if TYPE_CHECKING:  # the driver reads metrics without loading torch
@@ -232,7 +237,7 @@ class Telemetry:
         if self.tensorboard is None:
             return True
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        is_written = self._append("metrics.jsonl", json.dumps(record) + "\n")
+        is_written = self._append("metrics.jsonl", json.dumps(without_nan(record), allow_nan=False) + "\n")
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
@@ -266,6 +271,17 @@ class Telemetry:
                 self.tensorboard.close()
 
 
+def without_nan(value: object) -> object:
+    """Return a record, or a value in it, with None for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def tensorboard_tag(kind: str, name: str) -> str:
     """Return the name of a curve: of all curves, TensorBoard's page begins with "1 train/1 loss".
 
@@ -293,6 +309,33 @@ def append_whole(path: Path, content: bytes) -> bool:
 # ------------------------------------------------------------------------------------------------ reading back
 
 
+def with_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Put NaN where a record, or a part of it, has null for a loss or a norm that was not finite."""
+    for name in ("loss", "grad_norm"):
+        if name in values and values[name] is None:
+            values[name] = math.nan
+    for name in ("losses", "grad_norms"):
+        numbers = values.get(name, [])
+        if None in numbers:
+            values[name] = [math.nan if number is None else number for number in numbers]
+    return values
+
+
+class MetricsRecord(dict[str, Any]):
+    """A line of metrics.jsonl; to ask for a value that it lacks raises DataError, which names the file."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        super().__init__(values)
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise DataError(
+            f"{self.path} has changed: a record has no {name!r}: {str(dict(self))[:80]}\n"
+            "  expected the lines as the run wrote them\n"
+            "  bring the file back from a copy, or delete that line: no result is made of it"
+        )
+
+
 def read_metrics(directory: Path, kind: str | None = "train", tail: int | None = None) -> list[Record]:
     """Return the records of a kind (None: of all) in the order written, of the last `tail` bytes or of all.
 
@@ -308,12 +351,13 @@ def read_metrics(directory: Path, kind: str | None = "train", tail: int | None =
     records: list[Record] = []
     for line in lines:
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_hook=with_nan)
         except ValueError:  # torn
             continue
         # Part of a torn line may be valid JSON by chance: a number, say.
         if not isinstance(record, dict):
             continue
+        record = MetricsRecord(record, path)
         if kind is None or record["kind"] == kind:
             records.append(record)
     return records

@@ -30,7 +30,8 @@ STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the traini
 WAITING = ("backward", "reduce", "save")  # phases with collectives: who is there may be waiting for the others
 # At this share of the time-out a worker writes its stacks into its log: later the driver may have ended it already.
 DUMP_AT = 0.8
-LINE_BYTES = 256  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
+LINE_BYTES = 2048  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
+LONGEST_SHARD = 150  # characters; as JSON each may take twelve bytes, and a line that is cut off is no JSON
 # A worker is slow when it was alone behind in this share of so many looks of the driver, which looks twice a second.
 SLOW_LOOKS = 60
 SLOW_SHARE = 0.9
@@ -60,6 +61,9 @@ class Phases:
         `step` counts the steps that are whole.
         """
         self.entered += 1
+        if len(shard) > LONGEST_SHARD:
+            # Names of shards differ at their end.
+            shard = "…" + shard[1 - LONGEST_SHARD :]
         line = json.dumps({"entered": self.entered, "phase": phase, "step": step, "shard": shard}).encode()
         # One write at a fixed place and of a fixed length: the driver, which reads at any moment, finds a whole line.
         with suppress(OSError):
