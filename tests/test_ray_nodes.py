@@ -275,7 +275,7 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
             os.kill(given[attempt]["pid"], signal.SIGTERM)
 
     # No save but those that the notices ask for.
-    steps = 400 * moves
+    steps = 300 + 100 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     loaded = campaign.load(recipe, changes)
     rows = run_campaign(loaded, only="pretrain", also=give_notice)
