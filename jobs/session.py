@@ -72,11 +72,6 @@ class Stopper:
         """Tell whether somebody wants this command to end."""
         return self.asked
 
-    def end_if_asked(self) -> None:
-        """Raise Preempted where somebody wants this command to end: for a wait in which nothing has to be committed."""
-        if self.asked:
-            raise Preempted("stopped while waiting for the cluster; run the same command again to go on")
-
 
 class Watchers:
     """Calls everybody who wants to see an attempt's progress; a failing look costs the look, never the run."""
@@ -123,7 +118,7 @@ def run_campaign(
             unverified = check_finished(loaded, stages, follower.say)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
-                show_cluster(loaded, follower.say, stopper.end_if_asked)
+                show_cluster(loaded, follower.say)
                 watchers.ticks.append(ray_metrics(loaded))
             if needs_workers(loaded, stages):
                 warn_of_unused_gpus(loaded.cluster, follower.say)
@@ -191,9 +186,9 @@ def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
 
 
-def show_cluster(loaded: Campaign, say: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-    """Start or join the cluster and say where to watch it; what `on_tick` raises ends the wait for its resources."""
-    info = backends.connect(loaded.cluster, say, on_tick)
+def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
+    """Start or join the cluster and say where to watch it; a stage waits for its workers' places when it needs them."""
+    info = backends.connect(loaded.cluster)
     kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
     say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
     if info.dashboard:

@@ -4,13 +4,17 @@
     → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
 
 One attempt, in order:
-0. Wait until the cluster has room for the workers; somebody who wants this process to end is heard meanwhile.
+0. Reserve a place for every worker, and wait until the cluster has the room; somebody who wants this process to end is
+   heard meanwhile.
 1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
 2. Ask the stage for its task, the one document that all workers are told.
 3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for what the workers leave behind.
 4. Run the worker group. About every 0.5 s: end it where a worker is stuck, ask it to stop where somebody wants this
    process to end, show its log.
 5. It returns a value: done.
+
+Where a node has given notice that it will go, the workers commit and end as if somebody wanted this process to end; but
+then the next attempt starts at once, on other nodes. That is a move, and neither an incident nor a restart.
 
 It raises WorkerGroupError instead: write the incident down, and then, first match wins:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
@@ -30,8 +34,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
-from jobs.cluster.backends import wait_for_resources, worker_group_runner
+from jobs.cluster.backends import leave_nodes, wait_for_resources, worker_group_runner
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
+from jobs.cluster.notices import notices
 from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
 from jobs.ownership import claim_attempt
@@ -74,7 +79,7 @@ def supervise(
     last_cause = ""
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        wait_for_resources(context.cluster, context.say, partial(end_if_asked, context))
+        wait_for_resources(context.cluster, str(context.run), context.say, partial(end_if_asked, context))
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context.directory)
@@ -89,7 +94,13 @@ def supervise(
         try:
             value = run_worker_group(function, task, cluster=context.cluster, folder=folder, on_tick=look)
             return cast(dict[str, Any], value)
-        except WorkerGroupError as error:
+        except (WorkerGroupError, Preempted) as error:
+            if is_move(context, folder, error):
+                move(context, folder)
+                continue
+            # Asked for by whoever wants this process to end.
+            if isinstance(error, Preempted):
+                raise
             failure = error
         finally:
             # The log may have grown since the last look.
@@ -147,6 +158,8 @@ def look_at_attempt(context: Context, watch: Watch, attempt: int, ask_to_stop: C
     has started, and whatever `ask_to_stop` raises.
     """
     end_if_stuck(context, watch)
+    if notices(watch.folder):
+        ask_to_stop(watch.folder)
     # Again with every look: the attempt may have begun after the signal.
     if context.stopping():
         # A worker that has not even started has nothing to commit, and to place it may take minutes.
@@ -183,6 +196,29 @@ def end_if_stuck(context: Context, watch: Watch) -> None:
         rank, share = slow
         node = node_of(written, rank)
         context.say(f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks")
+
+
+# ------------------------------------------------------------------------ when a node is about to leave
+
+
+def is_move(context: Context, folder: Path, end: WorkerGroupError | Preempted) -> bool:
+    """Tell whether an attempt has ended because one of its nodes gave notice, and for no other reason."""
+    return end.exit_code == ExitCode.PREEMPTED and notices(folder) != [] and not context.stopping()
+
+
+def move(context: Context, folder: Path) -> None:
+    """Say which node is left and from where the next attempt starts.
+
+    Raises Preempted where it is the driver's own node: the next attempt needs a driver elsewhere.
+    """
+    given = notices(folder)
+    nodes = {notice["node_id"]: f"{notice['node']} ({notice['why']})" for notice in given}
+    text = f"about to leave: {', '.join(nodes.values())}"
+    for notice in given:
+        if notice["rank"] is None:
+            raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
+    leave_nodes(context.cluster, list(nodes))
+    context.say(f"{text}; moving to other nodes, from {restart_point(context)}")
 
 
 # ------------------------------------------------------------------------ after a failure

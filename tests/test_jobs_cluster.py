@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,8 +23,16 @@ import torch
 from data.errors import ClusterError, ConfigError, Preempted
 from jobs import campaign
 from jobs.cluster import processes, worker_group
-from jobs.cluster.backends import ClusterConfig, WorkerGroupError, connect, disconnect, run_worker_group
+from jobs.cluster.backends import (
+    ClusterConfig,
+    WorkerGroupError,
+    connect,
+    disconnect,
+    run_worker_group,
+    wait_for_resources,
+)
 from jobs.cluster.failures import group_failure
+from jobs.cluster.worker_group import do_nothing
 from jobs.context import Context
 from jobs.session import run_campaign, warn_of_unused_gpus
 from jobs.supervisor import look_at_attempt
@@ -59,7 +69,10 @@ def full(two) -> Iterator["ClusterInfo"]:
     """The embedded cluster, whose CPUs are all taken."""
     import ray
 
+    from jobs.cluster import placement
+
     info = connect(two["ray"])
+    placement.release()  # what an earlier test has left reserved for its next attempt
     holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
     ray.get(holder.ready.remote())
     yield info
@@ -117,7 +130,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     value = run_worker_group(
         worker_functions.add_ranks,
         {"x": 3},
-        cluster=two[backend],
+        cluster=dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"}),
         name=f"sum-{backend}",
         directory=tmp_path,
         on_tick=lambda: ticks.append(time.monotonic()),
@@ -125,6 +138,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["sum"] == 1.0 and value["given"] == 3
     assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
     assert value["threads"] == 1 and value["cwd"] == os.getcwd()
+    assert value["GIVEN"] == "to every worker" and "GIVEN" not in os.environ
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
 
@@ -188,20 +202,26 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     from ray.exceptions import OutOfMemoryError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from jobs.cluster import ray_backend
+    from jobs.cluster import placement, ray_failures
 
     here = os.uname().nodename
+    raylet = socket.create_server(("127.0.0.1", 0))
+    node = {"NodeID": "n", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
     monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    monkeypatch.setattr(ray_backend.ray, "nodes", lambda: [{"NodeManagerHostname": here, "NodeID": "n", "Alive": True}])
-    record, error = {"node": here, "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
+    monkeypatch.setattr(ray_failures.ray, "nodes", lambda: [node])
+    record, error = {"node": here, "node_id": "n", "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
     evicted = WorkerHealthCheckFailedError("", OutOfMemoryError("node running low on memory"))
-    assert ray_backend._describe_death(error, record) == "its process died (killed, or crashed)"
-    assert ray_backend._describe_death(evicted, record) == "killed by Ray's out-of-memory killer"
-    whole = ray_backend._failure_of(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
+    assert ray_failures.describe_death(error, record) == "its process died (killed, or crashed)"
+    assert ray_failures.describe_death(evicted, record) == "killed by Ray's out-of-memory killer"
+    whole = ray_failures.failure_of(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
     assert str(whole) == "the worker group: killed by Ray's out-of-memory killer: 8 worker(s) were killed"
-    assert "out-of-memory killer has struck since" in ray_backend._describe_death(error, record | {"oom_kills": 3})
-    assert ray_backend._describe_death(error, record | {"node": "elsewhere"}) == "its node left the cluster"
+    assert "out-of-memory killer has struck since" in ray_failures.describe_death(error, record | {"oom_kills": 3})
+    # A node that has come back under its old name is another one.
+    assert ray_failures.describe_death(error, record | {"node_id": "before"}) == "its node left the cluster"
+    raylet.close()
+    assert ray_failures.describe_death(error, record) == "its node does not answer"
+    placement.forget()
 
 
 # ------------------------------------------------------------------------ what is too small or absent
@@ -210,7 +230,10 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
-    with pytest.raises(ClusterError, match=r"(\d+ of 64 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers"):
+    with pytest.raises(
+        ClusterError,
+        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers",
+    ):
         run_worker_group(worker_functions.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
 
 
@@ -220,11 +243,27 @@ def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -
     assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
 
 
+def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:
+    disconnect()
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        # The start takes seconds, in which Ray's own handler would end this process with code 15.
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        connect(two["ray"])
+        assert asked == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked == [signal.SIGTERM] * 2, "and behind the start"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_wait_says_what_for_and_ends(two, full) -> None:
     said: list[str] = []
-    with pytest.raises(ClusterError, match=r"0 of 2 CPUs free for 2 workers of 1 CPUs[\s\S]*waited 4 s\ntype"):
-        connect(dataclasses.replace(two["ray"], start_timeout_s=4), say=said.append)
-    assert said == ["waiting for the cluster: 0 of 2 CPUs free"]
+    cluster = dataclasses.replace(two["ray"], start_timeout_s=4)
+    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 4 s\ntype"):
+        wait_for_resources(cluster, "/runs/a", said.append, do_nothing)
+    assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
 
 
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
@@ -247,7 +286,7 @@ def test_a_stop_is_heard_within_a_second_while_the_cluster_is_full(two, full) ->
     try:
         signal.setitimer(signal.ITIMER_REAL, 1.3)
         with pytest.raises(Preempted):
-            connect(two["ray"], say=lambda line: None, on_tick=end_if_asked)
+            wait_for_resources(two["ray"], "/runs/a", lambda line: None, end_if_asked)
         assert time.monotonic() - asked_at[0] < 1.0
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -260,12 +299,12 @@ def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, 
     with (tmp_path / "said").open("w") as said:
         driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
     try:
-        wait_until(lambda: "waiting for the cluster: 0 of 2 CPUs free" in (tmp_path / "said").read_text(), 60)
+        wait_until(lambda: "waiting for the cluster: room for 0 of 2 workers" in (tmp_path / "said").read_text(), 60)
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(20) == 75  # start_timeout_s is 300
     finally:
         driver.kill()
-    assert "stopped while waiting for the cluster; run the same command again" in (tmp_path / "said").read_text()
+    assert "stopped before the workers had started, at the start: nothing" in (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
 
 
@@ -291,6 +330,27 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
     look_at_attempt(context, watch, 1, asked.append)
     assert asked == [folder], "who has started is asked to commit"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "abc", "looks like a secret by its name"),
+        ("WANDB_API_KEY", "abc", "looks like a secret by its name"),
+        ("PROXY", "http://me:pass@proxy:8080", "looks like a secret by its value"),
+        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", "looks like a secret by its value"),
+        ("NCCL DEBUG", "INFO", "is no name of a variable"),
+        ("RANK", "0", "is set for every worker by its rank"),
+    ],
+)
+def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name, value, reason) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        ClusterConfig(environment={name: value})
+    assert value == "0" or value not in str(caught.value), "the message is printed and kept"
+
+
+def test_what_is_no_secret_is_let_through() -> None:
+    ClusterConfig(environment={"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "^lo,docker0", "P": "a:b@c"})
 
 
 # ------------------------------------------------------------------------ which devices

@@ -140,8 +140,19 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
 
 
 def test_a_secret_in_the_environment_is_refused() -> None:
-    with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY would be shown in clear"):
+    with pytest.raises(
+        UsageError, match="AWS_SECRET_ACCESS_KEY looks like a secret by its name: it would be shown in clear"
+    ):
         submission.submit("x", ["true"], environment={"AWS_SECRET_ACCESS_KEY": "abc"})
+
+
+def test_submit_passes_variables_on_and_refuses_one_without_a_value(monkeypatch, capsys) -> None:
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(submission, "submit", lambda run, command, environment: asked.append(environment))
+    words = ["submit", "digits", "--env", "NCCL_DEBUG=INFO", "--env", "A=b=c"]
+    assert main(words) == 0 and asked == [{"NCCL_DEBUG": "INFO", "A": "b=c"}]
+    assert main(["submit", "digits", "--env", "NCCL_DEBUG"]) == 64
+    assert "expected NAME=VALUE, for example --env NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 
 def test_the_equivalent_command_says_the_same() -> None:

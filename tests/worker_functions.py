@@ -18,6 +18,7 @@ NAMES = [
     "NODE_RANK",
     "MASTER_ADDR",
     "OMP_NUM_THREADS",
+    "GIVEN",
 ]
 
 
@@ -84,6 +85,13 @@ def meet_and_wait(config: dict[str, Any]) -> None:
     Path(config["ready"] + str(rank())).touch()
     while not Path(config["stop"]).exists():
         time.sleep(0.05)
+
+
+def meet_and_reduce(config: dict[str, Any]) -> None:
+    """As `meet_and_wait`, but always in a collective: whoever loses a peer notices."""
+    meet_and_wait({**config, "stop": config["ready"] + str(rank())})
+    while not Path(config["stop"]).exists():
+        dist.all_reduce(torch.ones(1000))
 
 
 def return_a_path(config: dict[str, Any]) -> Path:

@@ -1,6 +1,7 @@
 """The two ways to run N workers, Ray or plain processes, with one contract (worker_group.RunWorkerGroup).
 
-connect(cluster)                                # Ray only: starts or joins it, waits for resources
+connect(cluster)                                        # Ray only: starts or joins it
+wait_for_resources(cluster, "/runs/digits", say, look)  # Ray only: reserves a place for every worker
 run_worker_group = worker_group_runner(cluster)
 value = run_worker_group(train, task, cluster=cluster, folder=attempt_folder, on_tick=look)
 disconnect()
@@ -30,6 +31,7 @@ __all__ = [
     "WorkerGroupError",
     "connect",
     "disconnect",
+    "leave_nodes",
     "run_worker_group",
     "wait_for_resources",
     "worker_group_runner",
@@ -45,20 +47,35 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
     return ray_backend.run_worker_group
 
 
-def connect(
-    cluster: ClusterConfig, say: Callable[[str], None] = print, on_tick: Callable[[], None] = do_nothing
-) -> "ClusterInfo":
+def connect(cluster: ClusterConfig) -> "ClusterInfo":
     """Start or join the Ray cluster; see ray_access.connect."""
     from jobs.cluster import ray_backend
 
-    return ray_backend.connect(cluster, say, on_tick)
+    return ray_backend.connect(cluster)
 
 
-def wait_for_resources(cluster: ClusterConfig, say: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-    """Return when a worker group can start; what `on_tick`, called about every 0.5 s, raises ends the wait."""
+def wait_for_resources(
+    cluster: ClusterConfig, run: str, say: Callable[[str], None], on_tick: Callable[[], None]
+) -> None:
+    """Return when a worker group can start; what `on_tick`, called more than once a second, raises ends the wait.
+
+    `run` is the name under which others see who holds the resources. Raises ClusterError; see placement.reserve.
+    """
     # Processes of this machine start at once, or are refused.
     if cluster.backend == "ray":
-        connect(cluster, say, on_tick)
+        from jobs.cluster import ray_backend
+
+        ray_backend.reserve_places(cluster, run, say, on_tick)
+
+
+def leave_nodes(cluster: ClusterConfig, node_ids: list[str]) -> None:
+    """Have the next attempt placed without these nodes, which are about to leave, where the others have the room."""
+    # Plain processes have one node, which gives no notice.
+    if cluster.backend == "ray":
+        from jobs.cluster import ray_backend
+
+        for node_id in node_ids:
+            ray_backend.leave_node(node_id)
 
 
 def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:

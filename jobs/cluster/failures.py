@@ -9,6 +9,7 @@ When one worker dies, all its peers raise within 0.1 s, because their collective
 the folder is therefore an echo; `group_failure` says in which order it looks for the first cause.
 """
 
+import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -19,6 +20,10 @@ import psutil
 
 from jobs.cluster.worker_group import WorkerGroupError, WorkerRecord, records, worker_file
 
+# What torch raises when a collective loses a member, and what its text holds: gloo's files, NCCL's codes, the store.
+COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+COLLECTIVE_WORDS = re.compile(r"gloo/transport|ncclRemoteError|ncclSystemError|TCPStore")
+PEER_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # "Read error [10.0.0.2]:34530: Connection reset by peer."
 STACK_CHARACTERS = 10_000  # of the end of a dead worker's log, enough for the stacks of all its threads
 
 
@@ -47,6 +52,11 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
     # 2 and 3. Each worker wrote the time of its own node's clock: between nodes, "earliest" is as good as the clocks
     # agree.
     first = min(raised, key=_order_of_blame)
+    if first["exit_code"] is None and is_lost_connection(first["kind"], first["error"]):
+        # Like a death it may have been chance, so it has no kind: a second time it is not "the same exception again".
+        peer = _lost_peer(first, written)
+        cause = f"a collective failed: {peer} was lost or did not answer, and no death was seen"
+        return WorkerGroupError(first["rank"], first["node"], cause, first["traceback"])
     return WorkerGroupError(
         first["rank"],
         first["node"],
@@ -55,6 +65,25 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
         exit_code=first["exit_code"],
         kind=first["kind"],
     )
+
+
+def is_lost_connection(kind: str, error: str) -> bool:
+    """Tell whether a worker raised because a collective lost a member, which says little about that worker."""
+    return kind in COLLECTIVE_ERRORS and COLLECTIVE_WORDS.search(error) is not None
+
+
+def _lost_peer(record: WorkerRecord, written: Mapping[int, WorkerRecord]) -> str:
+    """Say which worker or node the error of a collective names by its address, as far as it names any."""
+    address = PEER_ADDRESS.search(record["error"])
+    if address is None:
+        return "the other workers"
+    ranks = [peer["rank"] for peer in written.values() if peer.get("address") == address[1]]
+    # On a node with several workers the address does not tell which of them it was.
+    others = [rank for rank in sorted(ranks) if rank != record["rank"]]
+    if not others:
+        return address[1]
+    workers = "worker" if len(others) == 1 else "one of workers"
+    return f"{workers} {', '.join(map(str, others))} on {written[others[0]]['node']}"
 
 
 def _order_of_blame(record: WorkerRecord) -> tuple[bool, float]:

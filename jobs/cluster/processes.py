@@ -108,7 +108,7 @@ def _make_workers(
 ) -> list[BaseProcess]:
     context = _process_context(cluster)
     # The fork server keeps the environment and the umask of its own start; credentials may have come since.
-    environment = {**os.environ, **meeting_place(LOOPBACK, port)}
+    environment = {**os.environ, **cluster.environment, **meeting_place(LOOPBACK, port)}
     umask = os.umask(0)  # can only be read by setting it
     os.umask(umask)
     workers = []

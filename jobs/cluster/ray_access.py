@@ -4,7 +4,9 @@
 1. an embedded cluster that counts too few CPUs for this worker group is ended;
 2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, start an embedded one,
    with a token that only this user can read;
-3. wait until the workers' resources are free.
+3. an embedded cluster that will never have room for the workers is refused now, and not when they are needed.
+
+It does not wait for room: jobs/cluster/placement.py does, when a stage needs its workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
@@ -19,8 +21,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +34,13 @@ import ray._raylet
 from ray._private import ray_constants
 
 from data.errors import ClusterError
-from jobs.cluster import reaper
-from jobs.cluster.worker_group import LOOPBACK, ClusterConfig, do_nothing
+from jobs.cluster import placement, reaper
+from jobs.cluster.worker_group import LOOPBACK, ClusterConfig
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
 NAMESPACE = "patchline"
 CONNECT_TIMEOUT_S = 5.0
-POLL_S = 0.5
-FIRST_WORD_S = 3.0  # the places of the last worker group take a moment to come free: no word about that
-NEXT_WORD_S = 10.0
 
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
@@ -82,41 +81,34 @@ class ClusterInfo:
 # ------------------------------------------------------------------------ in and out
 
 
-def connect(
-    cluster: ClusterConfig, say: Callable[[str], None] = print, on_tick: Callable[[], None] = do_nothing
-) -> ClusterInfo:
+def connect(cluster: ClusterConfig) -> ClusterInfo:
     """Join the cluster at RAY_ADDRESS, or start one inside this process that dies with it.
 
-    Call it from the main thread: an embedded cluster dies with the thread that started it. Returns once the
-    workers' resources are free. Meanwhile `on_tick` is called about every 0.5 s; what it raises ends the wait.
-    Raises ClusterError when there is no such cluster, it refuses us, or it stays too small for `start_timeout_s`.
+    Call it from the main thread: an embedded cluster dies with the thread that started it. Raises ClusterError when
+    there is no such cluster, it refuses us, or it is embedded and too small.
     """
-    wanted = {
-        "CPU": cluster.workers * cluster.cpus_per_worker,
-        "GPU": cluster.workers * cluster.gpus_per_worker,
-    }
     # An embedded cluster was told how many CPUs to count, perhaps for a smaller worker group than this one.
-    if _reapers and ray.cluster_resources().get("CPU", 0) < wanted["CPU"]:
+    if _reapers and ray.cluster_resources().get("CPU", 0) < cluster.workers * cluster.cpus_per_worker:
         disconnect()
     if not ray.is_initialized():
-        handler = signal.getsignal(signal.SIGTERM)
         # Before ray.init, because the processes that it starts inherit them.
         _set_defaults(ENVIRONMENT)
         address = os.environ.get("RAY_ADDRESS", "")
-        if address in ("", "local"):
-            _start_embedded(cluster)
-        else:
-            _join(address)
-        # Ray has put in a handler of its own; ours asks the workers for a commit (jobs/session.py).
-        signal.signal(signal.SIGTERM, handler)
+        with _our_sigterm_handler():
+            if address in ("", "local"):
+                _start_embedded(cluster)
+            else:
+                _join(address)
     info = _cluster_info()
-    _wait_for_resources(wanted, cluster, info.embedded, say, on_tick)
+    placement.refuse_what_never_fits(cluster, info.embedded)
     return info
 
 
 def disconnect() -> None:
     """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
-    ray.shutdown()
+    with _our_sigterm_handler():
+        ray.shutdown()
+    placement.forget()
     # `communicate` closes the reaper's standard input, which sets it off, and waits until it has cleared up.
     while _reapers:
         _reapers.pop().communicate()
@@ -184,6 +176,29 @@ def _loopback_only() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = variable_before
+
+
+@contextmanager
+def _our_sigterm_handler() -> Iterator[None]:
+    """Keep the SIGTERM handler of this process, which asks for a commit, while the block joins or leaves a cluster.
+
+    `ray.init` puts in a Python handler at once, which ends the process with code 15, and one in C at its end;
+    `ray.shutdown` puts in the system's, which kills. The first is kept out, the others are replaced behind the block.
+    """
+    theirs = ray._private.utils.set_sigterm_handler
+    ours = signal.getsignal(signal.SIGTERM)
+    ray._private.utils.set_sigterm_handler = _set_no_handler
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = theirs
+        # Only a main thread may set handlers, and None is one that Python did not set.
+        if ours is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
+
+
+def _set_no_handler(handler: object) -> None:
+    """Take the place of what sets Ray's handler."""
 
 
 def _set_defaults(variables: Mapping[str, str]) -> None:
@@ -266,55 +281,6 @@ def gpus_present() -> tuple[int, str]:
     """Return how many GPUs the connected cluster has, and whether it is this "machine" or another "cluster"."""
     info = _cluster_info()
     return int(info.gpus), "machine" if info.embedded else "cluster"
-
-
-def _wait_for_resources(
-    wanted: Mapping[str, int],
-    cluster: ClusterConfig,
-    embedded: bool,
-    say: Callable[[str], None],
-    on_tick: Callable[[], None],
-) -> None:
-    """Return when the resources are free; `on_tick` is called with every look.
-
-    Raises ClusterError after `start_timeout_s`, or at once where an embedded cluster will never have them, and
-    whatever `on_tick` raises.
-    """
-    # A sum over nodes is not a placement: two nodes with one free CPU each pass here, and cannot hold a worker of two.
-    # That case ends in Train's own time-out, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
-    deadline = time.monotonic() + cluster.start_timeout_s
-    next_word = time.monotonic() + FIRST_WORD_S
-    while True:
-        missing = _missing(wanted, ray.available_resources())
-        if not missing:
-            return
-        # An embedded cluster has what this machine has; another one may grow, or its users may go.
-        will_never_do = embedded and _missing(wanted, ray.cluster_resources()) != ""
-        if will_never_do or time.monotonic() > deadline:
-            reason = f"waited {cluster.start_timeout_s:.0f} s"
-            if will_never_do:
-                reason = "this machine has no more"
-            raise ClusterError(
-                f"{missing} free for {cluster.workers} workers of {cluster.cpus_per_worker} CPUs and "
-                f"{cluster.gpus_per_worker} GPUs\n"
-                f"{reason}\n"
-                f"type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
-            )
-        # Who waits must be told for what, or a queue looks like a hang.
-        if time.monotonic() > next_word:
-            say(f"waiting for the cluster: {missing} free")
-            next_word = time.monotonic() + NEXT_WORD_S
-        on_tick()
-        time.sleep(POLL_S)
-
-
-def _missing(wanted: Mapping[str, int], present: Mapping[str, float]) -> str:
-    """Return "2 of 4 GPUs, 0 of 8 CPUs", or "" where nothing is missing."""
-    lines = []
-    for name, count in wanted.items():
-        if present.get(name, 0) < count:
-            lines.append(f"{present.get(name, 0):g} of {count} {name}s")
-    return ", ".join(lines)
 
 
 # ------------------------------------------------------------------------ the token

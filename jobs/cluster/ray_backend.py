@@ -1,8 +1,9 @@
 """A worker group on a Ray cluster, with the same contract as that of plain processes.
 
-1. Connect: join or start the cluster and wait for the workers' resources (ray_access.py).
-2. Place: Ray Train puts one worker on each share of CPUs and GPUs, and tells all of them where rank 0 listens.
-3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise.
+1. Connect: join or start the cluster (ray_access.py), and reserve a place for every worker (placement.py).
+2. Place: Ray Train puts one worker on each place, and tells all of them where rank 0 listens.
+3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise. A third asks
+   Ray once a second which nodes are being drained, and leaves a notice where workers are on one.
 4. Clear up: leave the cluster where `on_tick` has raised, and wait until no worker of this host is alive.
 5. Return rank 0's value, or raise the error of the worker that failed first.
 
@@ -11,42 +12,40 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 """
 
 import os
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import ray
-from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.worker_group import worker_group as train_worker_group
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore
 
-from jobs.cluster.failures import group_failure, terminate_workers
+from jobs.cluster import notices, placement
+from jobs.cluster.failures import terminate_workers
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
+from jobs.cluster.ray_failures import failure_of
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RankInfo,
     Task,
     WorkerFunction,
-    WorkerGroupError,
-    WorkerRecord,
+    do_nothing,
     meeting_place,
-    oom_kills,
     rank_zero_value,
-    records,
     serve_store,
     worker_records,
 )
 
-__all__ = ["connect", "disconnect", "gpus_present", "run_worker_group"]
+__all__ = ["connect", "disconnect", "gpus_present", "leave_node", "reserve_places", "run_worker_group"]
 
 TICK_S = 0.5
-OOM_ANSWER_S = 20.0  # for a task on another node that reads a counter
-EVICTED = "killed by Ray's out-of-memory killer"
 
 _stores: list[TCPStore] = []  # in the process of rank 0: the one that it serves
 
@@ -67,37 +66,67 @@ def run_worker_group(
 
     Raises ClusterError as well, where the cluster is missing, refuses us or is too small.
     """
-    connect(cluster)
-    trainer = _make_trainer({"function": function, "task": task, "folder": folder, "cluster": cluster})
+    # The supervisor has reserved the places already, and waited for them.
+    places = reserve_places(cluster, str(folder), on_tick=on_tick)
+    trainer = _make_trainer({"function": function, "task": task, "folder": folder, "cluster": cluster}, places)
     errors: list[BaseException] = []
-    # A thread of its own, because `fit` blocks; a daemon, because the driver may end while Train still waits.
-    thread = threading.Thread(target=_fit, args=(trainer, errors), name=f"fit-{folder.name}", daemon=True)
-    thread.start()
+    has_ended = threading.Event()
+    # Threads of their own, because `fit` blocks, and so may a question to a head that is away; daemons, because the
+    # driver may end while they wait.
+    fit = threading.Thread(target=_fit, args=(trainer, errors), name=f"fit-{folder.name}", daemon=True)
+    own_node = ray.get_runtime_context().get_node_id()
+    watched = (folder, cluster.workers, own_node, placement.draining_nodes, has_ended)
+    watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
+    fit.start()
+    watch.start()
     try:
-        while thread.is_alive():
-            thread.join(TICK_S)
+        while fit.is_alive():
+            fit.join(TICK_S)
             on_tick()
     except BaseException:
         # Train's own abort needs the main thread, which is this one: leaving the cluster kills its workers at once.
+        has_ended.set()
         disconnect()
         raise
     finally:
+        has_ended.set()
         # Train may return before its workers are gone, and the next attempt wants their GPUs.
         terminate_workers(folder, cluster.workers)
     if errors:
-        raise _failure_of(errors[0], folder, cluster.workers)
+        raise failure_of(errors[0], folder, cluster.workers)
     return rank_zero_value(folder)
+
+
+def reserve_places(
+    cluster: ClusterConfig,
+    run: str,
+    say: Callable[[str], None] = print,
+    on_tick: Callable[[], None] = do_nothing,
+) -> PlacementGroup:
+    """Connect, and return a place for every worker when there is room for all; see placement.reserve."""
+    info = connect(cluster)
+    return placement.reserve(cluster, run, info.embedded, say, on_tick)
+
+
+def leave_node(node_id: str) -> None:
+    """Have the next attempt placed without a node that has given notice."""
+    placement.avoid(node_id)
 
 
 # ------------------------------------------------------------------------ placing the workers
 
 
-def _make_trainer(spec: WorkerSpec) -> TorchTrainer:
+def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
     cluster = spec["cluster"]
     folder = spec["folder"]
     # Train resumes a run whose name it knows, from a snapshot of its own; a torn snapshot makes the name unusable
     # (measured). So every attempt has its own name and storage, and Train always starts anew.
     stage_folder = folder.parents[1]
+    # Set before a worker imports anything, because some libraries read their variables then. Where there are none, the
+    # workers may be processes that Ray has started already.
+    runtime_env = None
+    if cluster.environment:
+        runtime_env = {"env_vars": cluster.environment}
     return TorchTrainer(
         _worker,
         train_loop_config=spec,
@@ -110,11 +139,40 @@ def _make_trainer(spec: WorkerSpec) -> TorchTrainer:
         run_config=RunConfig(
             name=f"{stage_folder.name}-{folder.name}",
             storage_path=str(folder / "ray"),
-            # Train restarts nothing: it would resume from its own idea of a checkpoint. Without a limit for its
-            # controller it waits for nodes for ever.
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
+            # Train restarts nothing: it would resume from its own idea of a checkpoint, under the same attempt. The
+            # last two are without limit unless told otherwise: after the loss of a node that was drained, and after a
+            # start that failed.
+            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
+            worker_runtime_env=runtime_env,
+            callbacks=[_UseReserved(places)],
         ),
     )
+
+
+class _UseReserved(WorkerGroupCallback):
+    """Has Train place its workers where we have reserved, and not ask for places of its own.
+
+    Between our giving back and Train's asking another campaign would slip in; and while Train waits it says nothing.
+    """
+
+    def __init__(self, places: PlacementGroup) -> None:
+        self.places = places
+
+    def before_worker_group_start(self, worker_group_context: object) -> None:
+        # In the process of Train's controller, which runs this one worker group. Train has no setting for it.
+        train_worker_group.placement_group = self.placement_group
+        train_worker_group.DefaultPlacementGroupHandle = _KeptPlaces
+
+    def placement_group(self, **options: object) -> PlacementGroup:
+        """Take the place of what would ask Ray for places."""
+        return self.places
+
+
+class _KeptPlaces(DefaultPlacementGroupHandle):
+    """Leaves the places reserved when Train's worker group ends: the next attempt wants them."""
+
+    def shutdown(self) -> None:
+        """Do nothing, where Train would give the places back."""
 
 
 class _TrainWorkers(Protocol):
@@ -137,7 +195,7 @@ class _Rendezvous(Backend):
         # Train's own backend would form the process group here, and when that fails its error names no worker. Ours is
         # formed by the workers' function, whose error has a rank.
         address, port = worker_group.execute_single(0, _serve_store)
-        worker_group.execute(_set_meeting_place, address, port)
+        worker_group.execute(_prepare_process, address, port)
 
 
 class _RendezvousConfig(TorchConfig):
@@ -155,8 +213,10 @@ def _serve_store() -> tuple[str, int]:
     return address, store.port
 
 
-def _set_meeting_place(address: str, port: int) -> None:
+def _prepare_process(address: str, port: int) -> None:
+    """Tell a worker's process where the workers meet, and to take SIGTERM for a notice."""
     os.environ.update(meeting_place(address, port))
+    notices.take_sigterm()
 
 
 def _worker(spec: WorkerSpec) -> None:
@@ -171,7 +231,9 @@ def _worker(spec: WorkerSpec) -> None:
         address=ray.util.get_node_ip_address(),
         threads=spec["cluster"].cpus_per_worker,
         gpus=spec["cluster"].gpus_per_worker,
+        node_id=ray.get_runtime_context().get_node_id(),
     )
+    threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])
 
@@ -182,71 +244,3 @@ def _fit(trainer: TorchTrainer, errors: list[BaseException]) -> None:
         trainer.fit()
     except BaseException as error:
         errors.append(error)
-
-
-# ------------------------------------------------------------------------ who is to blame
-
-
-def _failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupError:
-    """Join Train's error and the workers' own records into one that names who failed first."""
-    # Train's error about workers has the errors of those that failed, by rank.
-    worker_errors: Mapping[int, BaseException] | None = getattr(error, "worker_failures", None)
-    if worker_errors is None:
-        return _controller_failure(getattr(error, "controller_failure", error))
-    written = records(folder, world)
-    deaths = {}
-    for rank, worker_error in worker_errors.items():
-        deaths[rank] = _describe_death(worker_error, written.get(rank))
-    return group_failure(folder, world, deaths)
-
-
-def _controller_failure(error: BaseException) -> WorkerGroupError:
-    """Describe the end of Train's controller, for which no single worker is to blame."""
-    if isinstance(error, ActorDiedError):
-        cause = "Train's controller died (killed, or crashed)"
-    elif isinstance(error, OutOfMemoryError):
-        # Ray's memory monitor may kill all processes of a worker group, Train's controller included.
-        cause = f"{EVICTED}: {str(error).splitlines()[0]}"
-    else:
-        cause = f"did not start: {type(error).__name__}: {error}"
-    return WorkerGroupError(None, "", cause, str(error))
-
-
-def _describe_death(error: BaseException, record: WorkerRecord | None) -> str:
-    """Say how a worker ended that left this record, and of which Train says this."""
-    # A lost node takes its worker along: the node is the cause to name.
-    if record is not None and record["node"] not in _living_nodes():
-        return "its node left the cluster"
-    # Ray's own killer, which acts before the kernel's, raises an error that Train wraps.
-    ray_error = getattr(error, "health_check_failure", error)
-    if isinstance(ray_error, OutOfMemoryError):
-        return EVICTED
-    # Ray does not tell of which signal a worker died, so the kernel's counter is a hint and no proof.
-    if record is not None and _oom_kills_on(record["node"]) > record["oom_kills"]:
-        return "its process died, and its node's out-of-memory killer has struck since it started"
-    return "its process died (killed, or crashed)"
-
-
-def _living_nodes() -> dict[str, str]:
-    """Return the ids of the cluster's nodes that are alive, by host name."""
-    ids = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            ids[node["NodeManagerHostname"]] = node["NodeID"]
-    return ids
-
-
-def _oom_kills_on(host: str) -> int:
-    """Return the counter of out-of-memory kills of a machine; another machine's is read by a task there."""
-    if host == socket.gethostname():
-        return oom_kills()
-    # Not soft: on any other node the task would read the wrong counter.
-    on_that_node = NodeAffinitySchedulingStrategy(_living_nodes()[host], soft=False)
-    # Without a CPU of its own, because the workers may have taken all CPUs of that node.
-    remote_oom_kills: Any = ray.remote(num_cpus=0)(oom_kills)
-    try:
-        count = remote_oom_kills.options(scheduling_strategy=on_that_node).remote()
-        return ray.get(count, timeout=OOM_ANSWER_S)
-    except Exception:
-        # The node is going as well, or is too busy to answer: then we do not know.
-        return 0

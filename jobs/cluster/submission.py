@@ -31,6 +31,7 @@ from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
+from jobs.cluster.environment import complaint
 from jobs.cluster.ray_access import EXCLUDES, ROOT, explain, require_reachable, use_token_if_any
 
 Say = Callable[[str], None]
@@ -41,7 +42,6 @@ STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by defa
 POLL_S = 0.5
 AGENT_WAIT_S = 60.0
 NO_AGENT = "No available agent to submit job"
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
 
 # Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
 KILL_PENDING = """
@@ -93,12 +93,14 @@ def submit(
 ) -> Job:
     """Ship the checkout and run `command` in it on the cluster, as the next try of `run`.
 
-    Raises RunOwned when a job of this run is alive, UsageError for a secret in `environment` or a checkout
+    Raises RunOwned when a job of this run is alive, UsageError for what `environment` may not hold or a checkout
     too large to ship, ClusterError when there is no cluster.
     """
     # Both are refused before there is a connection: Ray shows a job's environment in clear, and answers more than 100
     # MiB with HTTP 413.
-    _refuse_secrets(environment)
+    text = complaint(environment)
+    if text:
+        raise UsageError(text)
     size = sum(measure(root).values())
     client = _connect()
     tries = _jobs_of_run(client, run)
@@ -223,17 +225,6 @@ def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str
     for option, value in options.items():
         words += [option, value]
     return shlex.join([*words, "--", *command])
-
-
-def _refuse_secrets(environment: Mapping[str, str]) -> None:
-    """Raise UsageError where the name of a variable sounds like a secret."""
-    secrets = [name for name in environment if SECRET.search(name)]
-    if secrets:
-        raise UsageError(
-            f"{', '.join(secrets)} would be shown in clear to whoever lists the jobs\n"
-            f"secrets belong to the nodes: their environment, instance role or mounted files\n"
-            f"leave it out of the job's environment"
-        )
 
 
 # ------------------------------------------------------------------------ the Jobs API

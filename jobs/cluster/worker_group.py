@@ -19,14 +19,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, TypedDict
 
 import psutil
 
 from data.checks import at_least, more_than_0
+from data.errors import ConfigError
 from data.files import refusal, write_with_reserve
+from jobs.cluster.environment import complaint
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -108,6 +110,7 @@ class ClusterConfig:
     max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
     start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
+    environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -118,6 +121,7 @@ class ClusterConfig:
             "max_restarts",
             "backoff_s",
             "start_timeout_s",
+            "environment",
         ],
         "free",
     )
@@ -126,6 +130,9 @@ class ClusterConfig:
         at_least(self, 1, "workers cpus_per_worker")
         at_least(self, 0, "gpus_per_worker max_restarts backoff_s")
         more_than_0(self, "start_timeout_s")
+        text = complaint(self.environment)
+        if text:
+            raise ConfigError(f"environment: {text}")
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,7 @@ class RankInfo:
     address: str  # of the worker's own node, as the other workers reach it
     threads: int
     gpus: int
+    node_id: str = ""  # Ray's, which tells a node from another one of the same name; "" without Ray
 
     def environment(self) -> dict[str, str]:
         """Return what torch.distributed and DeepSpeed read, all but where the workers meet (`meeting_place`)."""
@@ -163,6 +171,8 @@ class WorkerRecord(TypedDict):
 
     rank: int
     node: str
+    node_id: NotRequired[str]  # RankInfo.node_id
+    address: NotRequired[str]  # RankInfo.address
     pid: int
     started: float
     oom_kills: int  # of the worker's machine, when the worker started
@@ -195,6 +205,8 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
     start: WorkerRecord = {
         "rank": info.rank,
         "node": socket.gethostname(),
+        "node_id": info.node_id,
+        "address": info.address,
         "pid": os.getpid(),
         "started": time.time(),
         "oom_kills": oom_kills(),
@@ -259,7 +271,8 @@ def serve_store(address: str) -> "TCPStore":
     """
     from torch.distributed import TCPStore
 
-    server = socket.socket()
+    # A cluster may have IPv6 alone, and then its nodes' addresses are "fd00::2".
+    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     server.bind((address, 0))
     server.listen()
     port = server.getsockname()[1]

@@ -2,6 +2,9 @@
 
 import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
@@ -10,14 +13,30 @@ from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_g
 
 ROOT = Path(__file__).parents[2]
 
+Variables = Annotated[
+    list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
+]
+
 commands = make_group()
 
 
 @commands.command()
-def submit(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
+def submit(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    env: Variables = None,
+    _debug: Debug = False,
+) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
     from jobs.cluster import submission
 
+    variables = {}
+    for item in env or []:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
+        variables[name] = value
     run = load_campaign(recipe, overrides).run  # a wrong recipe stops here, not on the cluster
     check_name(run.name, "a run", "give it another folder: run=runs/NAME")
     # A job takes this checkout along and nothing else, so the recipe must lie in it.
@@ -29,7 +48,7 @@ def submit(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _d
     command = ["python", "-m", "jobs", "run", str(path.relative_to(ROOT)), *other_overrides, f"run={run}"]
     if fresh:
         command.append("--fresh")
-    submission.submit(str(run), command)
+    submission.submit(str(run), command, environment=variables)
 
 
 @commands.command()

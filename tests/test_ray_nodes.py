@@ -1,0 +1,294 @@
+"""A real Ray cluster of several nodes on this machine: what fits where, who waits for whom, nodes that go."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, create_failure_policy
+from ray.train.v2.api.exceptions import ControllerError
+from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
+
+from data.errors import ClusterError
+from jobs import campaign
+from jobs.cluster import placement, ray_access
+from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, run_worker_group
+from jobs.cluster.failures import group_failure
+from jobs.cluster.ray_backend import _make_trainer, reserve_places
+from jobs.session import run_campaign
+from pipeline.monitoring.telemetry import read_metrics
+from tests import worker_functions
+
+ROOT = Path(__file__).parents[1]
+NODES = 3  # with one CPU each, beside a head without any
+
+
+class Nodes:
+    """A cluster whose nodes a test may lose; the next test gets as many again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.options: dict[str, Any] = {"object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
+        head = {"num_cpus": 0, "gcs_server_port": free_port(), "include_dashboard": False, "temp_dir": str(folder)}
+        self.cluster = Cluster(initialize_head=True, head_node_args=self.options | head)
+
+    def alive(self) -> set[str]:
+        draining = self.cluster.global_state.get_draining_nodes()
+        table = self.cluster.global_state.node_table()
+        return {node["NodeID"] for node in table if node["Alive"] and node["Resources"].get("CPU")} - set(draining)
+
+    def fill_up(self) -> None:
+        while len(self.alive()) < NODES:
+            self.cluster.add_node(num_cpus=1, **self.options)
+
+    def kill(self, node_id: str) -> None:
+        """Everything on a node at once, as when its host dies."""
+        for node in self.cluster.worker_nodes:
+            if node.node_id == node_id:
+                raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+                for process in [*raylet.children(recursive=True), raylet]:
+                    process.kill()
+
+    def drain(self, node_id: str) -> None:
+        """As `ray drain-node` does, and a node of which `ray start --block` gets SIGTERM."""
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int(time.time() * 1000) + 60_000
+        client = ray._raylet.GcsClient(address=self.cluster.address)
+        accepted, why = client.drain_node(node_id, reason, "spot", deadline_ms)
+        assert accepted, why
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    disconnect()
+    with pytest.MonkeyPatch.context() as patch, ray_access._loopback_only():
+        ray_access.ensure_token()
+        for name, value in (ray_access.ENVIRONMENT | ray_access.EMBEDDED_ENVIRONMENT).items():
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        # As for a submitted job: the nodes have the code already.
+        patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+        # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.
+        patch.setattr(ray._private.utils, "write_ray_address", lambda address: None)
+        folder = Path(ray_access._short_directory())
+        nodes = Nodes(folder)
+        patch.setenv("RAY_ADDRESS", nodes.cluster.address)
+        yield nodes
+        disconnect()
+        nodes.cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def nodes(cluster) -> Iterator[Nodes]:
+    cluster.fill_up()
+    yield cluster
+    disconnect()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+
+
+# ------------------------------------------------------------------------ what fits
+
+
+def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(nodes) -> None:
+    seen: list[tuple[float, Any]] = []  # what an autoscaler is told, and when
+    began = time.monotonic()
+
+    def look() -> None:
+        client = ray._raylet.GcsClient(address=nodes.cluster.address)
+        state = get_cluster_resource_state(client)
+        for request in state.pending_gang_resource_requests:
+            seen.append((time.monotonic() - began, request))
+
+    host = os.uname().nodename
+    missing = (
+        "room for 0 of 1 workers of 2 CPUs; even when the cluster is empty it has room for 0; "
+        f"free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
+    )
+    said: list[str] = []
+    with pytest.raises(ClusterError) as caught:
+        reserve_places(ClusterConfig(cpus_per_worker=2, start_timeout_s=4), "/runs/a", said.append, look)
+    assert said == [f"waiting for the cluster: {missing}"]
+    assert str(caught.value).startswith(f"{missing}\nwaited 4 s\ntype ")
+    seconds, request = seen[0]
+    bundles = request.bundle_selectors[0].resource_requests
+    assert seconds < 3
+    assert [dict(bundle.resources_bundle) for bundle in bundles] == [{"CPU": 2.0}]
+    # Given up: whoever wants less gets it at once.
+    assert reserve_places(ClusterConfig(workers=3, start_timeout_s=4), "/runs/b", said.append)
+
+
+RIVAL = """
+    import sys
+    from jobs.cluster.backends import ClusterConfig
+    from jobs.cluster.ray_backend import reserve_places
+
+    def say(line):
+        print(line, flush=True)
+
+    reserve_places(ClusterConfig(workers=2, start_timeout_s=60), "/runs/second", say)
+    say("placed")
+    sys.stdin.read()
+"""
+
+
+def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes) -> None:
+    two = ClusterConfig(workers=2, start_timeout_s=60)
+    held = reserve_places(two, "/runs/first")
+    command = [sys.executable, "-c", textwrap.dedent(RIVAL)]
+    rival = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert rival.stdout is not None
+        line = rival.stdout.readline()
+        assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
+        assert line.endswith("; held: 2 CPUs by /runs/first\n")
+        # The next attempt of the first goes on where it was, and does not queue behind the second.
+        assert reserve_places(two, "/runs/first") == held
+        placement.release()
+        assert rival.stdout.readline() == "placed\n"
+        said: list[str] = []
+        with pytest.raises(ClusterError):
+            reserve_places(ClusterConfig(workers=2, start_timeout_s=4), "/runs/first", said.append)
+        assert said[0].endswith("; held: 2 CPUs by /runs/second")
+        rival.kill()
+        assert reserve_places(two, "/runs/first")
+    finally:
+        rival.kill()
+        rival.wait()
+
+
+# ------------------------------------------------------------------------ one call is one attempt
+
+
+def test_train_restarts_nothing_whatever_has_ended_its_workers(nodes, tmp_path) -> None:
+    config = ClusterConfig()
+    folder = tmp_path / "stage" / "attempts" / "attempt-000001"
+    spec = {"function": worker_functions.rank, "task": {}, "folder": folder, "cluster": config}
+    ours = _make_trainer(spec, reserve_places(config, "/runs/a")).run_config.failure_config
+
+    drained = RayActorError(preempted=True)
+    ends = [
+        TrainWorkerGroupError("drained", {0: WorkerHealthCheckFailedError("", drained)}),
+        TrainWorkerGroupError("died", {0: WorkerHealthCheckFailedError("", RayActorError())}),
+        ControllerError(WorkerGroupStartupFailedError("a worker did not start")),
+    ]
+    # What it would do without being told: the reason why it is told.
+    assert create_failure_policy(FailureConfig(max_failures=0)).make_decision(ends[0]) == FailureDecision.RETRY
+    for end in ends:
+        assert create_failure_policy(ours).make_decision(end) == FailureDecision.RAISE
+
+
+# ------------------------------------------------------------------------ nodes that go
+
+
+@pytest.mark.slow
+def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes, tmp_path) -> None:
+    lost: list[str] = []
+
+    def lose_rank_0() -> None:
+        if not lost and all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+            lost.append(records(tmp_path / "attempt")[0]["node_id"])
+            nodes.kill(lost[0])
+
+    task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
+    with pytest.raises(WorkerGroupError) as caught:
+        run_worker_group(
+            worker_functions.meet_and_reduce,
+            task,
+            cluster=ClusterConfig(workers=2),
+            name="attempt",
+            directory=tmp_path,
+            on_tick=lose_rank_0,
+        )
+    peer = records(tmp_path / "attempt")[1]
+    assert "gloo/transport" in peer["error"], "the peer has noticed"
+    assert caught.value.rank == 0
+    assert caught.value.cause in ("its node does not answer", "its node left the cluster")
+    # Ray may take 15 s to find out; the next attempt does not wait for that.
+    began = time.monotonic()
+    group = reserve_places(ClusterConfig(workers=2), "/runs/a")
+    assert time.monotonic() - began < 5
+    assert lost[0] not in placement.placement_group_table(group)["bundles_to_node_id"].values()
+
+
+def test_a_collective_that_lost_a_member_says_so_without_the_librarys_text(tmp_path) -> None:
+    text = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:34530: Connection reset by peer."
+    start = {"node": "n1", "address": "10.0.0.1", "pid": 1, "started": 0.0, "rank": 0}
+    raised = {"ended": 1.0, "exit_code": None, "kind": "RuntimeError", "error": text, "traceback": "…"}
+    (tmp_path / "rank-00000.json").write_text(json.dumps(start | raised))
+    peer = {**start, "node": "n2", "address": "10.0.0.2", "rank": 1}
+    (tmp_path / "rank-00001.json").write_text(json.dumps(peer))
+    failure = group_failure(tmp_path, 2, {0: "raised"})
+    assert str(failure) == (
+        "worker 0 on n1: a collective failed: worker 1 on n2 was lost or did not answer, and no death was seen"
+    )
+    # It may have been chance, so a second time is not "the same exception again".
+    assert failure.kind == ""
+
+
+@pytest.mark.parametrize(
+    ("notice", "moves"),
+    [
+        ("drain", 1),
+        pytest.param("sigterm", 1, marks=pytest.mark.slow),
+        pytest.param("drain", 20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves, nodes, recipe, capsys) -> None:
+    given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker whose node goes
+
+    def give_notice(folder: Path, attempt: int) -> None:
+        workers = records(folder)
+        lines = [line for line in read_metrics(folder.parents[1]) if line["attempt"] == attempt]
+        if attempt in given or len(given) == moves or len(lines) < 2:
+            return
+        nodes.fill_up()
+        given[attempt] = workers[attempt % 2]
+        if notice == "drain":
+            nodes.drain(given[attempt]["node_id"])
+        else:
+            os.kill(given[attempt]["pid"], signal.SIGTERM)
+
+    # No save but those that the notices ask for.
+    steps = 300 + 100 * moves
+    changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
+    loaded = campaign.load(recipe, changes)
+    rows = run_campaign(loaded, only="pretrain", also=give_notice)
+    stage = loaded.directory(loaded.stage("pretrain"))
+    said = capsys.readouterr().out
+
+    assert not (stage / "incidents.txt").exists()
+    attempts = {int(folder.name[-6:]): records(folder) for folder in (stage / "attempts").iterdir()}
+    assert sorted(attempts) == list(range(1, moves + 2))
+    for attempt, record in given.items():
+        assert record["node_id"] not in [worker["node_id"] for worker in attempts[attempt + 1]]
+    assert [line["step"] for line in read_metrics(stage)] == list(range(1, steps + 1)), "every step once"
+    assert rows[0]["step"] == steps
+    why = "its node is drained, gone in " if notice == "drain" else "worker 1 was sent SIGTERM"
+    assert f"about to leave: {given[1]['node']} ({why}" in said
+    assert said.count("; moving to other nodes, from step ") == moves
