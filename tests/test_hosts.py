@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 
 SEED = int(os.environ.get("FAULT_SEED", "20261122"))
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "20"))
-SOAK = [pytest.mark.slow, pytest.mark.timeout(3600)]
 OVERRIDES = ["pretrain.log_every=1", "pretrain.micro_batch=1"]  # a step's report at once, and steps long enough to hit
 AGAIN_S = 150.0  # for a new attempt: placing and importing, on two cores that carry three hosts
 
@@ -198,7 +197,8 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rounds", [1, pytest.param(ROUNDS, marks=SOAK)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, pytest.param(ROUNDS, marks=pytest.mark.timeout(3600))])
 def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
     """The run goes on on the host that was spare; the dead one comes back under its old name."""
     rng = random.Random(SEED)
