@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
     UNAVAILABLE = 69  # storage, cluster or a needed program does not answer
     INTERNAL = 70  # the run diverged, or a bug
     OWNED = 73  # another live process owns the run directory
-    IO = 74  # the disk refuses
+    IO = 74  # the disk refuses, or has not kept a checkpoint as it was written
     PREEMPTED = 75  # stopped after committing: run the same command again
     CONFIG = 78  # the recipe is wrong
     INTERRUPTED = 130  # Ctrl-C; of a run the second one: ended without a commit

@@ -239,6 +239,8 @@ def explain(error: OSError) -> str:
             "  expected: a disk that is not mounted read-only, and a folder that this user may write\n"
             "  see to the mount or the folder's mode, or name another folder: run=/elsewhere"
         )
+    if error.errno == errno.EISDIR and error.filename is not None:
+        return f"{line}\n  expected a file of this name\n  bring the file back from a copy, or move the folder away"
     return line
 
 

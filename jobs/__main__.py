@@ -26,13 +26,14 @@ from data.errors import ExitCode, exit_code
 from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, shards, weights
 from jobs.command_line.words import make_group
+from jobs.terminal import write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 EXIT_CODES = (
     "Exit codes: 0 done · 64 usage · 65 data · 69 cluster or storage unavailable · 70 diverged or internal · "
-    "73 run owned by another · 74 I/O · 75 stopped after committing, run me again · 78 configuration · "
-    "130 interrupted (a run: twice)"
+    "73 run owned by another · 74 I/O, or a bad checkpoint · 75 stopped after committing, run me again · "
+    "78 configuration · 130 interrupted (a run: twice)"
 )
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
@@ -69,7 +70,7 @@ def main(
         return report_usage(error)
     except KeyboardInterrupt as interrupt:
         # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words (jobs/session.py).
-        print(str(interrupt) or "interrupted", file=sys.stderr)
+        write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output is gone, as with `patchline plan … | head`: nobody would see a message.
@@ -104,7 +105,8 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     # To have stopped after a commit is no error: the message says what to type next.
     if code != ExitCode.PREEMPTED:
         text = f"error: {text}"
-    print(printable_lines(text), file=sys.stderr)
+    # A terminal that is stuck must not keep a stopped run from ending.
+    write_last(printable_lines(text))
     return code
 
 

@@ -1,11 +1,11 @@
 """What the driver shows while workers work, and keeps in the run's log: their lines, its own, and what it waits for."""
 
+import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from data.checks import printable_lines
-from jobs.progress import live_bar
+from jobs.terminal import CLOSE_S, Terminal, write_last
 from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
@@ -19,14 +19,13 @@ class Follower:
     """
 
     def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, run_log: Path | None = None) -> None:
-        self.quiet = quiet
         self.run_log = run_log  # holds every line that is printed, of all stages and commands; None: nobody wants it
         self.start_timeout_s = start_timeout_s
         self.log: Path | None = None  # log.txt of the stage that runs; None between stages
         self.last_wait: tuple[str, Path] | None = None  # what was said last to be waited for, and in which attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.spoke = time.monotonic()
-        self.bar = None if quiet else live_bar()
+        self.terminal = None if quiet else Terminal(sys.stdout)
 
     def say(self, text: str) -> None:
         """Print the driver's line to the terminal, and keep it in the logs of the run and of the stage that runs."""
@@ -45,15 +44,9 @@ class Follower:
     def show(self, text: str) -> None:
         """Print a line to the terminal, above the bar where there is one."""
         self.spoke = time.monotonic()
-        text = printable_lines(text)
-        if self.quiet:
-            return
-        # A closed terminal or pipe must not end the run; log.txt has the lines.
-        with suppress(OSError):
-            if self.bar is not None:
-                self.bar.say(text)
-            else:
-                print(text, flush=True)
+        # It returns at once: a terminal that takes no line must not hold up the watchdog, nor a stop.
+        if self.terminal is not None:
+            self.terminal.write(printable_lines(text))
 
     def skip(self, directory: Path) -> None:
         """Count what a stage's log holds now as shown: earlier commands have shown it."""
@@ -102,16 +95,23 @@ class Follower:
 
     def advance_bar(self, directory: Path) -> None:
         """Move the bar, where there is one, to the newest step."""
-        if self.bar is None:
+        if self.terminal is None or not self.terminal.has_bar:
             return
         last = last_metrics(directory)
         if last is not None:
-            self.bar.update(last["step"], last["steps"], f"{directory.name}  loss {last['loss']:.4f}")
+            self.terminal.move_bar(last["step"], last["steps"], f"{directory.name}  loss {last['loss']:.4f}")
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.close()
+        """Take the bar away, and give the terminal a few seconds for the lines that it has not taken yet."""
+        if self.terminal is None:
+            return
+        lost = self.terminal.close()
+        if lost:
+            line = (
+                f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.run_log} has all"
+            )
+            self.keep(line)
+            write_last(line)
 
 
 def size_of(log: Path) -> int:

@@ -7,7 +7,7 @@ with Progress("samples", total=60_000) as progress:
 import sys
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TextIO
 
 from pipeline.monitoring.telemetry import amount, duration
 
@@ -15,8 +15,10 @@ from pipeline.monitoring.telemetry import amount, duration
 class LiveBar:
     """One bar at the bottom of a terminal, below whatever is said meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: TextIO | None = None) -> None:
+        """Draw on stdout, or on another stream."""
         # rich takes 0.1 s to import, which only those pay who see a bar.
+        from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
@@ -26,7 +28,7 @@ class LiveBar:
             TextColumn("{task.fields[count]}"),
             TimeRemainingColumn(),
         )
-        self.rich = RichProgress(*columns, transient=True)
+        self.rich = RichProgress(*columns, transient=True, console=Console(file=file))
         # Nothing is shown before the first count: until then there is nothing to say.
         self.task = self.rich.add_task("", total=None, visible=False, count="")
         self.rich.start()

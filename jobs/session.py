@@ -60,13 +60,11 @@ class Stopper:
             raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint stands")
         if self.asked:
             return
-        # Before the line, which may fail: a signal can arrive amid another line, and Python prints none inside one.
         self.asked = True
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
-        with suppress(RuntimeError):
-            self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
+        self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
 
     def is_asked(self) -> bool:
         """Tell whether somebody wants this command to end."""

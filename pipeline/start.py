@@ -351,7 +351,7 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
 def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:
     """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
 
-    Raises Preempted in the worker that waits. No step was taken, so there is nothing to commit and to agree on.
+    Raises Preempted in the worker that waits. Every step that was taken is committed: there is nothing to agree on.
     """
     batches = iter(loader)
     answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()

@@ -77,6 +77,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the
     # mean over the batch, also where workers own different numbers of samples.
     loss_weight = worker.world * accumulation / cfg.batch_size
+    rate = 0.0  # of learning, in the last step
     # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
     first_step = progress.step + 1
@@ -88,6 +89,10 @@ def train(task: Mapping[str, Any]) -> StageResult:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
         next_step = health.next_step(progress.step)
         if next_step != progress.step:
+            # After a fall-back to an older checkpoint steps were taken here. A stop ends the wait for the batch behind
+            # the stretch on the spot, without a commit.
+            if progress.step >= first_step:
+                commit_now(worker, progress, rate)
             progress.step = next_step
             batches = micro_batches(worker, next_step)
             continue
@@ -216,6 +221,16 @@ def finish_save(worker: Worker, progress: Progress) -> None:
     """Collective: wait for the save in flight, and commit it. Raises CheckpointError."""
     worker.phases.enter("save", progress.step)
     worker.saver.finish()
+
+
+def commit_now(worker: Worker, progress: Progress, rate: float) -> None:
+    """Collective: commit the last step, where that has not been done. Raises CheckpointError."""
+    if worker.saver.in_flight:
+        finish_save(worker, progress)
+    if worker.saver.last_committed != progress.step:
+        report_training(worker, progress, rate, has_line=False)
+        begin_save(worker, progress)
+        finish_save(worker, progress)
 
 
 def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:

@@ -5,6 +5,7 @@ deepspeed already, and fork their workers, so that a run costs seconds.
 """
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -22,6 +23,8 @@ import torch
 import models
 from data.decoder import Decoder
 from data.errors import RunOwned
+from data.evaluation import EvaluationBatch, EvaluationSet
+from jobs import terminal
 from jobs.cluster import processes
 from jobs.cluster import worker_group as group
 from jobs.ownership import owned
@@ -163,6 +166,16 @@ def slowly(clock_s: int = 0) -> None:
     before(train, "agree", lambda *args: True, lambda: time.sleep(0.06))
 
 
+def unread_terminal() -> None:
+    """Steps take a while, and stdout and stderr are a pipe that is full and that nobody reads."""
+    slowly()
+    terminal.CLOSE_S = 0.5
+    _, writer = os.pipe()  # the other end stays open as long as this process
+    size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * size)
+    os.dup2(writer, 1), os.dup2(writer, 2)
+
+
 def in_no_hurry() -> None:
     """The first step waits for the file "go" beside the run."""
 
@@ -262,6 +275,26 @@ def no_first_batch() -> None:
     Decoder.run = run  # type: ignore[method-assign]
 
 
+def no_batch_behind_a_stretch() -> None:
+    """Worker 1's first batch behind a left-out stretch does not come; it says so in "waiting"."""
+    original = Decoder.run
+    loaders = [0]
+
+    def count() -> None:
+        loaders[0] += 1
+        if loaders[0] == 2:
+            Path("hold").touch()
+
+    def run(decoder: Decoder, *args: Any) -> Any:
+        while on_rank_1() and Path("hold").exists():
+            Path("waiting").touch()
+            time.sleep(0.02)
+        return original(decoder, *args)
+
+    before(train, "micro_batches", lambda *args: True, count)
+    Decoder.run = run  # type: ignore[method-assign]
+
+
 def short_of_memory() -> None:
     """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
     group.VMSTAT = vmstat = Path("vmstat").absolute()
@@ -281,14 +314,26 @@ def short_of_memory() -> None:
 
 def troubled_probe() -> None:
     """Few-shot: in the first attempt worker 1 is killed, in the second it hangs, from the third on it is slow."""
+    original = EvaluationSet.__iter__
+
+    def batches(samples: EvaluationSet) -> Iterator[EvaluationBatch]:
+        attempt = len(list(Path("run").glob("fewshot-*/attempts/attempt-*")))
+        for batch in original(samples):
+            if attempt == 1 and on_rank_1():
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600 if attempt == 2 and on_rank_1() else 0.05)
+            yield batch
+
+    EvaluationSet.__iter__ = batches  # type: ignore[method-assign]
+
+
+def slow_probe() -> None:
+    """Few-shot: every batch takes a while."""
     original = evaluate.watched
 
     def watched(samples: Any, phases: Any, step: int = 0) -> Any:
-        attempt = int(Path(phases.log.name).parent.name.split("-")[1])
         for batch in original(samples, phases, step):
-            if attempt == 1 and os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600 if attempt == 2 and os.environ["RANK"] == "1" else 0.05)
+            time.sleep(0.2)
             yield batch
 
     evaluate.watched = watched  # type: ignore[assignment]

@@ -40,6 +40,46 @@ def test_list_shows_every_folder_newest_first(run, capsys) -> None:
     assert "0.1 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
 
 
+def test_a_folder_that_somebody_copied_among_the_attempts_is_passed_over(run, capsys) -> None:
+    (stage(run) / "attempts" / "attempt-x").mkdir()
+    assert main(["checkpoints", "list", str(run)]) == 0
+    assert "attempt 1  ledger" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ["checkpoints", "diff", "RUN", "RUN"],
+            64,
+            "what has changed from the first to the second: diff RUN --with RUN",
+        ),
+        (["checkpoints", "export", "RUN", "--to", "FILE"], 64, "--to FILE is a file\n  expected a folder"),
+        (["replay", "RUN", "step=3", "--to", "FILE"], 64, "--to FILE does not end in .npz"),
+        (["replay", "RUN", "step=3", "--to", "RUN/nowhere/x.npz"], 64, "there is no folder RUN/nowhere"),
+        (["export", "STAGE", "OUT", "--format", "hf"], 65, "jobs checkpoints export STAGE --to FOLDER"),
+        (["replay", "TASKLESS", "step=3"], 74, "Is a directory: TASKLESS/task.json\n  expected a file of this name"),
+    ],
+)
+def test_what_a_stranger_types_first_is_refused_with_what_to_type_next(run, capsys, arguments, code, message) -> None:
+    file = run / "file"
+    file.write_text("kept")
+    unfinished = run.parent / "unfinished"
+    (unfinished / "checkpoints").mkdir(parents=True)
+    taskless = run.parent / "taskless"
+    (taskless / "task.json").mkdir(parents=True)
+    places = {"STAGE": unfinished, "TASKLESS": taskless, "FILE": file, "OUT": run / "out", "RUN": run}
+
+    def with_places(text: str) -> str:
+        for name, path in places.items():
+            text = text.replace(name, str(path))
+        return text
+
+    assert main([with_places(word) for word in arguments]) == code
+    assert with_places(message) in capsys.readouterr().err
+    assert file.read_text() == "kept"
+
+
 def test_verify_names_the_bad_one_and_exits_74(run, capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 74
     out, err = capsys.readouterr()

@@ -21,6 +21,7 @@ from data.order import Ledger, Order
 from data.shards.index import load_index
 from jobs.__main__ import main
 from jobs.commands.demo import step_losses
+from pipeline import health
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
@@ -193,6 +194,24 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
         assert_same(run, twin)
 
 
+def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_line(run) -> None:
+    """stdout and stderr are a full pipe that nobody reads: less that does not scroll, Ctrl-S, a stuck log collector."""
+    process = start(run, "pretrain.log_every=1", patch="unread_terminal")
+    at_step(run, process, 7, lambda: os.kill(process.pid, signal.SIGTERM))
+    process.join(timeout=60)
+    process.kill()  # where it hangs; an exit code stays as it is
+    assert process.exitcode == 75
+    lines = (run / "log.txt").read_text().splitlines()
+    stopped = read_manifest(committed(stage(run) / "checkpoints")[0]).step
+    assert stopped >= 7 and any("SIGTERM: finishing the step" in line for line in lines)
+    assert any(f"stopped at step {stopped} after committing it" in line for line in lines)
+    for line in (stage(run) / "log.txt").read_text().splitlines():
+        if not line.startswith("[driver] "):
+            assert f"[{stage(run).name}] {line}" in lines
+    shown = [line for line in lines if "lines are not shown" in line]
+    assert len(shown) == 1 and int(shown[0].split()[0]) >= stopped, "a line a step, at least"
+
+
 def incidents(folder: Path) -> list[str]:
     """The first lines of a stage's incidents, without their dates."""
     lines = (folder / "incidents.txt").read_text().splitlines()
@@ -334,6 +353,62 @@ def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
     assert "restarting" not in said(run) and not committed(stage(run) / "checkpoints")
     (run.parent / "arrived").touch()
     assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
+
+
+def test_a_stop_in_the_wait_behind_a_left_out_stretch_keeps_the_steps_before_it(run) -> None:
+    process = start(run, "pretrain.log_every=1", patch="slowly")
+    at_step(run, process, 6, lambda: os.kill(process.pid, signal.SIGTERM))
+    process.join()
+    before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
+    # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
+    health.write_left_out(stage(run), [range(before + 2, before + 4)])
+    process = start(run, patch="no_batch_behind_a_stretch")
+    while process.is_alive() and not (run.parent / "waiting").exists():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=60)
+    process.kill()  # where it has not heard; an exit code stays as it is
+    assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
+    assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == before + 2
+    last = read_metrics(stage(run))[-1]
+    assert last["step"] == before + 2, "a commit implies its metrics"
+
+
+def test_few_shot_that_cannot_read_on_names_the_set_and_is_not_tried_again(twin, tmp_path) -> None:
+    """A byte of the last shard is wrong, which worker 1 reads."""
+    shards = tmp_path / "shards"
+    shutil.copytree(training_set(twin), shards)
+    shard = max(shards.glob("*.tar"))
+    flipped = bytearray(shard.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    shard.write_bytes(flipped)
+    run, recipe = tmp_path / "run", FEWSHOT.format(weights=stage(twin), shards=shards)
+    process = start(run, recipe=recipe)
+    process.join()
+    assert process.exitcode == 65, said(run)
+    (folder,) = run.glob("fewshot-*")
+    (incident,) = incidents(folder)
+    assert f"EvaluationFailed: {shards}: worker 1: DataError" in incident and shard.name in said(run), said(run)
+    assert "run the same command again" in said(run) and "restarting" not in said(run)
+
+
+def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, tmp_path) -> None:
+    run, recipe = tmp_path / "run", FEWSHOT.format(weights=stage(twin), shards=training_set(twin))
+    process = start(run, patch="slow_probe", recipe=recipe)
+    while process.is_alive() and "evaluate" not in phase_of(run, 1):
+        time.sleep(0.01)
+    (record,) = run.glob("fewshot-*/attempts/attempt-000001/rank-00001.json")
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
+    process.join(timeout=60)
+    process.kill()
+    assert process.exitcode == 75 and "stopped between two batches; run the same command again" in said(run), said(run)
+
+
+def phase_of(run: Path, rank: int) -> str:
+    """What a rank of the first attempt has said last of where it is."""
+    for path in run.glob(f"*/attempts/attempt-000001/rank-{rank:05d}.phase"):
+        return path.read_text()
+    return ""
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> None:

@@ -99,7 +99,17 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
             64,
             "Input should be greater than or equal to 1",
         ),
-        (["index", "OUT"], 65, "no *.tar here"),
+        (["index", "OUT"], 65, "there is no such folder; name the folder that holds the shards"),
+        (["index", "FILE"], 65, "a file that is no *.tar"),
+        (["index", "PHOTOS"], 65, "no *.tar here"),
+        (["index", "s3://", "--output", "OUT"], 65, "names no bucket or host, expected one, as in s3://bucket/train"),
+        (["index", "PHOTOS", "--output", "FILE"], 64, "expected a folder for the set"),
+        (["pack", "digits", "-", "FILE"], 64, "expected a folder for the set"),
+        (["pack", "digits", "-", "FILE/set"], 64, "expected a folder for the set"),
+        (["data", "repair", "PHOTOS", "FILE"], 64, "expected a folder for the set"),
+        (["pack", "parquet", "FILE", "OUT"], 65, "FILE: not a whole parquet file"),
+        (["pack", "tars", "FILE", "OUT"], 65, "FILE: no valid tar header"),
+        (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
         (["index", "s3://bucket/set"], 65, "--output"),
         (["data", "check", "s3://bucket/set"], 65, "an index is a folder here"),
         (["data", "check", "OUT"], 65, "expected one *.index.json|there is no such index"),
@@ -107,10 +117,15 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
     ],
 )
 def test_what_cannot_be_packed_or_read_is_refused(photos, tmp_path, capsys, arguments, code, message):
-    places = {"PHOTOS": str(photos), "OUT": str(tmp_path / "out")}
-    assert main([places.get(word, word) for word in arguments]) == code
+    file = tmp_path / "random.bin"
+    file.write_bytes(bytes(range(256)) * 8)
+    typo = photos / "typo.csv"
+    typo.write_text("path,label\ncat/00.jpg,99999999999999999999\n")
+    places = {"PHOTOS": photos, "OUT": tmp_path / "out", "FILE": file, "FILE/set": file / "set", "TYPO": typo}
+    assert main([str(places.get(word, word)) for word in arguments]) == code
     error = capsys.readouterr().err
-    assert any(part in error for part in message.split("|"))
+    assert any(part.replace("FILE", str(file)) in error for part in message.split("|"))
+    assert "a bug" not in error
 
 
 def test_existing_tars_are_indexed_beside_or_apart_from_them(photos, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -306,6 +307,46 @@ def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, 
         driver.kill()
     assert "stopped before the workers had started, at the start: nothing" in (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
+
+
+def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tmp_path) -> None:
+    """As `timeout`, Slurm and a terminal send it: first while the fork server starts, then amid the steps."""
+    command = [sys.executable, "-m", "jobs.pretrain", str(recipe), "pretrain.steps=5000", "pretrain.log_every=1"]
+    run = tmp_path / "run"
+
+    def start() -> subprocess.Popen[bytes]:
+        with (tmp_path / "said").open("w") as said:
+            return subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True)
+
+    driver = start()
+    try:
+        wait_until(lambda: has_fork_server(driver.pid), 60)
+        os.killpg(driver.pid, signal.SIGTERM)
+        assert driver.wait(60) == 75, (tmp_path / "said").read_text()
+        driver = start()
+        wait_until(lambda: '"step": 5,' in "".join(path.read_text() for path in run.glob("*/metrics.jsonl")), 60)
+        os.killpg(driver.pid, signal.SIGINT)
+        assert driver.wait(60) == 75
+    finally:
+        driver.kill()
+    text = (tmp_path / "said").read_text()
+    # Steps are saved every 8; the stop itself saves the step that it comes in.
+    (stopped,) = re.findall(r"^stopped at step (\d+) after committing it", text, re.MULTILINE)
+    assert list(run.glob(f"pretrain-*/checkpoints/step-{int(stopped):010d}")), text
+    # A stop is an incident too; nobody was killed, at the first signal or at the second.
+    (incidents,) = run.glob("pretrain-*/incidents.txt")
+    causes = re.findall(r"^\d{4}-\d\d-\d\d \S+ worker \d+ on .*", incidents.read_text(), re.MULTILINE)
+    assert f"Preempted: stopped at step {stopped} after committing it" in causes[-1]
+    assert all("Preempted: stopped" in cause for cause in causes), causes
+
+
+def has_fork_server(pid: int) -> bool:
+    """Whether a process has started a fork server."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+                return True
+    return False
 
 
 def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:

@@ -1,5 +1,6 @@
 """What a run says, and how it is read back."""
 
+import fcntl
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from data.errors import UsageError, exit_code
+from jobs import terminal
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
 from jobs.follow import Follower
@@ -151,6 +153,29 @@ def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_pa
         "pretrain: skipped\nSIGTERM: finishing the step\n  Ctrl-C again ends at once\n"
         "[pretrain-1] [worker 1] bad sample 1 replaced\n"
     )
+
+
+def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
+    monkeypatch.setattr(terminal, "CLOSE_S", 0.2)
+    monkeypatch.setattr(terminal, "MOST_WAITING", 10)
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4095 + b"\n")
+    with open(writer, "w") as stream:
+        stuck = terminal.Terminal(stream)
+        stuck.write("line 0")
+        while not stuck.waiting.empty():  # the thread has it, and cannot get rid of it
+            time.sleep(0.01)
+        for number in range(1, 31):
+            stuck.write(f"line {number}")
+        assert stuck.close() == 31
+        # Somebody scrolls on, and what has waited comes.
+        os.read(reader, 4096)
+        stuck.thread.join(10)
+        shown = os.read(reader, 4096).decode().splitlines()
+    os.close(reader)
+    notice = "(20 lines are not shown: this terminal took none; log.txt has them)"
+    assert shown == ["line 0", notice, *(f"line {number}" for number in range(1, 11))]
 
 
 def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):

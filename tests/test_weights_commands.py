@@ -79,6 +79,8 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
     models.save(gap, tmp_path / "gap")
     torn = tmp_path / "torn.npz"
     torn.write_bytes(b"PK\x03\x04 not whole")
+    empty = tmp_path / "empty.npz"
+    empty.touch()
     cases = [
         (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
         (
@@ -88,6 +90,7 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
         ),
         (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
+        (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
         (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "there is no file or folder"),
         (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, nothing was"),
         (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import numpy as np
 from braceexpand import braceexpand
@@ -173,6 +174,8 @@ def check_stopped(partial: Path) -> None:
 def check_kept(url: str) -> None:
     """Raise DataError unless a URL may be read, and be written into an index."""
     check_url(url)
+    if not urlsplit(url).hostname:
+        raise DataError(f"{redacted(url)}: names no bucket or host, expected one, as in s3://bucket/train")
     if redacted(url) != url:
         raise DataError(f"{redacted(url)}: a key in the URL would stay in the index; give it by the environment")
     if "//" in url.partition("://")[2]:
@@ -186,7 +189,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     """Tars of a folder, or those that are listed; raises DataError where there are none, or one is missing."""
     paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
-        raise DataError(f"{source}: no *.tar here; name the folder that holds the shards")
+        raise DataError(f"{source}: {why_no_tars(source)}; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
@@ -197,6 +200,17 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     for path in paths:
         tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size
     return tars
+
+
+def why_no_tars(source: str | os.PathLike[str] | list[str]) -> str:
+    """Say why a source that is here holds no tars."""
+    if isinstance(source, list):
+        return "no *.tar is named"
+    if Path(source).is_dir():
+        return "no *.tar here"
+    if Path(source).exists():
+        return "a file that is no *.tar"
+    return "there is no such folder"
 
 
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:

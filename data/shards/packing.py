@@ -31,6 +31,7 @@ from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
 from data.shards.index import SUFFIX, Index, Shard, digest_of_tar, load_index, mapped, table_name, write_table
+from data.shards.indexing import MAX_CLASSES
 from data.shards.journal import Journal, Record
 from data.shards.side_by_side import setting_at_error
 from data.shards.sources import Sample
@@ -55,8 +56,8 @@ def pack(
 
     `restarts` adds restart markers to JPEGs (see `data.images.jpeg`): the same pixels, cropped faster. `report` is
     told the shards and samples finished so far. Safe to kill and run again with the same samples: finished
-    shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes`, a repeated key
-    in a shard, or no samples.
+    shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes` (None: ≥ a
+    million), a repeated key in a shard, or no samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
@@ -222,11 +223,11 @@ def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> C
 
 def check_labels(shard: str, sample: Sample, classes: int | None) -> None:
     """Raise DataError unless a sample has labels, all from 0 on and below `classes`."""
-    is_usable = bool(sample.labels) and min(sample.labels) >= 0
-    is_below = not classes or max(sample.labels, default=0) < classes
-    if not (is_usable and is_below):
-        last = classes - 1 if classes else "the number of classes"
+    # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
+    limit = classes or MAX_CLASSES
+    is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
+    if not is_usable:
         raise DataError(
             f"{shard}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
-            f"expected one or more of 0 … {last}"
+            f"expected one or more of 0 … {limit - 1}"
         )

@@ -15,10 +15,11 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
@@ -133,7 +134,8 @@ def read_rows(path: Path) -> list[dict[str, object]]:
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
-        return parquet.read_table(path).to_pylist()
+        with naming_parquet(path):
+            return parquet.read_table(path).to_pylist()
     try:
         # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a column's name.
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -187,7 +189,7 @@ def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
     is_labelled = False
     for path in tars_of(source):
         with open(path, "rb") as file, mapped(file) as tar:
-            for row in walk(tar, path.name).rows:
+            for row in walk(tar, str(path)).rows:
                 try:
                     labels = parse_labels(bytes(tar[row.label : row.label + row.label_size]))
                 # The index and the doctor count what has no label; here it is left out.
@@ -235,26 +237,47 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
     from pyarrow import parquet
 
     for path in files_of(source, "*.parquet"):
-        columns = parquet.read_schema(path).names
+        with naming_parquet(path):
+            columns = parquet.read_schema(path).names
         image_column = first_of(IMAGE_COLUMNS, columns)
         label_column = first_of(LABEL_COLUMNS, columns)
         if not image_column or not label_column:
             raise DataError(f"{path}: expected columns image and label, found {', '.join(columns)}")
         stem = path.stem.replace(".", "_")
-        row_number = 0
+        for row_number, row in enumerate(parquet_rows(path, [image_column, label_column])):
+            image = row[image_column]
+            encoded = image["bytes"] if isinstance(image, dict) else image
+            if encoded is None:
+                raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
+            try:
+                labels = parse_labels(str(row[label_column]).encode())
+            except ValueError as error:
+                raise DataError(f"{path}: row {row_number}: {error}") from None
+            yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
+
+
+def parquet_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file, each by column."""
+    from pyarrow import parquet
+
+    with naming_parquet(path):
         # A few rows at a time: a file may hold more images than fit the memory.
-        for batch in parquet.ParquetFile(path).iter_batches(256, columns=[image_column, label_column]):
-            for row in batch.to_pylist():
-                image = row[image_column]
-                encoded = image["bytes"] if isinstance(image, dict) else image
-                if encoded is None:
-                    raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
-                try:
-                    labels = parse_labels(str(row[label_column]).encode())
-                except ValueError as error:
-                    raise DataError(f"{path}: row {row_number}: {error}") from None
-                yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
-                row_number += 1
+        for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
+            yield from batch.to_pylist()
+
+
+@contextmanager
+def naming_parquet(path: Path) -> Iterator[None]:
+    """Raise DataError, which names the file, where pyarrow cannot read it."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError) as error:
+        # An error of the operating system has a number, and says enough; pyarrow's own of a torn file has none.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
 
 
 # ----------------------------------------------------------------------------------------------- ImageNet

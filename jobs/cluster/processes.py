@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -42,6 +43,8 @@ TICK_S = 0.5
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a large process takes a while to die
 # Imported once by the fork server, then shared by all its children: 3 s a worker group instead of 10 to 25.
 PRELOAD = ["torch", "torch._dynamo", "deepspeed"]
+# Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_worker_group(
@@ -136,7 +139,24 @@ def _process_context(cluster: ClusterConfig) -> BaseContext:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    if context.get_start_method() == "forkserver":
+        _start_fork_server()
     return context
+
+
+def _start_fork_server() -> None:
+    """Start the fork server, where none runs yet, such that it does not hear what asks the driver to stop.
+
+    It would die, and every worker would pass for dead: the fork server alone sees how its children end.
+    """
+    # First, because its start would unblock the signals. It ignores them by itself.
+    resource_tracker.ensure_running()
+    # A new process inherits which signals are blocked; those of the driver come when they are unblocked here.
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
 def _worker(
@@ -149,8 +169,11 @@ def _worker(
     os.environ.clear()
     os.environ.update(environment)
     os.umask(umask)
-    # Who stops a job signals its whole tree; the driver tells the worker group when to stop, and kills it if it must.
-    signal.signal(signal.SIGTERM, _do_nothing)
+    # The driver tells the worker group when to stop, and kills it if it must.
+    for number in STOP_SIGNALS:
+        signal.signal(number, _do_nothing)
+    # They are blocked in the fork server; programs that this worker starts must hear them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     # PR_SET_PDEATHSIG would not do: the parent is the fork server, which outlives a killed driver.
     threading.Thread(target=_die_with_driver, daemon=True).start()
     # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.

@@ -49,11 +49,17 @@ def diff(
     step: Step = None,
     other_run: OtherRun = None,
     other_step: OtherStep = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> None:
     """Compare two checkpoints: their manifests, then their states."""
     from jobs.commands import checkpoints
 
+    if more:
+        raise UsageError(
+            f"diff takes one run, found {' '.join([run, *more])}\n"
+            f"  what has changed from the first to the second: diff {more[0]} --with {run}"
+        )
     # Without --with, another step of the same run.
     other_run = other_run or run
     if other_run == run and other_step == step:

@@ -202,6 +202,9 @@ def without_files(manifest: Manifest) -> dict[str, object]:
 
 def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     """Write weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
+    # Before the reading, which takes minutes.
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"--to {target} is a file\n  expected a folder, which is made where there is none")
     folder = newest(path, step)
     # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
     checkpoint.verify(folder)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from data.errors import DataError, Preempted
+from data.errors import DataError, Preempted, UsageError
 from data.shards.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
 from data.shards.index import Index, load_index
@@ -36,6 +36,7 @@ def pack_images(
     workers: int,
 ) -> list[str]:
     """Pack a source, described as in a recipe, into shards; the same call again goes on after a kill."""
+    refuse_file(directory)
     # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
     cfg = config.build(SetConfig, source, "pack")
     with stoppable(), Progress("samples", expected_samples(cfg)) as progress:
@@ -64,6 +65,8 @@ def index_tars(
     cache: str | None,
 ) -> list[str]:
     """Index existing tars, unchanged; the same call again goes on after a kill."""
+    if output is not None:
+        refuse_file(Path(output))
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     with stoppable(), Progress("shards") as progress:
@@ -78,6 +81,13 @@ def index_tars(
             cache=cache_config(cache),
         )
     return summary(index)
+
+
+def refuse_file(target: Path) -> None:
+    """Raise UsageError where the folder to write into is a file, or would lie below one."""
+    for path in (target, *target.parents):
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file\n  expected a folder for the set, which is made where there is none")
 
 
 @contextmanager
@@ -141,6 +151,7 @@ def repair_set(
     path: str, directory: Path, *, unique: bool, name: str | None, workers: int, cache: str | None
 ) -> list[str]:
     """Pack every good sample into a new set. Raises DataError where that would overwrite the old one."""
+    refuse_file(directory)
     index = load_index(path)
     # The shards and their index may lie in two folders; neither may be written into.
     if directory.resolve() in (Path(index.directory), index.tables):

@@ -18,6 +18,7 @@ import numpy as np
 import models
 from data.decoder import BadSample
 from data.errors import UsageError
+from data.files import whole_file
 from data.loader import TrainLoader
 from data.order import Mixture, Order
 from data.shards.index import Index, load_index
@@ -48,6 +49,8 @@ class Job(TypedDict):
 
 def replay(run: Path, step: str, target: str | None) -> list[str]:
     """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz."""
+    if target:
+        refuse_target(Path(target))
     folder = stage_of(run)
     task = handover.read_record(folder / "task.json").values
     job: Job = task["job"]
@@ -66,7 +69,8 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     # The log counts steps from 1, the order from 0.
     batch = rebuild(cfg, index, order, image_size, number - 1)
     if target:
-        np.savez(target, images=batch.images, labels=batch.labels, ids=batch.ids)
+        with whole_file(Path(target)) as temporary:
+            np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
     shards = [index.shards[shard].name for shard in batch.ids[:, 1]]
     epochs = sorted(set(batch.ids[:, 0].tolist()))
@@ -83,6 +87,16 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     if target:
         lines.append(f"written: {target}")
     return lines
+
+
+def refuse_target(target: Path) -> None:
+    """Raise UsageError, before the work, where the batch could not be written under this very name."""
+    if target.suffix != ".npz":
+        raise UsageError(f"--to {target} does not end in .npz\n  expected a file's name, as batch.npz")
+    if target.is_dir():
+        raise UsageError(f"--to {target} is a folder\n  expected a file's name, as {target / 'batch.npz'}")
+    if not target.parent.is_dir():
+        raise UsageError(f"--to {target}: there is no folder {target.parent}\n  make it, or name a file elsewhere")
 
 
 def stage_of(run: Path) -> Path:

@@ -28,7 +28,7 @@ from pipeline.config import differences, require
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
-UNREADABLE = (ValueError, OSError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
+UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
 def import_weights(path: str, directory: str, overrides: Sequence[str] = ()) -> list[str]:
@@ -49,6 +49,7 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
     refuse_existing(path)
     refuse_wrong_suffix(path, format)
     refuse_missing(directory)
+    refuse_unfinished(Path(directory))
     verification = verified(directory)
     model = load(directory, {})
     config = model.config
@@ -93,6 +94,16 @@ def refuse_missing(source: str) -> None:
         raise DataError(
             f"there is no file or folder {source}\n"
             "  expected an official .npz, or a folder or .safetensors file of ours, timm or transformers"
+        )
+
+
+def refuse_unfinished(directory: Path) -> None:
+    """Raise DataError, which names the command that helps, where a stage has checkpoints and no weights yet."""
+    if (directory / "checkpoints").is_dir() and not (directory / CONFIG).exists():
+        raise DataError(
+            f"{directory} is a stage that has not finished: it has checkpoints, and no weights yet\n"
+            f"  expected a folder with weights.safetensors and {CONFIG}\n"
+            f"  type: python -m jobs checkpoints export {directory} --to FOLDER, then export that folder"
         )
 
 

@@ -7,7 +7,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import models
 from data.checks import at_least, more_than_0
 from data.errors import Preempted
-from data.evaluation import EvaluationSet
+from data.evaluation import EvaluationBatch, EvaluationSet
 from data.files import write_whole
 from data.shards.cache import CacheConfig
 from data.shards.index import load_index
@@ -100,13 +101,34 @@ def stop_at_once(stage: str, attempt_folder: Path) -> None:
     raise Preempted(f"stopped in {stage}; run the same command again to do it from its start")
 
 
+def batches_of(path: str, preprocess: str, cfg: Config, phases: Phases) -> Iterator[EvaluationBatch]:
+    """Iterate this worker's batches of a set; what the opening of the set raises is raised at the first."""
+    import torch.distributed as dist
+
+    samples = EvaluationSet(
+        load_index(path),
+        preprocess,
+        batch_size=cfg.micro_batch,
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        cache=cfg.cache,
+    )
+    yield from evaluate.watched(samples, phases)
+
+
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Do one worker's share: features of its part of the sets; rank 0 fits the probe, and its value is the result."""
+    """Do one worker's share: features of its part of the sets; rank 0 fits the probe, and its value is the result.
+
+    Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
+    """
     import torch
     import torch.distributed as dist
 
     from pipeline.process_group import join_group
+    from pipeline.train import notice_sigterm
 
+    asked_to_stop = threading.Event()
+    notice_sigterm(asked_to_stop)
     cfg = config.build(Config, task["config"], "config")
     phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)
     # Entered before the group is joined, where a worker waits for a lost peer: the watchdog sees nothing but phases.
@@ -126,15 +148,16 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     # Each worker computes the features of its part of a set; `features` gathers those of all workers.
     sets = []
     for path in (task["train"], task["test"]):
-        samples = EvaluationSet(
-            load_index(path),
-            preprocess,
-            batch_size=cfg.micro_batch,
-            rank=rank,
-            world=dist.get_world_size(),
-            cache=cfg.cache,
-        )
-        sets.append(evaluate.features(model, evaluate.watched(samples, phases), dtype, device))
+        batches = batches_of(path, preprocess, cfg, phases)
+        # All workers hear of a stop, and of one that cannot read on, between two batches.
+        agreed = evaluate.agreed(batches, asked_to_stop.is_set, device, phases.log)
+        try:
+            sets.append(evaluate.features(model, agreed, dtype, device))
+        except evaluate.EvaluationFailed as error:
+            message = f"{path}: {error}\n  repair the set, then run the same command again"
+            raise evaluate.EvaluationFailed(message, error.exit_code) from error
+        except evaluate.EvaluationStopped:
+            raise Preempted("stopped between two batches; run the same command again to begin anew") from None
     train_set, test_set = sets
 
     metrics = {}

@@ -94,8 +94,12 @@ def attempt_of_stage(directory: Path, attempt: int) -> int:
 
     `attempt` counts over the whole run, because it fences late commits.
     """
-    numbers = [int(folder.name.rpartition("-")[2]) for folder in (directory / "attempts").glob("attempt-*")]
-    earlier = sum(number < attempt for number in numbers)
+    earlier = 0
+    for folder in (directory / "attempts").glob("attempt-*"):
+        number = folder.name.removeprefix("attempt-")
+        # A folder of any other name is a copy that somebody made.
+        if number.isdigit() and int(number) < attempt:
+            earlier += 1
     return earlier + 1
 
 

@@ -69,8 +69,12 @@ def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[E
     # The set reads one batch ahead: while it gives the first it reads two, and with any other the next one.
     being_read = samples.rows[: 2 * size]
     for number in range(len(samples)):
-        phases.enter("evaluate", step, shards_of(samples, being_read))
-        yield next(batches)
+        shards = shards_of(samples, being_read)
+        phases.enter("evaluate", step, shards)
+        batch = next(batches)
+        # Once more: who waits for the others' batches has entered one phase more than the one that still reads.
+        phases.enter("evaluate", step, shards)
+        yield batch
         being_read = samples.rows[(number + 2) * size : (number + 3) * size]
     # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
     phases.enter("evaluate", step)
