@@ -110,12 +110,13 @@ def supervise(
         failure.place = watch.place(failure.rank)
         if any(word in failure.cause for word in OUT_OF_MEMORY):
             failure.cause += LESS_MEMORY
-        write_incident(context, failure)
 
         # a and b: a worker knew what it wanted. The message is its exception's, without the exception's name.
         message = failure.cause.partition(": ")[2]
+        # A stop that was asked for is no incident.
         if failure.exit_code == ExitCode.PREEMPTED:
             raise Preempted(message)
+        write_incident(context, failure)
         if failure.exit_code is not None:
             raise StageFailed(f"{context.name}: {message}", failure.exit_code)
 

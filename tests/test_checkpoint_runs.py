@@ -334,6 +334,7 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
     assert sorted(judged.read_text()) == ["0"] * 3 + ["1"] * 3, "of 180 batches each; none after the stop was there"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == stopped
     assert not read_metrics(stage(run), "evaluate")
+    assert not (stage(run) / "incidents.txt").exists(), "a stop that was asked for is none"
 
     assert finish(run, *options) == 0, said(run)
     assert_same(run, twin)
