@@ -25,11 +25,14 @@ from data.errors import ConfigError, DataError
 from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
+from jobs.ownership import check_place
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
 from models.checks import did_you_mean
+from models.weights.files import CONFIG
 from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.config import require
+from pipeline.evaluation.evaluate import check_shape
 from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
@@ -124,12 +127,14 @@ class Campaign:
 
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
-    values = config.plain_yaml(config.read_yaml(recipe, overrides))
+    values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
     # These two belong to the whole campaign; whatever is left is a stage.
     run = values.pop("run", f"runs/{recipe.stem}")
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
     require(run not in (None, ""), f"run is empty, expected a folder\n  type run=runs/{recipe.stem}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
+    # What is left of a `~` names somebody who has no home here; the folder of this name would be no home either.
+    require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
@@ -142,6 +147,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     campaign = Campaign(Path(run).resolve(), cluster, tuple(stages.values()))
+    check_place(campaign.run)
     for stage in campaign.stages:
         check_stage(campaign, stage)
     return campaign
@@ -151,15 +157,20 @@ def read_section(name: str, section: Any) -> tuple[str, Any]:
     """Return the kind of a stage's section, and its config, an instance of the kind's Config."""
     check_name(name, "a stage", "rename it, and what reads it as @stage")
     hint = "" if name in KINDS else did_you_mean(name, KINDS)
-    require(isinstance(section, Mapping), f"{name} is {section!r}, expected a stage's section{hint}")
+    require(
+        isinstance(section, Mapping),
+        f"{name} is {section!r}, expected a stage's section{hint}\n"
+        f"  take {name} out of the recipe, or give it keys: {name}.kind=…",
+    )
     values = dict(section)
     kind = values.pop("kind", name)
-    require(isinstance(kind, str), f"{name}.kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    kinds = ", ".join(KINDS)
+    require(isinstance(kind, str), f"{name}.kind is {kind!r}, expected one of {kinds}")
+    if kind not in KINDS and "kind" in section:
+        raise ConfigError(f"{name}.kind is {kind!r}, expected one of {kinds}{did_you_mean(kind, KINDS)}")
     if kind not in KINDS:
-        message = f"unknown stage or key {kind!r}{did_you_mean(kind, [*KINDS, 'run', 'cluster'])}"
-        if "kind" not in section:
-            message += f"; or give the section a kind: {', '.join(KINDS)}"
-        raise ConfigError(message)
+        nearest = did_you_mean(kind, [*KINDS, "run", "cluster"])
+        raise ConfigError(f"unknown stage or key {kind!r}{nearest}; or give the section a kind: {kinds}")
 
     # The defaults of a kind name its length in steps or in passes; a recipe may use the other way.
     if "steps" in values:
@@ -261,7 +272,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     # Weights that are missing or have changed tell nothing about the model.
     model = None
     if keys.get("init") != MISSING:
-        model = model_of_stage(name, kind, stage_config, earlier)
+        model = model_of_stage(name, kind, stage_config, earlier, missing)
     return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
 
 
@@ -307,10 +318,11 @@ def check_part(field: str, value: str, part: str, parent: Stage) -> None:
     )
 
 
-def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage]) -> Any:
+def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage], missing: list[str]) -> Any:
     """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
 
-    It is None for pack, and where the weights that the stage starts from do not exist yet.
+    It is None for pack, and where the weights that the stage starts from do not exist yet; where they do, and tell
+    nothing of their model, that is noted in `missing`.
     """
     if kind == "pack":
         return None
@@ -318,6 +330,11 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
     if stage_config.init is not None:
         source = source_model(stage_config.init, earlier)
         if source is None:
+            if reference(stage_config.init) is None:
+                missing.append(
+                    f"{name}.init: no {CONFIG} in {stage_config.init}, which tells the model of the weights\n"
+                    "  give a folder as a stage or `python -m jobs import` writes it, or @stage"
+                )
             return None
     try:
         if kind == "fewshot":
@@ -335,7 +352,7 @@ def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
     if link is not None:
         parent_name, _ = link
         return earlier[parent_name].model
-    path = Path(init) / "model.json"
+    path = Path(init) / CONFIG
     if not path.is_file():
         return None
     try:
@@ -354,6 +371,8 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     if isinstance(cfg, fewshot.Config):
         # One question is enough: ProbeConfig takes both sets or neither.
         require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
+        if stage.model is not None:
+            check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
     if not isinstance(cfg, TrainConfig):
         return
     require(
@@ -384,6 +403,9 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     # The model is not known where the weights that it starts from do not exist.
     if stage.model is not None:
         check_model(cfg, stage.model, classes, f"{stage.name}.model")
+        is_judged = cfg.data.evaluate is not None or cfg.probe.train is not None
+        if is_judged:
+            check_shape(cfg.data.preprocess, stage.model, f"{stage.name}.data.preprocess")
     # The steps are not known where passes are to be made over data that is not there.
     all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
     if cfg.steps is not None or all_samples is not None:

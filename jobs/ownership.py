@@ -20,6 +20,7 @@ from data.files import create_exclusively, make_folder, take_lock
 from pipeline.checkpoints.checkpoint import newest_attempt
 
 OWNER_FILE = "owner.json"
+LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
 NAME_TRIES = 20  # looks at the owner's file, 0.1 s apart: a new owner has the lock before it has written its name
 
 
@@ -30,7 +31,7 @@ def owned(run: Path) -> Iterator[None]:
     Raises RunOwned, which names the process that does, and ConfigError where the directory cannot be one.
     The lock is the kernel's (flock): SIGKILL frees it at once, a frozen owner keeps it.
     """
-    refuse_a_file(run)
+    check_place(run)
     make_folder(run, run)
     path = run / OWNER_FILE
     # Opened to append: "w" would wipe out the owner's name before we know whether the lock is free.
@@ -55,8 +56,17 @@ def owned(run: Path) -> Iterator[None]:
         yield
 
 
-def refuse_a_file(run: Path) -> None:
-    """Raise ConfigError where the run directory, or a folder that it should lie in, is a file."""
+def check_place(run: Path) -> None:
+    """Raise ConfigError where no folder of this name can be a run directory, or one that it lies in is a file."""
+    if run == run.parent:
+        raise ConfigError(f"run is {run}, expected a folder of its own\n  type run={run}NAME")
+    for name in run.parts:
+        encoded_bytes = len(os.fsencode(name))
+        if encoded_bytes > LONGEST_NAME:
+            raise ConfigError(
+                f"run has a name of {encoded_bytes} bytes: {name[:40]}…\n  expected {LONGEST_NAME} at most\n"
+                "  give the run a shorter name: run=…"
+            )
     for path in (run, *run.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(

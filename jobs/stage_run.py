@@ -1,7 +1,7 @@
 """One stage of a campaign, run: what is checked before it, and the files that say what it was and what it did.
 
 Before any stage starts, `plan` and `run` ask the same of all that have not finished: `check_inputs` and
-`check_unfinished`; and of those that have, `check_finished`.
+`check_unfinished`, which also looks for the shards that were packed; and of those that have, `check_finished`.
 
 Then, in order:
 1. the stages it reads must have finished, and what they made must fit it;
@@ -28,8 +28,7 @@ import models
 from data.errors import ConfigError, DataError
 from jobs.campaign import Campaign, Stage, check_stage
 from jobs.context import Context, code_version, index_if_made, reference
-from jobs.ownership import refuse_a_file
-from jobs.stages import fewshot, training
+from jobs.stages import fewshot, pack, training
 from pipeline import config, handover
 from pipeline.training_config import TrainConfig
 
@@ -130,10 +129,9 @@ def missing_inputs(campaign: Campaign, stages: Sequence[Stage]) -> list[str]:
 def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool) -> None:
     """Raise ConfigError or DataError where one of these stages would be refused when its turn comes.
 
-    Data that an earlier stage makes may not be there yet; it is looked at when the stage is about to start. Half-done
-    stages with another config are refused unless `fresh`.
+    Data that an earlier stage makes may not be there yet; it is looked at when the stage is about to start; what one
+    has made must be there still. Half-done stages with another config are refused unless `fresh`.
     """
-    refuse_a_file(campaign.run)
     if not fresh:
         check_unchanged(campaign, stages)
     for stage in stages:
@@ -143,6 +141,26 @@ def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool
             training.check_sets(stage.config, stage.name, campaign.resolve, index_if_made)
         if isinstance(stage.config, fewshot.Config):
             fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
+    # Last, because the checks above tell of a lost shard how to train without it.
+    check_packed(campaign, stages)
+
+
+def check_packed(campaign: Campaign, stages: Sequence[Stage]) -> None:
+    """Raise DataError where shards of a finished pack stage are gone: of one among these stages, or read by one."""
+    names = set()
+    dropped: list[str] = []
+    for stage in stages:
+        names.add(stage.name)
+        if isinstance(stage.config, TrainConfig):
+            dropped += stage.config.data.drop
+        for value in stage.parents.values():
+            link = reference(value)
+            if link is not None:
+                names.add(link[0])
+    for stage in campaign.stages:
+        outcome = campaign.done(stage)
+        if stage.kind == "pack" and stage.name in names and outcome is not None:
+            pack.check_packed(campaign.directory(stage), outcome["sets"], dropped)
 
 
 def check_finished(campaign: Campaign, stages: Sequence[Stage], say: Callable[[str], None]) -> set[str]:

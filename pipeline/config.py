@@ -1,7 +1,7 @@
 """Typed configuration: how a recipe becomes frozen dataclasses, and what a change of it means for a resume.
 
 1. `read_yaml` reads the recipe and puts the `key=value` overrides on top.
-2. `plain_yaml` resolves interpolations such as ${oc.env:USER}.
+2. `plain_yaml` resolves interpolations such as ${oc.env:USER}, `with_home` paths such as ~/runs.
 3. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
 4. `tagged` tells apart what a resume may change and what it may not; `digest` makes a stage's key of the latter.
 
@@ -15,6 +15,7 @@ said, "forbid" stops with the diff. Only forbidden fields enter a stage's key.
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -71,6 +72,8 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
         recipe = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}\n  recipes that ship: ls jobs/recipes") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder\n  expected a recipe, a YAML file: ls {path}/*.yaml") from None
     except Exception as error:  # whatever the YAML parser raises: the file is not YAML
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(recipe, DictConfig), f"{path} holds no mapping; a recipe is `key: value` lines")
@@ -97,6 +100,24 @@ def plain_yaml(values: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(values, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from None
+
+
+def with_home(values: Any) -> Any:
+    """Return nested plain values in which a text `~/…` or `~name/…` is the path that a shell makes of it.
+
+    A shell leaves it as it is in `run=~/runs`, and a folder called `~` would be made. The section `cache` stays: it is
+    of folders on every node, which may have other homes.
+    """
+    if isinstance(values, str):
+        return os.path.expanduser(values)
+    if isinstance(values, list):
+        return [with_home(value) for value in values]
+    if isinstance(values, dict):
+        expanded = {}
+        for name, value in values.items():
+            expanded[name] = value if name == "cache" else with_home(value)
+        return expanded
+    return values
 
 
 def to_yaml(values: Mapping[str, object]) -> str:
@@ -137,10 +158,12 @@ def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: 
     known = {field.name for field in dataclasses.fields(kind)}
     for name, value in values.items():
         require(name in known, f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
+        path = f"{where}.{name}"
+        if holds_whole_numbers(hints[name]) and value is not None:
+            _check_whole_numbers(value, path)
         inner = section_kind(hints[name])
         if inner is None or value is None:
             continue
-        path = f"{where}.{name}"
         require(isinstance(value, Mapping), f"{path} is {value!r}, expected a section of {inner.__name__} fields")
         # Under `mixture` the keys are names that the user chose, and only what stands below them can be wrong.
         if not is_named(hints[name]):
@@ -157,6 +180,25 @@ def section_kind(hint: object) -> type[ConfigDataclass] | None:
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
     return None
+
+
+def holds_whole_numbers(hint: object) -> bool:
+    """Return whether a field of this type is a list of whole numbers: `tuple[int, ...]`, `list[int] | None`."""
+    for candidate in (hint, *get_args(hint)):
+        if get_origin(candidate) in (list, tuple) and get_args(candidate)[0] is int:
+            return True
+    return False
+
+
+def _check_whole_numbers(value: object, path: str) -> None:
+    """Raise ConfigError unless a value is a list of whole numbers: of an entry that is none, OmegaConf names no key."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    is_right = isinstance(value, list | tuple)
+    for entry in entries:
+        # A text of digits is taken for the number, as everywhere in a recipe.
+        is_number = isinstance(entry, int | str) and str(entry).strip().lstrip("+-").isdecimal()
+        is_right = is_right and is_number
+    require(is_right, f"{path} is {value}, expected whole numbers\n  type for example {path}=[1,5]")
 
 
 def is_named(hint: object) -> bool:

@@ -26,6 +26,7 @@ from pipeline.optimization.optimizer import OptimConfig
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
 MAX_SEED = 2**63 - 1
+MOST_SAMPLES = 2**63 - 1  # that a stage can count
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
         if str(options.get("name")).startswith("Masked-"):
             options["classes"] = 0
         name = options.pop("name")
+        require(isinstance(name, str), f"model.name is {name!r}, expected one such as B/16, R50+B/16 or BiT-R50x1")
         image_size = options.pop("image_size")
         classes = options.pop("classes")
         return with_finite_numbers(models.config_of(name, image_size, classes, **options))
@@ -264,8 +266,15 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
 def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     """Raise ConfigError where the learning rate rises and cools down for longer than the stage's steps.
 
-    It would never reach its peak, and what was trained would be worth little. `key` is the stage's name.
+    It would never reach its peak, and what was trained would be worth little. So is a length that is beyond counting
+    refused. `key` is the stage's name.
     """
+    most_steps = MOST_SAMPLES // cfg.batch_size
+    require(
+        steps <= most_steps,
+        f"{key}: {steps:,} steps of {cfg.batch_size:,} images are more than can be counted\n"
+        f"  expected {most_steps:,} steps at most\n  type {key}.steps=…, or {key}.passes=…",
+    )
     schedule = cfg.optim.schedule
     rising_and_cooling = schedule.warmup_steps + schedule.cooldown_steps
     if rising_and_cooling <= steps:

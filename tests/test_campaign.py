@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import tarfile
 from itertools import islice
 from pathlib import Path
@@ -18,11 +19,13 @@ from data.shards.index import load_index
 from data.shards.sources import Sample, digits
 from jobs import campaign
 from jobs.__main__ import main
+from jobs.command_line import campaigns
 from jobs.commands.plan import GPU_FLOPS
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[1]
+PACKED = "shards={kind: pack, sets: {train: {source: digits}}}"
 MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {train: y, weight: 2}}}"
 
 
@@ -105,6 +108,41 @@ def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, ca
     assert out.endswith("planned without 2 missing inputs: until they are there `run` ends with exit code 65\n")
 
 
+def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inputs(recipe, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    models.save(models.build("mu/8", 16, 10), bare)
+    (bare / "model.json").unlink()
+    wrong = {
+        f"pretrain.init={bare}": f"pretrain.init: no model.json in {bare}, which tells the model of the weights",
+        "resize.init=/nowhere": "resize.init: no weights.safetensors in /nowhere\n  give a folder that holds one",
+        "pretrain.data.train=/etc/passwd": "pretrain.data.train: /etc/passwd: not a Patchline index",
+    }
+    for override, message in wrong.items():
+        said = []
+        for command in ("plan", "run"):
+            assert main([command, str(recipe), override]) == 65
+            said.append(capsys.readouterr().err)
+        assert message in said[0] and said[0] == said[1]
+
+
+def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tmp_path, monkeypatch, capsys):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "shards").symlink_to(shards)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    packs = "shards={kind: pack, sets: {train: {path: %s/images}}}"
+    written_out = ["run=run", f"pretrain.data.train={shards}/train", packs % home]
+    with_a_tilde = ["run=~/runs/x", "pretrain.data.train=~/shards/train", packs % "~"]
+    keys = [stage.key for stage in campaign.load(recipe, written_out).stages]
+    assert [stage.key for stage in campaign.load(recipe, with_a_tilde).stages] == keys
+    assert main(["plan", str(recipe), *with_a_tilde, "--without-data"]) == 0
+    assert f"run directory  {home}/runs/x\n" in capsys.readouterr().out
+    assert main(["run", str(recipe), *with_a_tilde]) == 65, "there are no images to pack"
+    assert f"there is nothing at {home}/images" in capsys.readouterr().err
+    assert (home / "runs" / "x" / "log.txt").exists() and not (tmp_path / "~").exists()
+
+
 def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
     images = tmp_path / "images"
     recipe = tmp_path / "pack.yaml"
@@ -135,6 +173,53 @@ def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
         assert main([command, str(recipe)]) == 65
         said.append(capsys.readouterr().err)
     assert "provenance.json has changed" in said[0] and said[0] == said[1]
+
+
+def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped_or_read(tmp_path, capsys):
+    recipe = tmp_path / "pack.yaml"
+    packs = (
+        f"run: {tmp_path}/my run\ncluster: {{backend: processes}}\n"
+        "shards: {kind: pack, shard_samples: 500, sets: {train: {source: digits, image_size: 16, keep: [1, 2]}}}\n"
+    )
+    recipe.write_text(packs)
+    pretrain = (
+        "pretrain: {data: {train: '@shards/train'}, model: {name: mu/8, image_size: 16, classes: 3}, steps: 2,\n"
+        "  batch_size: 4, micro_batch: 4, precision: fp32, optim: {schedule: {warmup_steps: 0}}}\n"
+    )
+    assert main(["run", str(recipe)]) == 0
+    capsys.readouterr()
+    (folder,) = (tmp_path / "my run").glob("shards-*")
+    index, tar, table = (folder / "train" / f"train{end}" for end in (".index.json", "-000000.tar", "-000000.npy"))
+    digest = load_index(index).digest
+
+    def refused(file: Path, problem: str) -> str:
+        said = []
+        recipe.write_text(packs + pretrain)
+        alone = {"commands": campaigns.single_stage, "program": "python -m jobs.pretrain", "kind": "pretrain"}
+        assert main([str(recipe)], **alone) == 65
+        assert main(["plan", str(recipe)]) == 65
+        assert capsys.readouterr().err.count(f"{file}: {problem}") == 2
+        recipe.write_text(packs)
+        for command in ("plan", "run"):
+            assert main([command, str(recipe)]) == 65
+            said.append(capsys.readouterr().err)
+        assert said[0] == said[1] and f"{file}: {problem}" in said[0]
+        return said[0]
+
+    for file in (index, tar, table):
+        kept = file.rename(tmp_path / "kept")
+        refused(file, "No such file or directory" if file == tar else "missing")
+        kept.rename(file)
+    content = tar.read_bytes()
+    tar.write_bytes(content[:-512])
+    index.write_text(index.read_text().replace("train-000000.tar", "train-00000O.tar"))
+    said = refused(index, "torn or altered")
+    assert not list((tmp_path / "my run").glob("pretrain-*"))
+
+    # What is printed makes the same set again.
+    subprocess.run(said.partition(", or ")[2].splitlines()[0], shell=True, check=True)
+    assert main(["run", str(recipe)]) == 0
+    assert load_index(index).digest == digest and tar.read_bytes() == content
 
 
 def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_same_set(tmp_path, monkeypatch, capsys):
@@ -237,6 +322,37 @@ def test_what_cannot_run_is_refused_before_the_first_stage(recipe, capsys, overr
         (["run=3"], 78, "run is 3, expected a folder\n  type run=./3"),
         (["run="], 78, "run is empty, expected a folder\n  type run=runs/tiny"),
         (["probe={kind: fewshot, init: '@resize'}"], 78, "probe.probe.train and .test are missing: which sets?"),
+        (
+            ["fewshot=null"],
+            78,
+            "fewshot is None, expected a stage's section\n  take fewshot out of the recipe, or",
+        ),
+        (["pretrain.kind=pretrian"], 78, "pretrain.kind is 'pretrian', expected one of pack, pretrain"),
+        (
+            [PACKED, "fewshot.init=@shards"],
+            78,
+            "fewshot.init is @shards: that is no weights\n  expected @stage",
+        ),
+        (["run=/"], 78, "run is /, expected a folder of its own\n  type run=/NAME"),
+        ([f"run={'x' * 300}"], 78, "run has a name of 300 bytes: xxx"),
+        (["run=/dev/null/x"], 78, "/dev/null is a file\n  expected the folder that a run writes into"),
+        (
+            ["run=~nobody-here/x"],
+            78,
+            "run is ~nobody-here/x: no user of this name is known here\n  type the path",
+        ),
+        (["pretrain.steps=99999999999999999999"], 78, "expected 576,460,752,303,423,487 steps at most"),
+        (["pretrain.model.name="], 78, "pretrain.model.name is None, expected one such as B/16"),
+        (["pretrain.model.name=1"], 78, "pretrain.model.name is 1, expected one such as B/16"),
+        (["fewshot.probe.shots=[1.5]"], 78, "fewshot.probe.shots is [1.5], expected whole numbers\n  type for example"),
+        (["fewshot.preprocess=resize(0)"], 78, "fewshot: preprocess: preprocessing op resize(0): a side of 0 pixels"),
+        (
+            ["pretrain.data.preprocess=resize(8)"],
+            78,
+            "pretrain.data.preprocess: 'resize(8)' makes images of 8×8, expected the model's 16×16\n"
+            "  type 'pretrain.data.preprocess=resize((16, 16))'",
+        ),
+        (["fewshot.preprocess=decode"], 78, "fewshot.preprocess: 'decode' makes images of 1024×1024"),
     ],
 )
 def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):

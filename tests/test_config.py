@@ -161,6 +161,8 @@ def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
 def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no recipe at"):
         config.read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
+        config.read_yaml(tmp_path)
     with pytest.raises(ConfigError, match="expected key=value"):
         config.read_yaml(tmp_path / "none.yaml", ["steps"])
 

@@ -8,7 +8,7 @@ import pytest
 
 from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
-from data.images.preprocess import preprocess
+from data.images.preprocess import preprocess, shape_of
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
@@ -65,3 +65,40 @@ def test_unknown_ops_and_crops_of_small_images_are_refused():
         preprocess(image, "decode|resise(3)")
     with pytest.raises(ValueError, match="put a resize before"):
         preprocess(image, "central_crop(12)")
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ("resize(0)", r"resize\(0\): a side of 0 pixels, expected a whole number from 1 on"),
+        ("decode|resize(-1)", r"resize\(-1\): a side of -1 pixels"),
+        ("resize(1e9)", r"resize\(1000000000.0\): 1,000,000,000,000,000,000 pixels, expected 16,777,216 at most"),
+        (
+            "resize()",
+            r"resize\(\): .*missing 1 required positional argument: 'size'; expected for example resize",
+        ),
+        ("resize(16, 1, 2)", "takes from 2 to 3 positional arguments but 4 were given"),
+        ("resize(16", r"'resize\(16' lacks a bracket"),
+        ("resize_float((16, 8))", r"resize_float\(\(16, 8\)\): .*; expected for example resize\(224\)"),
+        ("central_crop(2000)", "put a resize before it"),
+        ("resize(16)|value_range(-1, 1)", "scales the pixels, which evaluation does itself; leave that op out"),
+        ("VIT_JAX_EVAL(16)", "scales the pixels"),
+    ],
+)
+def test_ops_that_could_not_preprocess_are_refused_with_their_arguments(ops, message):
+    with pytest.raises(ValueError, match=message):
+        shape_of(ops)
+
+
+@pytest.mark.parametrize(
+    ("ops", "shape"),
+    [
+        ("decode|resize_small(256)|central_crop(224)", (224, 224, 3)),
+        ("resize((16, 24), antialias=True)", (16, 24, 3)),
+        ("resize_float(30)", (30, 30, 3)),
+        ("resize_tf1(7)|value_range(0, 255)", (7, 7, 3)),
+        ("resize_small(585)|central_crop(512)", (512, 512, 3)),
+    ],
+)
+def test_the_shape_of_ops_is_that_of_every_image(ops, shape):
+    assert shape_of(ops) == shape == preprocess(np.zeros((1000, 1500, 3), np.uint8), ops).shape

@@ -14,12 +14,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from functools import lru_cache
+from inspect import signature
 
 import numpy as np
 
 from data.images.decode import BadImage
 
 MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
+EXAMPLE_SIDE = 1024  # large, because central_crop refuses an image that is smaller than the crop
+WHITE = 255
+MOST_ROUNDING = 2  # that resizing may change white by: truncated sums of float32
 
 Op = Callable[..., np.ndarray]  # an image (H, W, 3) and numbers to an image (h, w, 3)
 Taps = tuple[np.ndarray, np.ndarray]  # rows (K, new) of the source and their weights (K, new): see `weighted_sum`
@@ -42,6 +46,9 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
         text = part.strip()
         if not text:
             continue
+        is_whole = text.endswith(")") == ("(" in text)
+        if not is_whole:
+            raise ValueError(f"preprocessing op {text!r} lacks a bracket; expected for example resize(224)")
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
             raise ValueError(f"preprocessing op {name!r} in {ops!r} is unknown; there are {', '.join(OPS)}")
@@ -59,6 +66,50 @@ def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
         return tuple(ast.literal_eval(f"({positional},)"))
     except (ValueError, SyntaxError):
         raise ValueError(f"preprocessing op {op!r}: arguments must be plain numbers") from None
+
+
+@lru_cache(maxsize=32)
+def shape_of(ops: str) -> tuple[int, ...]:
+    """The shape (h, w, 3) that the ops make of a white image of 1024 × 1024.
+
+    Raises ValueError where an op cannot do with its arguments, or where black and white do not stay 0 and 255, as
+    which evaluation takes them.
+    """
+    image = np.full((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), WHITE, np.uint8)
+    for op, arguments in parse_ops(ops):
+        text = f"preprocessing op {op.__name__}({', '.join(map(str, arguments))})"
+        check_sides(op, arguments, text)
+        try:
+            image = op(image, *arguments)
+        except TypeError as error:  # too few arguments, too many, or none that it can compute with
+            raise ValueError(f"{text}: {error}; expected for example resize(224)") from None
+        except BadImage as error:
+            raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
+    # Evaluation brings 0 … 255 to −1 … 1 itself: what has been scaled before would nearly all become −1.
+    first_row = image[0].astype(np.float32)  # all rows are alike
+    stays_white = bool(np.all(abs(first_row - WHITE) <= MOST_ROUNDING))
+    if not stays_white:
+        raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; leave that op out")
+    return image.shape
+
+
+def check_sides(op: Op, arguments: tuple[object, ...], text: str) -> None:
+    """Raise ValueError where an op that takes a size is given one that no image can have; `text` is the op's."""
+    takes_size = "size" in signature(op).parameters
+    if not takes_size or not arguments:
+        return
+    size = arguments[0]
+    sides = size if isinstance(size, tuple) else (size, size)
+    if len(sides) != 2:
+        raise ValueError(f"{text}: {len(sides)} sides, expected one number or (height, width)")
+    pixels = 1
+    for side in sides:
+        is_side = isinstance(side, int | float) and not isinstance(side, bool) and side >= 1 and side == side // 1
+        if not is_side:
+            raise ValueError(f"{text}: a side of {side} pixels, expected a whole number from 1 on")
+        pixels *= int(side)
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"{text}: {pixels:,} pixels, expected {MOST_PIXELS:,} at most")
 
 
 # ----------------------------------------------------------------------------- the ops

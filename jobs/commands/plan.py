@@ -117,6 +117,9 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
         index, order = training_order(cfg, indexes)
         lines.append(f"  cache   a worker needs {cache_line(index, order, arithmetic.slots(0), 0, cfg.data)}")
 
+    if stage.model is None:
+        lines.append("  model   not known: the weights that it starts from are missing")
+        return lines
     # What it costs, and whether the workers can be fed.
     lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
     if campaign.cluster.gpus_per_worker:

@@ -1,14 +1,16 @@
 """Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from data.checks import at_least, check_name
 from data.errors import DataError
-from data.shards.index import load_index
+from data.shards.index import SUFFIX, load_index, table_name
 from data.shards.packing import pack
+from data.shards.reader import MOST_LINES, problem_of
 from data.shards.sources import (
     Sample,
     cifar,
@@ -24,6 +26,7 @@ from data.shards.sources import (
 from jobs.context import Context
 from jobs.progress import Progress
 from pipeline.config import Tags, require, tags
+from pipeline.handover import DONE
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,54 @@ def expected_samples(cfg: SetConfig) -> int | None:
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
     return IMAGENET_IMAGES.get(cfg.source)
+
+
+def check_packed(folder: Path, packed: Mapping[str, Mapping[str, Any]], dropped: Sequence[str]) -> None:
+    """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
+
+    `packed` is what the stage's done.json says of its sets; shards in `dropped` (`data.drop`) may be lost. The content
+    of a shard is compared when it is read.
+    """
+    problems: dict[Path, str] = {}  # path → what is wrong with it
+    unreadable: list[Path] = []  # indexes that packing again would stop at
+    for name, record in packed.items():
+        index_path = folder / name / f"{name}{SUFFIX}"
+        if not index_path.is_file():
+            problems[index_path] = "missing"
+            continue
+        try:
+            index = load_index(index_path)
+        except DataError:
+            problems[index_path] = "torn or altered"
+            unreadable.append(index_path)
+            continue
+        if index.digest != record["digest"]:
+            problems[index_path] = "of another set than was packed"
+            continue
+        for number, shard in enumerate(index.shards):
+            place = index.location(number)
+            if any(f"/{place}".endswith(f"/{name}") for name in dropped):
+                continue
+            problem = problem_of(place, shard)
+            if problem:
+                problems[Path(place)] = problem
+            table = index.tables / table_name(shard.name)
+            if not table.is_file():
+                problems[table] = "missing"
+    if not problems:
+        return
+
+    # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
+    lines = [f"{folder.name} has packed {len(problems)} files that cannot be used:"]
+    for path in list(problems)[:MOST_LINES]:
+        lines.append(f"  {path}: {problems[path]}")
+    if len(problems) > MOST_LINES:
+        lines.append(f"  … and {len(problems) - MOST_LINES} more")
+    removal = shlex.join(["rm", "-f", *map(str, unreadable), str(folder / DONE)])
+    lines.append("  expected the set as the stage packed it")
+    lines.append(f"  bring them back from a copy, or {removal}")
+    lines.append("  and run its recipe again: the stage packs the same set anew")
+    raise DataError("\n".join(lines))
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from data.checks import at_least
 from data.errors import ConfigError, PatchlineError, Preempted, exit_code
 from data.evaluation import EvaluationBatch, EvaluationSet
-from data.images.preprocess import parse_ops
+from data.images.preprocess import shape_of
+from models import ModelConfig
 from pipeline.config import require
 from pipeline.evaluation.probe import L2, linear_probe
 from pipeline.monitoring.watchdog import Phases
@@ -50,11 +51,26 @@ class ProbeConfig:
 
 
 def check_ops(ops: str | None) -> None:
-    """Raise ConfigError where evaluation could not preprocess with `ops`."""
+    """Raise ConfigError where evaluation could not preprocess with `ops` and their arguments."""
+    if not ops:  # then the image is resized to what the model takes
+        return
     try:
-        parse_ops(ops or "")
-    except (ValueError, SyntaxError) as error:
+        shape_of(ops)
+    except ValueError as error:
         raise ConfigError(f"preprocess: {error}") from None
+
+
+def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
+    """Raise ConfigError where `ops` make images of another size than the model takes; `key` is what holds the ops."""
+    if not ops or model.family == "bit":  # a ResNet takes any size
+        return
+    height, width, _ = shape_of(ops)
+    expected_height, expected_width = model.image_size
+    require(
+        (height, width) == (expected_height, expected_width),
+        f"{key}: {ops!r} makes images of {height}×{width}, expected the model's {expected_height}×{expected_width}\n"
+        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which is the same",
+    )
 
 
 def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
