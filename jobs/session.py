@@ -2,7 +2,7 @@
 
 In order (`run_campaign`):
 1. the run directory is locked: a second command on it ends with exit code 73;
-2. SIGTERM and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
+2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
 3. what would be refused later is refused now, before anything starts: inputs outside the campaign that are missing,
    sets that cannot be used, files of finished stages that have changed;
 4. the Ray cluster is started or joined, where a stage that is still to be run needs workers;
@@ -41,7 +41,7 @@ WORKERLESS_KINDS = ("pack", "resize")
 
 
 class Stopper:
-    """Catches SIGTERM and SIGINT: the first asks for a commit and exit code 75, a second SIGINT ends at once."""
+    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
@@ -49,6 +49,9 @@ class Stopper:
         self.say = say
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
+        # A closed terminal or a dropped ssh; under nohup it is ignored, and stays so.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember that somebody asked; raise Preempted where the driver itself works.

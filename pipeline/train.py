@@ -270,10 +270,10 @@ def end(worker: Worker, progress: Progress) -> StageResult:
 def hand_on(worker: Worker, progress: Progress) -> StageResult:
     """Write the stage's weights from the committed checkpoint, and say what the run's time went into; rank 0 only."""
     directory = Path(worker.job.directory)
-    last = checkpoint.committed(worker.saver.folder)[0]
-    manifest = checkpoint.read_manifest(last)
     # Read back from disk, not gathered from the workers: what the next stage gets is what was committed and digested,
-    # and rank 0 alone can read it whole, at any ZeRO stage.
+    # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours.
+    last = checkpoint.committed(worker.saver.folder)[0]
+    manifest = checkpoint.verify(last)
     weights = export(last, worker.model_config)
     models.save_weights(weights, directory, worker.model_config, writing=whole_file)
     spent = account(read_metrics(directory, None))

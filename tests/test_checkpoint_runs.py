@@ -155,7 +155,7 @@ def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes
         assert_same(run, twin)
 
 
-STOPS = [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGTERM]]
+STOPS = [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGHUP]]
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=SOAK)])

@@ -1,30 +1,130 @@
-"""What only interrupted commands leave behind, and logs: a flipped bit is found by name, or has no effect."""
+"""Three hundred bits flipped over every file of a finished run and its shards: found by name, or without effect.
+
+1. A campaign packs, pretrains, resizes, fine-tunes and probes; its shards have been read and are marked as verified.
+   Beside it lie a packing that was stopped, a stretch of steps that is left out, and exported weights.
+2. Every file gets one flip, and the rest of the flips fall where the bytes are. Size, time and inode stay as they were.
+3. After each flip the command that reads the file next is run, or the function that it reads the file with.
+4. The flip is found where the reader refuses and names the file and its folder; harmless where the result is the one of
+   the whole file and its class is in HARMLESS. Anything else is silent, or ends without a name, and fails the test.
+
+`FAULT_SEED=N` draws other bits. docs/faults.md has the table that this test prints.
+"""
 
 import json
 import os
 import random
+import re
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from data.errors import DataError
+from data.errors import DataError, ExitCode, PatchlineError
 from data.shards.index import Index, load_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample, digits
+from jobs import campaign
 from jobs.__main__ import main
 from jobs.session import write_status
 from pipeline import health
+from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import Telemetry
 from tests.test_telemetry import REPORT
 
+FLIPS = 300
 SEED = int(os.environ.get("FAULT_SEED", "20261122"))
+
+RECIPE = """
+run: {run}
+cluster: {{workers: 2, backend: processes, backoff_s: 0}}
+shards:
+  kind: pack
+  shard_samples: 400
+  sets:
+    train: {{source: digits, split: train, image_size: 16}}
+    test: {{source: digits, split: test, image_size: 16}}
+pretrain:
+  data: {{train: "@shards/train", evaluate: "@shards/test"}}
+  model: {{name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}}
+  optim: {{lr: 2.0e-3, schedule: {{warmup_steps: 5}}}}
+  loss: softmax
+  steps: 12
+  batch_size: 16
+  micro_batch: 8
+  precision: fp32
+  log_every: 3
+  save_every: 4
+resize: {{init: "@pretrain", image_size: 24}}
+finetune:
+  init: "@resize"
+  data: {{train: "@shards/train"}}
+  model: {{classes: 10}}
+  optim: {{lr: 0.05, schedule: {{warmup_steps: 2}}}}
+  steps: 4
+  batch_size: 16
+  micro_batch: 8
+  precision: fp32
+  zero: 0
+fewshot: {{init: "@resize", probe: {{train: "@shards/train", test: "@shards/test", shots: [1]}}}}
+"""
+
+# Classes of files in which a flip may have no effect, and why: everything else must be found.
+HARMLESS = {
+    "log": "a log: shown to people, no result is made of it",
+    "attempt": "what a worker of an attempt that has ended left behind: read while the attempt runs",
+    "owner and status": "how the last command ended, in words: shown to people, a start writes it anew",
+    "shard": "a header or padding of a tar: the index knows where the samples lie",
+    "journal of a packing": "a torn or altered line is left out, and its shard is written again",
+}
+
+# What else is asked of a finished run where a file of this stage has changed: stages that read it, with another key.
+NEXT = {
+    "shards": ("pretrain.seed=1", "finetune.steps=3", "fewshot.probe.shots=[2]"),
+    "pretrain": ("resize.image_size=32", "finetune.steps=3", "fewshot.probe.shots=[2]"),
+    "resize": ("finetune.steps=3", "fewshot.probe.shots=[2]"),
+}
+
+
+class Answer(NamedTuple):
+    """What a reader came to."""
+
+    code: int  # exit code of the command; 0 where a function returned
+    said: str  # its message
+    result: object  # what is compared with the result of the whole file
+
+
+class Made(NamedTuple):
+    """What the flips fall into."""
+
+    folder: Path
+    recipe: Path
+    run: Path
+    stages: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    """A finished run whose shards have been read, and beside it what only interrupted commands leave behind."""
+    folder = tmp_path_factory.mktemp("flips")
+    recipe = folder / "small.yaml"
+    recipe.write_text(RECIPE.format(run=folder / "run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATCHLINE_CACHE", str(folder / "node"))
+        assert main(["run", str(recipe)]) == 0
+        loaded = campaign.load(recipe, [])
+        stages = {stage.name: loaded.directory(stage) for stage in loaded.stages}
+        assert main(["export", str(stages["pretrain"]), str(folder / "exported"), "--format", "safetensors"]) == 0
+        stop_packing_in_the_middle(folder / "stopped")
+        health.write_left_out(folder, [range(10, 17), range(30, 31)])
+        yield Made(folder, recipe, folder / "run", stages)
 
 
 def stop_packing_in_the_middle(folder: Path) -> None:
@@ -66,6 +166,98 @@ def overwrite(file: Path, content: bytes) -> None:
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def drawn(files: list[Path], draw: random.Random) -> list[tuple[Path, int]]:
+    """Every file once, and the rest by size; (file, bit)."""
+    sizes = [file.stat().st_size for file in files]
+    chosen = files + draw.choices(files, weights=sizes, k=FLIPS - len(files))
+    return [(file, draw.randrange(8 * file.stat().st_size)) for file in chosen]
+
+
+# ------------------------------------------------------------------------ who reads what
+
+
+def class_of(file: Path, made: Made) -> str:
+    """The class of a file, as the table in docs/faults.md names it."""
+    place = file.relative_to(made.folder).parts
+    if file.suffix == ".partial":
+        return "journal of a packing"
+    if file.name == health.LEFT_OUT:
+        return "left-out.json"
+    if place[0] == "exported":
+        return "exported weights"
+    if file.suffix == ".tar":
+        return "shard"
+    if file.suffix == ".npy" or file.name.endswith(".index.json"):
+        return "index and tables"
+    if "checkpoints" in place:
+        return "checkpoint"
+    if "attempts" in place:
+        return "attempt"
+    if file.name in ("owner.json", "status.json"):
+        return "owner and status"
+    if file.name in ("log.txt", "metrics.jsonl", "incidents.txt") or "tensorboard" in place:
+        return "log"
+    return "record or weights of a stage"
+
+
+def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random.Random | None) -> Answer:
+    """Do what reads the file next; without a draw, the plainest that does."""
+    kind = class_of(file, made)
+    recipe = str(made.recipe)
+    if kind == "journal of a packing":
+        return packed_to_the_end(made)
+    if kind == "left-out.json":
+        return calling(lambda: health.left_out_of(file))
+    if kind == "exported weights":
+        return run(["export", str(file.parent), str(made.folder / "out"), "--format", "timm"])
+    if kind in ("shard", "index and tables"):
+        return calling(lambda: contents(load_index(file.parent)))
+    if kind == "checkpoint":
+        answer = run(["checkpoints", "verify", str(file.parents[2])])
+        chosen = calling(lambda: checkpoint.verify(file.parent))  # what a resume decides by
+        assert (chosen.code == 0) == (answer.code == 0)
+        return answer
+    if kind == "record or weights of a stage":
+        next_stages = NEXT.get(file.parent.name.partition("-")[0], ())
+        if draw is None or not next_stages:
+            return run(["run", recipe])
+        return run(["run", recipe, draw.choice(next_stages)])
+    # Nothing is made of the others: looks, a rebuilt batch and a start must come to the same. The start comes last,
+    # because it writes status.json and owner.json anew.
+    target = made.folder / "batch.npz"
+    answers = []
+    for look in (["status", str(made.run)], ["checkpoints", "list", str(made.run)]):
+        answers.append(run(look)._replace(result=None))
+    replayed = run(["replay", str(made.stages["pretrain"]), "step=5", "--to", str(target)])
+    answers += [replayed._replace(result=batch_of(target)), run(["run", recipe])]
+    return first_error_or_all(answers)
+
+
+def batch_of(file: Path) -> list[bytes]:
+    if not file.exists():
+        return []
+    with np.load(file) as arrays:
+        batch = [arrays[name].tobytes() for name in ("images", "labels", "ids")]
+    file.unlink()
+    return batch
+
+
+def first_error_or_all(answers: list[Answer]) -> Answer:
+    """Several answers as one: the first that is an error, or all results."""
+    for answer in answers:
+        if answer.code != 0:
+            return answer
+    return Answer(0, "", [answer.result for answer in answers])
+
+
+def calling(function: Callable[[], object]) -> Answer:
+    """What a function returned, or the error of ours that it raised; any other error is the test's failure."""
+    try:
+        return Answer(0, "", function())
+    except PatchlineError as error:
+        return Answer(65, str(error), None)
+
+
 def contents(index: Index) -> list[object]:
     """All that a run learns from a set: its samples' bytes, and what the index says of them."""
     reader = Reader(index)
@@ -77,6 +269,74 @@ def pack_to_the_end(stopped: Path, copy: Path) -> Index:
     """The set that a stopped packing comes to when the command is given again, in a copy."""
     shutil.copytree(stopped, copy)
     return pack(islice(digits(True, image_size=16), 300), copy, name="train", shard_samples=50)
+
+
+def packed_to_the_end(made: Made) -> Answer:
+    """The samples and the index of the stopped packing's set."""
+    copy = made.folder / "copy"
+    try:
+        return calling(lambda: contents(pack_to_the_end(made.folder / "stopped", copy)))
+    finally:
+        shutil.rmtree(copy)
+
+
+# ------------------------------------------------------------------------ the test
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys):
+    def run(arguments: list[str]) -> Answer:
+        capsys.readouterr()
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        shutil.rmtree(made.folder / "out", ignore_errors=True)
+        return Answer(code, out + err, re.sub(r"\d+s\*?", "", out))  # how long a stage took is no result
+
+    files = sorted(
+        path
+        for path in made.folder.rglob("*")
+        if path.is_file()
+        and path.stat().st_size
+        and path != made.recipe
+        and not path.is_relative_to(made.folder / "node")
+        # Of the stopped packing the journal alone: its tars and tables are like those of the run.
+        and not (path.is_relative_to(made.folder / "stopped") and path.suffix != ".partial")
+    )
+    draw = random.Random(SEED)
+    flips = drawn(files, draw)
+    expected: dict[Path, Answer] = {}
+    fates: dict[str, Counter[str]] = {}
+    unexpected: list[str] = []
+    for file, bit in flips:
+        kind = class_of(file, made)
+        if file not in expected:
+            expected[file] = ask(file, made, run, None)
+            assert expected[file].code == 0, (file, expected[file])
+        with flipped(file, bit):
+            answer = ask(file, made, run, draw)
+        is_named = file.name in answer.said and file.parent.name in answer.said
+        if is_named and answer.code in (ExitCode.DATA, ExitCode.IO):
+            fate = "found"
+        elif answer.code == 0 and answer.result == expected[file].result and kind in HARMLESS:
+            fate = "harmless"
+        elif answer.code != 0:
+            fate = "without a name"
+        else:
+            fate = "silent"
+        if fate in ("silent", "without a name"):
+            unexpected.append(f"{file.relative_to(made.folder)} bit {bit}: {fate}: {answer.code} {answer.said[-300:]}")
+        fates.setdefault(kind, Counter())[fate] += 1
+
+    with capsys.disabled():
+        print(f"\nseed {SEED}, {len(flips)} flips over {len(files)} files")
+        for kind, counts in sorted(fates.items()):
+            print(f"| {kind} | {counts.total()} | {counts['found']} | {counts['harmless']} | {counts['silent']} |")
+    assert not unexpected, "\n".join(unexpected)
+    assert main(["run", str(made.recipe)]) == 0, "every bit was put back, and nothing else was changed"
+
+
+# ------------------------------------------------------------------------ what only interrupted commands leave behind
 
 
 def test_any_bit_of_the_left_out_steps_is_found_and_a_file_without_a_digest_is_read(tmp_path):
@@ -118,7 +378,7 @@ def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp
     draw = random.Random(SEED)
     codes: Counter[int] = Counter()
     for file in (stage / "metrics.jsonl", tmp_path / "run" / "status.json", tmp_path / "run" / "owner.json"):
-        for _ in range(200):
+        for _ in range(60):
             with flipped(file, draw.randrange(8 * len(file.read_bytes().rstrip()))):
                 code = main(look)
             said = capsys.readouterr().err

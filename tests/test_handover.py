@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -16,7 +18,8 @@ import models
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.command_line import campaigns
-from pipeline import handover
+from pipeline import handover, train
+from pipeline.checkpoints import checkpoint
 from tests.conftest import RECIPE
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -208,6 +211,24 @@ def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model
     assert ours.read_bytes() == theirs.read_bytes()
     with flipped(ours, 8 * ours.stat().st_size - 1):
         refused(["export", str(tmp_path / "out"), str(tmp_path / "x"), "--format", "timm"], ours, capsys)
+
+
+def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_commit(made):
+    loaded = campaign.load(made, [])
+    folder = loaded.directory(loaded.stage("pretrain"))
+    # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
+    worker: Any = SimpleNamespace(
+        job=SimpleNamespace(directory=str(folder)),
+        saver=SimpleNamespace(folder=folder / "checkpoints"),
+        model_config=loaded.stage("pretrain").model,
+    )
+    progress: Any = SimpleNamespace(step=24)
+    weights = (folder / "weights.safetensors").read_bytes()
+    newest = checkpoint.committed(folder / "checkpoints")[0]
+    for file in sorted(newest.glob("*.safetensors")):
+        with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(checkpoint.CheckpointError, match=file.name):
+            train.hand_on(worker, progress)
+    assert (folder / "weights.safetensors").read_bytes() == weights
 
 
 def test_replay_and_status_name_a_record_that_has_changed(made, capsys):
