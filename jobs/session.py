@@ -52,6 +52,8 @@ class Stopper:
         # A closed terminal or a dropped ssh; under nohup it is ignored, and stays so.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.handle)
+        # Whoever started this process may have held them back: a fork server of workers does.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember that somebody asked; raise Preempted where the driver itself works.
