@@ -103,6 +103,7 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
     assert ("credentials come from the environment" in str(error.value)) == (code == 403)
 
 
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty, tmp_path):
     faulty.fault = lambda path: "stall"
     cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
@@ -110,6 +111,7 @@ def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty
         take(faulty.index, cache, steps=1, processes=1, timeout_s=1.0)
 
 
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, tmp_path, monkeypatch):
     """Each shard takes twice `timeout_s` to arrive, in pieces."""
     calls = []

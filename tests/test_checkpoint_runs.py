@@ -241,6 +241,7 @@ def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, twin, run)
     assert_same(run, twin)
 
 
+@pytest.mark.slow
 def test_who_runs_out_of_memory_is_named_with_what_to_lower(twin, run) -> None:
     assert finish(run, patch="short_of_memory") == 0, said(run)
     expected = [
@@ -475,6 +476,7 @@ def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> 
     assert step_losses(stage(run)).keys() == set(range(1, 41)), "what was refused is in the next record"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=SOAK)])
 def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
     """World 1 → 2 → 4 → 2 with a batch that none divides: the same data, and losses to within rounding."""
@@ -556,7 +558,7 @@ def test_a_stretch_of_non_finite_steps_is_left_out_once_and_spikes_are_kept_for_
     assert "attempt 2: gradient norm" in out and "(the spike of step 36: " in out
 
 
-@pytest.mark.parametrize(("save_every", "left"), [(5, 10), (2, 12)])
+@pytest.mark.parametrize(("save_every", "left"), [(5, 10), pytest.param(2, 12, marks=pytest.mark.slow)])
 def test_when_going_back_does_not_help_the_run_ends_with_70(run, save_every, left) -> None:
     """Also where a save falls into the bad stretch."""
     options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]

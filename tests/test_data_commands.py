@@ -321,7 +321,7 @@ def test_a_stop_is_heard_within_a_second_while_a_stage_packs(tmp_path, number):
     assert load_index(next(tmp_path.glob("run/shards-*")) / "train").digest == whole.digest
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_a_stop_is_heard_within_a_second_while_tars_are_indexed(shards, tmp_path, capsys, workers):
     command = ["index", str(shards / "train"), "--output", str(tmp_path / "index"), "--workers", workers]
     process = started(command)

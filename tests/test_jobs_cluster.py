@@ -333,11 +333,8 @@ def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tm
     # Steps are saved every 8; the stop itself saves the step that it comes in.
     (stopped,) = re.findall(r"^stopped at step (\d+) after committing it", text, re.MULTILINE)
     assert list(run.glob(f"pretrain-*/checkpoints/step-{int(stopped):010d}")), text
-    # A stop is an incident too; nobody was killed, at the first signal or at the second.
-    (incidents,) = run.glob("pretrain-*/incidents.txt")
-    causes = re.findall(r"^\d{4}-\d\d-\d\d \S+ worker \d+ on .*", incidents.read_text(), re.MULTILINE)
-    assert f"Preempted: stopped at step {stopped} after committing it" in causes[-1]
-    assert all("Preempted: stopped" in cause for cause in causes), causes
+    # Nobody was killed, at the first signal or at the second, and a stop is no incident.
+    assert not list(run.glob("pretrain-*/incidents.txt"))
 
 
 def has_fork_server(pid: int) -> bool:

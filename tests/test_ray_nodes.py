@@ -254,7 +254,7 @@ def test_a_collective_that_lost_a_member_says_so_without_the_librarys_text(tmp_p
 @pytest.mark.parametrize(
     ("notice", "moves"),
     [
-        ("drain", 1),
+        pytest.param("drain", 1, marks=pytest.mark.slow),
         pytest.param("sigterm", 1, marks=pytest.mark.slow),
         pytest.param("drain", 20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],

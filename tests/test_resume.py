@@ -68,7 +68,9 @@ def test_a_second_start_of_an_owned_run_exits_73_and_names_the_owner(recipe, cap
     assert f"owned by process {os.getpid()}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("override", "tolerance"), [("zero=3", 2e-4), ("data.processes=1", 0.0)])
+@pytest.mark.parametrize(
+    ("override", "tolerance"), [pytest.param("zero=3", 2e-4, marks=pytest.mark.slow), ("data.processes=1", 0.0)]
+)
 def test_zero_stages_agree_to_rounding_and_loader_processes_to_the_bit(recipe, uninterrupted, override, tolerance):
     run_campaign(load(recipe, f"pretrain.{override}"), only="pretrain", quiet=True)
     folder = pretrain_of(recipe, f"pretrain.{override}")
