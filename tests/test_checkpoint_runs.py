@@ -320,9 +320,9 @@ def test_a_commit_implies_its_metrics(twin, run) -> None:
     assert shown == [1, 7, 14, again["step"] + 1, *multiples, 40], "a save writes no line"
 
 
-@pytest.mark.parametrize(("evaluate_every", "stopped"), [(8, 8), (0, 40)])
+@pytest.mark.parametrize(("evaluate_every", "stopped"), [(7, 7), (0, 40)])
 def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, stopped, twin, run) -> None:
-    """Amid the steps, where step 8 is not saved otherwise, and at the end."""
+    """Amid the steps, where step 7 is neither saved nor recorded otherwise, and at the end."""
     options = [f"pretrain.evaluate_every={evaluate_every}", f"pretrain.data.evaluate={training_set(run)}"]
     process = start(run, *options, patch="stopped_in_an_evaluation")
     judged = run.parent / "judged"
@@ -335,6 +335,7 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == stopped
     assert not read_metrics(stage(run), "evaluate")
     assert not (stage(run) / "incidents.txt").exists(), "a stop that was asked for is none"
+    assert "step 7/40  loss" not in (stage(run) / "log.txt").read_text(), "a save writes no line"
 
     assert finish(run, *options) == 0, said(run)
     assert_same(run, twin)

@@ -68,6 +68,7 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
         ({"steps": 1, "exact_parts": 2, "deepspeed": "ds.json"}, "leave out one of them"),
         ({"steps": 1, "keep": 1}, "keep is 1, expected 2 or more"),
         ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
+        ({"steps": 1, "probe": {"shots": []}}, r"probe\.shots are [\[(][\])], expected 1 or more"),
     ],
 )
 def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):

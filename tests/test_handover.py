@@ -123,6 +123,26 @@ def test_the_way_out_can_be_typed_where_a_folder_s_name_has_blanks(tmp_path):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "beside", "expected", "remedy"),
+    [
+        ("provenance.json", None, "written with these weights", "import again"),
+        ("provenance.json", "stage.json", "the file as the stage pretrain-1a2b wrote it", "run its recipe again"),
+        ("done.json", None, "the file as the stage pretrain-1a2b wrote it", "run its recipe again"),
+    ],
+)
+def test_the_way_out_is_that_of_whoever_wrote_the_record(name, beside, expected, remedy, tmp_path):
+    folder = tmp_path / "pretrain-1a2b"
+    folder.mkdir()
+    if beside is not None:
+        handover.write_record(folder / beside, {"key": "1a2b"})
+    handover.write_record(folder / name, {"key": "1a2b"})
+    (folder / name).write_text((folder / name).read_text().replace("1a2b", "1a2c"))
+    with pytest.raises(handover.DataError, match=rf"{name} has changed") as caught:
+        handover.read_record(folder / name)
+    assert expected in str(caught.value) and remedy in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["weights.safetensors", "model.json"])
 def test_whoever_reads_weights_checks_them_first(made, tmp_path, capsys, name):
     resized = stage_folder(made, "resize")

@@ -1,5 +1,6 @@
 """What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from jobs.session import run_campaign
 from pipeline.checkpoints import checkpoint
 from pipeline.evaluation.evaluate import accuracy
 from pipeline.monitoring.telemetry import read_metrics
+from pipeline.objectives import DROPOUT, seed_of_micro_batch
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
@@ -128,3 +130,13 @@ def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
         (folder,) = run_stages(recipe, "pretrain", overrides=(*overrides, f"run={recipe.parent / str(workers)}"))
         losses.append([loss for record in read_metrics(folder) for loss in record["losses"]])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("purpose", "text"), [((), b"[3, 7, 0, 4, 1, 0, 2, 6]"), ((DROPOUT,), b"[3, 7, 0, 4, 1, 0, 2, 6, 1]")]
+)
+def test_a_micro_batchs_draws_are_those_that_every_version_has_drawn(purpose, text):
+    """Else a run that a newer version resumes would go on with other dropout and other corruption, and not say so."""
+    ids = torch.tensor([[0, 4, 1], [0, 2, 6]])  # (epoch, shard, sample)
+    first_60_bits = int.from_bytes(hashlib.sha256(text).digest()[:8]) >> 4
+    assert seed_of_micro_batch(3, 7, ids, *purpose) == first_60_bits
