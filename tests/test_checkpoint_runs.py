@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -344,14 +345,19 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
     assert step_losses(stage(run)) == {step: losses[:1] for step, losses in step_losses(stage(twin)).items()}
 
 
-def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
-    process = start(run, patch="no_first_batch")
+def stop_at_the_first_batch(process: BaseProcess, run: Path) -> None:
+    """Send SIGTERM to a driver whose worker 1 waits for its first batch, and expect the end that this calls for."""
     while process.is_alive() and not (run.parent / "waiting").exists():
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=60)
     process.kill()  # where it has not heard; an exit code stays as it is
     assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
+
+
+def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
+    process = start(run, patch="no_first_batch")
+    stop_at_the_first_batch(process, run)
     assert "restarting" not in said(run) and not committed(stage(run) / "checkpoints")
     (run.parent / "arrived").touch()
     assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
@@ -365,12 +371,7 @@ def test_a_stop_in_the_wait_behind_a_left_out_stretch_keeps_the_steps_before_it(
     # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
     health.write_left_out(stage(run), [range(before + 2, before + 4)])
     process = start(run, patch="no_batch_behind_a_stretch")
-    while process.is_alive() and not (run.parent / "waiting").exists():
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(timeout=60)
-    process.kill()  # where it has not heard; an exit code stays as it is
-    assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
+    stop_at_the_first_batch(process, run)
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == before + 2
     last = read_metrics(stage(run))[-1]
     assert last["step"] == before + 2, "a commit implies its metrics"
