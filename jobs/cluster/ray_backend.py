@@ -13,7 +13,7 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -75,7 +75,7 @@ def run_worker_group(
     # driver may end while they wait.
     fit = threading.Thread(target=_fit, args=(trainer, errors), name=f"fit-{folder.name}", daemon=True)
     own_node = ray.get_runtime_context().get_node_id()
-    watched = (folder, cluster.workers, own_node, placement.draining_nodes, has_ended)
+    watched = (folder, cluster.world, own_node, placement.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
     fit.start()
     watch.start()
@@ -91,9 +91,9 @@ def run_worker_group(
     finally:
         has_ended.set()
         # Train may return before its workers are gone, and the next attempt wants their GPUs.
-        terminate_workers(folder, cluster.workers)
+        terminate_workers(folder, cluster.world)
     if errors:
-        raise failure_of(errors[0], folder, cluster.workers)
+        raise failure_of(errors[0], folder, cluster.world)
     return rank_zero_value(folder)
 
 
@@ -102,10 +102,11 @@ def reserve_places(
     run: str,
     say: Callable[[str], None] = print,
     on_tick: Callable[[], None] = do_nothing,
+    worlds: Sequence[int] = (),
 ) -> PlacementGroup:
     """Connect, and return a place for every worker when there is room for all; see placement.reserve."""
     info = connect(cluster)
-    return placement.reserve(cluster, run, info.embedded, say, on_tick)
+    return placement.reserve(cluster, run, info.embedded, say, on_tick, worlds)
 
 
 def leave_node(node_id: str) -> None:
@@ -132,7 +133,7 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
         train_loop_config=spec,
         torch_config=_RendezvousConfig(),
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=cluster.world,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker},
         ),
