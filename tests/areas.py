@@ -46,6 +46,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_telemetry.py",
         "test_train.py",
         "test_twin.py",
+        "test_versions.py",
         "test_watchdog.py",
     ),
     "jobs": (
@@ -55,7 +56,6 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_checkpoint_command.py",
         "test_command_line.py",
         "test_configuration_page.py",
-        "test_context.py",
         "test_data_commands.py",
         "test_jobs_cluster.py",
         "test_jobs_submission.py",
@@ -101,7 +101,7 @@ QUICK: tuple[str, ...] = (
     "test_watchdog.py",
     "test_command_line.py",
     "test_configuration_page.py",
-    "test_context.py",
+    "test_versions.py",
     "test_data_commands.py",
     "test_weights_commands.py",
 )
