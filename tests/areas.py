@@ -41,6 +41,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_full_size.py",
         "test_handover.py",
         "test_optimizer.py",
+        "test_preflight.py",
         "test_probe.py",
         "test_reference_loop.py",
         "test_telemetry.py",

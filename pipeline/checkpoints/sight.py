@@ -34,11 +34,9 @@ class WrittenFile:
 def unseen_files(folder: Path, written: Sequence[WrittenFile], say: Callable[[str], None]) -> str:
     """Name the workers, by rank, whose files rank 0 does not see in a folder; "" where it sees all, whole."""
     sizes = {file.name: file.bytes for file in written}
-    patience_s = SEEN_WITHIN_S
     # What rank 0 has written itself it sees at once: where that is gone, somebody has swept the folder.
-    if written[0].name not in sizes_in(folder):
-        patience_s = 0.0
-    unseen, waited_s = look_for(folder, sizes, patience_s)
+    is_swept = written[0].name not in sizes_in(folder)
+    unseen, waited_s = look_for(folder, sizes, is_patient=not is_swept)
     if not unseen:
         if waited_s > SOON_S:
             say(f"rank 0 saw the files of all workers in {folder} only after {waited_s:.1f} s")
@@ -61,9 +59,9 @@ def unseen_files(folder: Path, written: Sequence[WrittenFile], say: Callable[[st
 
 
 def look_for(
-    folder: Path, expected: Mapping[str, int | None], patience_s: float = SEEN_WITHIN_S
+    folder: Path, expected: Mapping[str, int | None], *, is_patient: bool = True
 ) -> tuple[dict[str, int | None], float]:
-    """Look for files by name and size in bytes, None for any size, until all are seen or `patience_s` is over.
+    """Look for files by name and size in bytes, None for any size, once, or until all are seen or 30 s are over.
 
     Returns those that are not seen so, each with the size that was seen, None for no file; and the seconds it took.
     """
@@ -76,7 +74,7 @@ def look_for(
             if seen is None or size not in (None, seen):
                 unseen[name] = seen
         waited_s = time.monotonic() - began
-        if not unseen or waited_s >= patience_s:
+        if not unseen or not is_patient or waited_s >= SEEN_WITHIN_S:
             return unseen, waited_s
         time.sleep(POLL_S)
 
