@@ -1,19 +1,13 @@
-"""What every stage is given, how one stage names another's outputs, and which version of the code is running."""
+"""What every stage is given, and how one stage names another's outputs."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from data.errors import PatchlineError
 from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import ClusterConfig
-
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("models", "data", "pipeline", "jobs")
-SOURCES = {".py", ".cpp"}  # suffixes of the files that make pixels or numbers
 
 
 @dataclass(frozen=True)
@@ -46,19 +40,3 @@ def index_if_made(path: str) -> Index | None:
         return load_index(path)
     except PatchlineError:
         return None
-
-
-@cache
-def code_version() -> str:
-    """Return the sha256 of the four packages' sources, which is the same everywhere, also where there is no git."""
-    sources = []
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*"):
-            if path.suffix in SOURCES:
-                sources.append(path)
-    total = hashlib.sha256()
-    # Sorted, because rglob follows the order of the file system, which differs from machine to machine.
-    for path in sorted(sources):
-        name = str(path.relative_to(ROOT))
-        total.update(name.encode() + path.read_bytes())
-    return total.hexdigest()

@@ -27,10 +27,11 @@ from typing import Any
 import models
 from data.errors import ConfigError, DataError
 from jobs.campaign import Campaign, Stage, check_stage
-from jobs.context import Context, code_version, index_if_made, reference
+from jobs.context import Context, index_if_made, reference
 from jobs.stages import fewshot, pack, training
 from pipeline import config, handover
 from pipeline.training_config import TrainConfig
+from pipeline.versions import code_version
 
 # Packages whose version a number may depend on.
 RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")

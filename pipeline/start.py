@@ -40,6 +40,8 @@ from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
+from pipeline.preflight.identity import device_name
+from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
@@ -122,7 +124,7 @@ class Progress:
 def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     """Collective: join the group, build everything, load what there is to load, and say how training starts.
 
-    Raises ConfigError, DataError and CheckpointError.
+    Raises ConfigError, DataError, CheckpointError, and ClusterError where the workers do not fit together.
     """
     # The phases come first: from here on the driver sees where this worker is, and ends it where it hangs.
     phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
@@ -134,6 +136,17 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     directory = Path(job.directory)
     checkpoints = directory / "checkpoints"
     telemetry = Telemetry(directory, rank, job.attempt)
+    check_start(
+        run=Path(job.run),
+        attempt=job.attempt,
+        attempt_folder=job.attempt_folder,
+        code=job.code,
+        claimed=job.claimed,
+        device=device,
+        # A run in an object store leaves nothing on storage that nodes share.
+        is_shared=getattr(job, "remote", None) is None,
+        say=telemetry.say,
+    )
     # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with phases.led("restore", 0, rank == 0):
         chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
@@ -260,13 +273,6 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folde
         f"the newest checkpoint in {folder} is of stage key {manifest.key[:8]}, not "
         f"{job.key[:8]}: {changed}\n  move it to where it came from"
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Return "cpu", or the name of the GPU, such as "NVIDIA H100 80GB HBM3"."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
 
 
 def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.Manifest | None) -> None:

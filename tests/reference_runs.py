@@ -29,6 +29,7 @@ from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
+from pipeline.versions import code_version
 from tests.reference_loop import Plan
 
 CLASSES = 5
@@ -166,7 +167,7 @@ def task_of(case: Case, name: str, sets: Path, init: Path, run: Path) -> dict[st
         directory=str(run / name),
         attempt=1,
         key="reference",
-        code="test",
+        code=code_version(),
         model=models.to_dict(trained_model(cfg, source)),
         train=[str(sets / "train")],
         evaluate=str(sets / "test"),
@@ -175,6 +176,9 @@ def task_of(case: Case, name: str, sets: Path, init: Path, run: Path) -> dict[st
         probe_test=str(sets / "test"),
     )
     job.stop_file.parent.mkdir(parents=True)
+    # The claim of the attempt, which a driver makes.
+    (run / "attempts").mkdir(parents=True, exist_ok=True)
+    (run / "attempts" / "000001.json").touch()
     return {"config": config.plain(cfg), "job": asdict(job)}
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import socket
+import threading
 import time
 import zipfile
 from dataclasses import asdict, replace
@@ -24,11 +26,11 @@ from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import checkpoint, room, saver
+from pipeline.checkpoints import checkpoint, room, saver, sight
 from pipeline.checkpoints.checkpoint import Reader, choose, committed, prune, read_manifest, verify
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
-from tests import drives
+from tests import drives, hosts
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
@@ -330,8 +332,66 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
 def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
     group.begin(30)
     assert pick(group.folder)[0] == 20  # another start sweeps what was in flight
-    assert group.finish() is None and "MANIFEST.json" in group.savers[0].failure
+    assert group.finish() is None and "sees no such file there after 0 s" in group.savers[0].failure
     assert pick(group.folder)[0] == 20
+
+
+# ------------------------------------------------------------------------ what rank 0 does not see
+
+
+def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
+    monkeypatch.setattr(sight, "SEEN_WITHIN_S", 0.2)
+    for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
+        group.begin(30)
+        path = group.savers[0].temporary / "rank-00001.safetensors"
+        path.unlink()
+        if seen is not None:
+            path.write_bytes(seen)
+        assert group.finish() is None
+        failure = group.savers[0].failure
+        node = socket.gethostname()
+        assert failure.startswith(f"worker 1 on {node} has written {path} (")
+        assert f"rank 0 on {node} sees {said} there after 0 s; {group.folder} must be the same storage" in failure
+        assert pick(group.folder)[0] == 20, "nothing was sealed"
+        assert not path.parent.exists()
+
+
+def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -> None:
+    said: list[str] = []
+    telemetry = drives.Quiet()
+    telemetry.say = said.append  # type: ignore[method-assign]
+    group = drives.WorkerGroup(tmp_path / "run", telemetry=telemetry)
+    group.begin(30)
+    path = group.savers[0].temporary / "rank-00001.safetensors"
+    hidden = tmp_path / "hidden"
+    path.rename(hidden)
+    threading.Timer(1.2, hidden.rename, [path]).start()
+    assert group.finish() is not None
+    (line,) = said
+    assert re.search(r"rank 0 saw the files of all workers in \S+ only after 1\.\d s", line)
+
+
+@pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
+    """Two real workers, one of which finds another disk at the run's path, as a node without the shared mount does."""
+    (tmp_path / "run").mkdir()
+    failure = run_worker_group(
+        drives.save_apart,
+        {"run": str(tmp_path / "run"), "apart": apart},
+        cluster=ClusterConfig(workers=2, backend="processes"),
+        name="group",
+        directory=tmp_path,
+    )
+    folders = [path.name for path in (tmp_path / "run" / "stage" / "checkpoints").iterdir()]
+    if apart:
+        assert isinstance(failure, str) and re.match(r"worker 1 on \S+ has written .*rank-00001.safetensors", failure)
+        assert folders == []
+    else:
+        assert (failure, folders) == ("", ["step-0000000010"])
+
+
+# ------------------------------------------------------------------------ full disks
 
 
 def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:

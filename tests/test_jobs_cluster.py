@@ -38,7 +38,7 @@ from jobs.context import Context
 from jobs.session import run_campaign, warn_of_unused_gpus
 from jobs.supervisor import growth_of, look_at_attempt
 from pipeline.monitoring.watchdog import Watch
-from pipeline.start import device_name
+from pipeline.preflight.identity import device_name
 from tests import worker_functions
 
 if TYPE_CHECKING:

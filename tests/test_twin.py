@@ -28,6 +28,7 @@ from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig
+from pipeline.versions import code_version
 from tests import twin
 
 TWIN = Path(__file__).parents[1].parent / "shared" / "golden" / "twin"
@@ -141,12 +142,15 @@ def follow(
         directory=str(stage),
         attempt=1,
         key="twin",
-        code="test",
+        code=code_version(),
         model=models.to_dict(model),
         train=[str(pool / "pool")],
         init=str(init),
     )
     job.stop_file.parent.mkdir(parents=True)
+    # The claim of the attempt, which a driver makes.
+    (folder / "attempts").mkdir(parents=True, exist_ok=True)
+    (folder / "attempts" / "000001.json").touch()
     np.savez(folder / "trace.npz", rows=trace["index"], images=trace.images, labels=trace.labels)
     task = {
         "config": config.plain(cfg),

@@ -15,13 +15,13 @@ import torch
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
-from jobs.context import code_version
 from pipeline import handover
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Manifest, Reader, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.train import export
+from pipeline.versions import code_version
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
 

@@ -19,10 +19,10 @@ from torch import Tensor
 import models
 from data.errors import DataError, UsageError
 from data.files import whole_file, write_whole
-from jobs.context import code_version
 from models.weights.files import CONFIG
 from pipeline import handover
 from pipeline.config import differences, require
+from pipeline.versions import code_version
 
 # Without it transformers' pipelines refuse the folder, or take the mean and deviation of another model.
 PREPROCESSOR_FILE = "preprocessor_config.json"

@@ -8,6 +8,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.monitoring.watchdog import Phases
+from pipeline.versions import code_version
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,10 @@ def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
     handover.check_weights(Path(init), context.say)
     return {
         "config": config.plain(cfg),
+        "run": str(context.run),
+        "attempt": attempt,
+        "claimed": time.time(),
+        "code": code_version(),
         "folder": str(attempt_folder(context.directory, attempt)),
         "init": init,
         "train": context.resolve(cfg.probe.train),
@@ -126,6 +132,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from pipeline.preflight.start import check_start
     from pipeline.process_group import join_group
     from pipeline.train import notice_sigterm
 
@@ -137,6 +144,16 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     phases.enter("join", 0)
     device = join_group(COLLECTIVE_TIMEOUT_S)
     rank = dist.get_rank()
+    check_start(
+        run=Path(task["run"]),
+        attempt=task["attempt"],
+        attempt_folder=Path(task["folder"]),
+        code=task["code"],
+        claimed=task["claimed"],
+        device=device,
+        is_shared=task.get("remote") is None,
+        say=partial(print, file=phases.log, flush=True),
+    )
 
     phases.enter("build", 0)
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32

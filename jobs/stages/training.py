@@ -17,7 +17,7 @@ from data.errors import DataError
 from data.shards.index import Index, load_index, without
 from data.shards.reader import check_sizes
 from jobs.cluster.worker_group import Task
-from jobs.context import Context, code_version
+from jobs.context import Context
 from jobs.supervisor import supervise
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
@@ -26,6 +26,7 @@ from pipeline.checkpoints.room import check_room
 from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
+from pipeline.versions import code_version
 
 Resolve = Callable[[str | None], str | None]  # as Context.resolve
 LoadIndex = Callable[[str], Index | None]

@@ -6,7 +6,7 @@ A save, in order:
 2. a thread of each worker writes its file under `.tmp-<step>-<attempt>/`, fsyncs it and takes its sha256;
 3. the loop's per-step status tells every worker that all threads have ended (`Saver.written`);
 4. `Saver.finish`: sizes and digests are gathered, and rank 0 alone commits: it checks that its attempt still owns the
-   run, writes the manifest, fsyncs, renames the folder and fsyncs its parent;
+   run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent;
 5. rank 0 reports the checkpoint and deletes old ones.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,18 +33,9 @@ from data.errors import CheckpointError
 from data.files import make_folder, refusal, sync, write_durably
 from pipeline.checkpoints.checkpoint import MANIFEST, FileRecord, Manifest, newest_attempt, prune, seal
 from pipeline.checkpoints.room import shortage
+from pipeline.checkpoints.sight import WrittenFile, unseen_files
 from pipeline.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """Describes what one worker's thread has left: a file with its size and sha256, or an error."""
-
-    name: str
-    bytes: int = 0
-    sha256: str = ""
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,7 +160,7 @@ class Saver:
         decision = [Decision(None)]
         if dist.get_rank() == 0:
             self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
-            decision = [commit(self.folder, self.temporary, self.run, self.manifest, results)]
+            decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
         dist.broadcast_object_list(decision, src=0)
 
         now = time.monotonic()
@@ -259,7 +250,14 @@ def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice
     return len(text).to_bytes(8, "little") + text, spans
 
 
-def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results: Sequence[WrittenFile]) -> Decision:
+def commit(
+    folder: Path,
+    temporary: Path,
+    run: Path,
+    manifest: Manifest,
+    results: Sequence[WrittenFile],
+    say: Callable[[str], None],
+) -> Decision:
     """Make a whole checkpoint visible under its final name, if every file was written and the run is still ours.
 
     Runs on rank 0 alone. Where something fails before the renaming, the temporary folder is deleted.
@@ -280,6 +278,12 @@ def commit(folder: Path, temporary: Path, run: Path, manifest: Manifest, results
         if errors:
             shutil.rmtree(temporary, ignore_errors=True)
             return Decision(None, "; ".join(errors))
+
+        # Whoever resumes reads all files in this one folder: what is not seen here would be missing then.
+        unseen = unseen_files(temporary, results, say)
+        if unseen:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return Decision(None, unseen)
 
         files: dict[str, FileRecord] = {}
         for result in results:

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from jobs import context
+from pipeline import versions
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("source", ["data/images/jpeg.cpp", "data/order.py", "models/weights/npz.py"])
 def test_a_changed_source_is_another_version(source, tmp_path, monkeypatch) -> None:
-    for package in context.PACKAGES:
+    for package in versions.PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(context, "ROOT", tmp_path)
-    unchanged = context.code_version.__wrapped__()
-    assert unchanged == context.code_version()  # wherever the checkout lies
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    unchanged = versions.code_version.__wrapped__()
+    assert unchanged == versions.code_version()  # wherever the checkout lies
     with open(tmp_path / source, "a") as file:
         file.write("\n")
-    assert context.code_version.__wrapped__() != unchanged
+    assert versions.code_version.__wrapped__() != unchanged

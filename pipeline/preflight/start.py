@@ -1,0 +1,135 @@
+"""Before an attempt works: do all workers run the same code, and is the run directory the same storage for all of them?
+
+1. Every worker looks for what the driver has written into the run directory: the claim of this attempt.
+2. All tell all what they are, and the time on their clocks.
+3. Rank 0 looks for what every other worker has written: the file in which it says its phase.
+4. What would make other bits or lose a checkpoint is refused, by all workers alike; what only may is said by rank 0.
+
+It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
+"""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data.errors import ClusterError
+from pipeline.checkpoints.sight import look_for
+from pipeline.monitoring.watchdog import phase_file
+from pipeline.preflight.identity import (
+    Identity,
+    identity,
+    named,
+    other_code,
+    other_devices,
+    other_packages,
+)
+from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
+
+SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
+SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Holds what a worker tells the others when it has come to the start."""
+
+    identity: Identity
+    clock_s: float  # since 1970, when all had come
+    sees_claim: bool
+
+
+def check_start(
+    *,
+    run: Path,
+    attempt: int,
+    attempt_folder: Path,
+    code: str,
+    claimed: float,
+    device: torch.device,
+    is_shared: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Collective: refuse a worker group that would not train as one; `say` speaks for rank 0.
+
+    `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
+    directory is each node's own, and nobody looks for files of another. Raises ClusterError, on all workers alike.
+    """
+    # 1. In a folder that is listed anew, and with patience, where a network file system is late.
+    claim = run / "attempts" / f"{attempt:06d}.json"
+    sees_claim = True
+    if is_shared:
+        unseen, _ = look_for(claim.parent, {claim.name: None})
+        sees_claim = not unseen
+
+    # 2. The clocks are read when all have come, so that they are read together.
+    myself = identity(device)
+    dist.barrier()
+    arrival = Arrival(myself, time.time(), sees_claim)
+    arrivals = [arrival] * dist.get_world_size()
+    dist.all_gather_object(arrivals, arrival)
+
+    # 3 and 4. What rank 0 sees it alone knows; so it judges, and tells the others.
+    verdict = [""]
+    if dist.get_rank() == 0:
+        verdict = [refusal(arrivals, code, claim, attempt_folder, is_shared)]
+        for remark in remarks(arrivals, claimed):
+            say(remark)
+    dist.broadcast_object_list(verdict, src=0)
+    if verdict[0]:
+        raise ClusterError(verdict[0])
+
+
+def refusal(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> str:
+    """Say why these workers may not train together; "" where they may."""
+    workers = [arrival.identity for arrival in arrivals]
+    text = other_code(workers, code)
+    if text:
+        return (
+            f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
+            "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
+        )
+    for text in other_packages(workers, MUST_BE_EQUAL):
+        return f"{text}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
+    if not is_shared:
+        return ""
+    for arrival in arrivals:
+        if not arrival.sees_claim:
+            return f"{named(arrival.identity)} does not see {claim}, which this command has written\n  {SAME_STORAGE}"
+    files = {phase_file(attempt_folder, worker["rank"]).name: worker for worker in workers}
+    unseen, waited_s = look_for(attempt_folder, dict.fromkeys(files))
+    for name in unseen:
+        here = socket.gethostname()
+        path = attempt_folder / name
+        return (
+            f"{named(files[name])} has written {path}, and rank 0 on {here} does not see it after {waited_s:.0f} s\n"
+            f"  {SAME_STORAGE}"
+        )
+    return ""
+
+
+def remarks(arrivals: Sequence[Arrival], claimed: float) -> list[str]:
+    """Say what is unlike and may do harm: smaller versions, devices, clocks."""
+    workers = [arrival.identity for arrival in arrivals]
+    texts = [*other_packages(workers, SHOULD_BE_EQUAL), *other_devices(workers)]
+    first = arrivals[0]
+    # The worker whose clock is furthest from rank 0's.
+    furthest = max(arrivals, key=lambda arrival: abs(arrival.clock_s - first.clock_s))
+    skew_s = furthest.clock_s - first.clock_s
+    if abs(skew_s) > SKEW_S:
+        side = "ahead of" if skew_s > 0 else "behind"
+        texts.append(
+            f"the clock of {named(furthest.identity)} is {abs(skew_s):.1f} s {side} that of {named(first.identity)}: "
+            "times of several nodes cannot be compared; let NTP set the clocks"
+        )
+    # How long the start took is not known, so only a clock that is behind the driver's can be told.
+    behind_s = claimed - first.clock_s
+    if behind_s > SKEW_S:
+        texts.append(
+            f"the clock of {named(first.identity)} is at least {behind_s:.1f} s behind the driver's; let NTP set them"
+        )
+    return texts

@@ -1,0 +1,41 @@
+"""Which code and which packages this process runs: what workers must have in common, and what provenance records."""
+
+import hashlib
+import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "data", "pipeline", "jobs")
+SOURCES = {".py", ".cpp"}  # suffixes of the files that make pixels or numbers
+
+MUST_BE_EQUAL = ("torch", "deepspeed")  # they make the numbers, and speak to themselves on the other workers
+SHOULD_BE_EQUAL = ("python", "ray", "numpy")
+
+
+@cache
+def code_version() -> str:
+    """Return the sha256 of the four packages' sources, which is the same everywhere, also where there is no git."""
+    sources = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*"):
+            if path.suffix in SOURCES:
+                sources.append(path)
+    total = hashlib.sha256()
+    # Sorted, because rglob follows the order of the file system, which differs from machine to machine.
+    for path in sorted(sources):
+        name = str(path.relative_to(ROOT))
+        total.update(name.encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that workers should have alike; "none" of one not there."""
+    versions = {"python": sys.version.split()[0]}
+    for package in (*MUST_BE_EQUAL, *SHOULD_BE_EQUAL[1:]):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "none"
+    return versions

@@ -1,0 +1,107 @@
+"""Before workers train: what must be alike is refused where it is not, what should be is said; and what it costs."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import ExitCode
+from jobs.cluster.backends import ClusterConfig, WorkerGroupError, run_worker_group
+from pipeline.preflight import identity as identities
+from pipeline.preflight.identity import Identity, other_code, other_devices, other_packages
+from pipeline.preflight.start import Arrival, remarks
+from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
+from tests import hosts, preflights
+
+NODE = socket.gethostname()
+TWO = ClusterConfig(workers=2, backend="processes")
+
+
+def worker(rank: int, **others: Any) -> Identity:
+    """A worker by hand, on a node of its own."""
+    packages = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "ray": "2.60.0", "numpy": "2.3.0"}
+    packages |= others.pop("packages", {})
+    known: dict[str, Any] = {"rank": rank, "node": f"n{rank}", "root": "/p", "code": "a" * 64, "packages": packages}
+    return {**known, "device": "cpu", "driver": "", **others}  # type: ignore[typeddict-item]
+
+
+# ------------------------------------------------------------------------ what differs
+
+
+def test_workers_that_are_alike_have_nothing_said_of_them() -> None:
+    group = [worker(0), worker(1), worker(2)]
+    assert other_code(group, "a" * 64) == ""
+    assert other_packages(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL]) == other_devices(group) == []
+    assert remarks([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
+
+
+def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
+    group = [worker(0), worker(1, packages={"torch": "2.12.0"}, code="b" * 64), worker(2, code="c" * 64)]
+    assert other_code(group, "a" * 64) == (
+        "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
+    )
+    assert other_packages(group, MUST_BE_EQUAL) == ["worker 1 on n1 has torch 2.12.0, worker 0 on n0 has 2.13.0"]
+    devices = [worker(0, device="H100", driver="550.54.15"), worker(1, device="A100"), worker(2, device="H100")]
+    assert other_devices(devices) == [
+        "worker 1 on n1 has device A100, worker 0 on n0 has H100",
+        "worker 1 on n1 (and 1 more) has GPU driver none, worker 0 on n0 has 550.54.15",
+    ]
+
+
+def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
+    arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
+    assert remarks(arrivals, claimed=100.5)[0].startswith(
+        "the clock of worker 2 on n2 is 2.5 s behind that of worker 0"
+    )
+    assert len(remarks(arrivals, claimed=100.5)) == 1
+    assert remarks(arrivals[:2], claimed=110.0) == [
+        "the clock of worker 0 on n0 is at least 10.0 s behind the driver's; let NTP set them"
+    ]
+
+
+def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "version"
+    monkeypatch.setattr(identities, "NVIDIA_DRIVER", path)
+    assert identities.driver_version() == ""
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC …")
+    assert identities.driver_version() == "550.54.15"
+    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (x)")
+    assert identities.driver_version() == "570.86.10"
+
+
+# ------------------------------------------------------------------------ at every start
+
+
+def start(tmp_path: Path, act: str = "") -> Any:
+    """Have two real workers check their start; worker 1 is made to be otherwise."""
+    task = preflights.start_task(tmp_path, act)
+    return run_worker_group(preflights.start, task, cluster=TWO, name="group", directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("other code", r"worker 1 on \S+ runs other code than this command: [0-9a-f]{12} in /.*copy"),
+        ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.phase, and rank 0 on \S+ does not see it after 0 s"),
+        pytest.param("no claim", r"worker 1 on \S+ does not see /.*/attempts/000001.json", marks=pytest.mark.slow),
+        pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, worker 0 on \S+ has 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
+    if act in ("own disk", "no claim") and hosts.missing():
+        pytest.skip(hosts.missing())
+    with pytest.raises(WorkerGroupError) as caught:
+        start(tmp_path, act)
+    assert re.match(f"ClusterError: {message}", caught.value.cause), caught.value.cause
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+    assert "\n  expected: " in caught.value.cause
+
+
+def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_second(tmp_path) -> None:
+    value = start(tmp_path, "other clock")
+    print(f"check_start on two workers: {value['seconds']:.3f} s")
+    (line,) = value["said"]
+    assert line.startswith(f"the clock of worker 1 on {NODE} is 3600.0 s ahead of that of worker 0 on {NODE}")
+    assert value["seconds"] < 1.0, "0.09 s on two busy cores"
