@@ -2,7 +2,7 @@
 # make demo   the whole campaign on scikit-learn's digits: shards to few-shot, with a worker killed on the way
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
-# make test   all tests but the long ones; says at the end how long each area took
+# make test   all tests but the long ones, two at a time; says at the end how long each area took
 # make soak   the long tests
 # make lint   style and types
 
@@ -44,8 +44,10 @@ cluster-demo: env
 check: lint
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.areas)
 
+# Two processes, because tests wait more than they compute. Each takes half of the files, and of the rest half of what the
+# other has left, so that the tests of a file nearly always share their fixtures.
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 soak: env
 	$(BIN)/python -m pytest -m slow

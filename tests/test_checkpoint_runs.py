@@ -233,11 +233,11 @@ HANGS = {
 @pytest.mark.parametrize("places", [("reduce", "data"), pytest.param(tuple(HANGS), marks=SOAK)])
 def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, twin, run) -> None:
     evaluate, patch = next(run.glob("shards-*")) / "train", f"hanging {','.join(places)}"
-    assert finish(run, "pretrain.stall_s=5", f"pretrain.data.evaluate={evaluate}", patch=patch) == 0, said(run)
+    assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={evaluate}", patch=patch) == 0, said(run)
     for place, found in zip(places, incidents(stage(run)), strict=True):
         assert re.fullmatch(HANGS[place], found), said(run)
     stacks = (stage(run) / "incidents.txt").read_text()
-    assert stacks.count("Timeout (0:00:04") >= len(places) - 1, "who is stopped writes nothing, the others do"
+    assert stacks.count("Timeout (0:00:0") >= len(places) - 1, "who is stopped writes nothing, the others do"
     assert "in micro_batches" in stacks
     assert_same(run, twin)
 

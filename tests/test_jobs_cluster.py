@@ -203,7 +203,7 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     from ray.exceptions import OutOfMemoryError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from jobs.cluster import placement, ray_failures
+    from jobs.cluster import ray_failures
 
     here = os.uname().nodename
     raylet = socket.create_server(("127.0.0.1", 0))
@@ -222,7 +222,33 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     assert ray_failures.describe_death(error, record | {"node_id": "before"}) == "its node left the cluster"
     raylet.close()
     assert ray_failures.describe_death(error, record) == "its node does not answer"
-    placement.forget()
+
+
+def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker(tmp_path, monkeypatch) -> None:
+    from jobs.cluster import ray_failures
+
+    def left(rank: int, **end: object) -> None:
+        record = {"rank": rank, "node": f"n{rank}", "node_id": f"id{rank}", "pid": 1, "started": 0.0, "oom_kills": 0}
+        (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps(record | end))
+
+    raylet = socket.create_server(("127.0.0.1", 0))
+    place = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
+    nodes = [place | {"NodeID": f"id{rank}"} for rank in range(3)]
+    monkeypatch.setattr(ray_failures.ray, "nodes", lambda: nodes)
+    peer_lost = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:34530: Connection reset"
+    raised = {"ended": 1.0, "exit_code": None, "kind": "RuntimeError", "traceback": "t"}
+    for rank in range(3):
+        left(rank)
+    left(0, **raised, error=peer_lost)
+    assert ray_failures.lost_node(tmp_path, 3) is None, "every node takes connections: Train will see who died"
+    raylet.close()
+    left(0, **raised, error="the third batch was empty")
+    assert ray_failures.lost_node(tmp_path, 3) is None, "no peer says that a worker was lost"
+    left(0, **raised, error=peer_lost)
+    left(2, **raised, error=peer_lost)
+    assert str(ray_failures.lost_node(tmp_path, 3)) == "worker 1 on n1: its node does not answer"
+    left(1, **raised, error=peer_lost)
+    assert ray_failures.lost_node(tmp_path, 3) is None, "who has written its end was there to do so"
 
 
 # ------------------------------------------------------------------------ what is too small or absent

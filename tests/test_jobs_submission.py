@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
@@ -19,6 +21,7 @@ from jobs.__main__ import main
 from jobs.cluster import submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT, explain
+from jobs.cluster.worker_group import LOOPBACK
 
 TRAIN = """
 import signal, sys, time
@@ -34,8 +37,14 @@ time.sleep(300)
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """The address of an embedded cluster's dashboard, which commands find as RAY_ADDRESS."""
-    with pytest.MonkeyPatch.context() as patch:
+    """The address of an embedded cluster's dashboard, which commands find as RAY_ADDRESS.
+
+    It takes jobs although the port that Ray gives to every cluster's agent is taken, as by another cluster.
+    """
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        # Where this fails, another cluster of this machine has the port already.
+        with suppress(OSError):
+            stack.enter_context(socket.create_server((LOOPBACK, DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)))
         patch.delenv("RAY_ADDRESS", raising=False)
         url = connect(ClusterConfig()).dashboard
         patch.setenv("RAY_ADDRESS", url)

@@ -52,7 +52,7 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
     # 2 and 3. Each worker wrote the time of its own node's clock: between nodes, "earliest" is as good as the clocks
     # agree.
     first = min(raised, key=_order_of_blame)
-    if first["exit_code"] is None and is_lost_connection(first["kind"], first["error"]):
+    if has_lost_a_peer(first):
         # Like a death it may have been chance, so it has no kind: a second time it is not "the same exception again".
         peer = _lost_peer(first, written)
         cause = f"a collective failed: {peer} was lost or did not answer, and no death was seen"
@@ -65,6 +65,13 @@ def group_failure(folder: Path, world: int, deaths: Mapping[int, str]) -> Worker
         exit_code=first["exit_code"],
         kind=first["kind"],
     )
+
+
+def has_lost_a_peer(record: WorkerRecord) -> bool:
+    """Tell whether a worker has ended because a collective lost a member."""
+    if "error" not in record or record["exit_code"] is not None:
+        return False
+    return is_lost_connection(record["kind"], record["error"])
 
 
 def is_lost_connection(kind: str, error: str) -> bool:

@@ -132,9 +132,11 @@ def release() -> None:
 
 
 def forget() -> None:
-    """Forget what this process held in a cluster that it has left; Ray has taken it back."""
+    """Forget what this process held in a cluster that it has left; Ray has taken it back.
+
+    The nodes to avoid are kept: it may be the same cluster that is joined next, and no id is given twice.
+    """
     _reservations.clear()
-    _avoided.clear()
 
 
 def avoid(node_id: str) -> None:

@@ -14,6 +14,7 @@ ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1
 Facts about Ray that a number or a variable here rests on were measured with 2.60.
 """
 
+import functools
 import os
 import secrets
 import signal
@@ -32,6 +33,7 @@ from urllib.parse import urlsplit
 import ray
 import ray._raylet
 from ray._private import ray_constants
+from ray._private.parameter import RayParams
 
 from data.errors import ClusterError
 from jobs.cluster import placement, reaper
@@ -128,7 +130,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
     ray._private.worker.print_to_stdstream = _print_nothing
     try:
-        with _loopback_only():
+        with _loopback_only(), _any_agent_port():
             ray.init(
                 address="local",
                 # Workers that compute with few threads share the cores; Ray only counts.
@@ -176,6 +178,21 @@ def _loopback_only() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = variable_before
+
+
+@contextmanager
+def _any_agent_port() -> Iterator[None]:
+    """Let the agent of the cluster that the block starts listen on any free port, and not on 52365.
+
+    `ray.init` has no option for it. Of two clusters on one machine that want the same port, the later one starts
+    without its agent's server: it says nothing, and then takes no jobs.
+    """
+    original = RayParams.__init__
+    RayParams.__init__ = functools.partialmethod(original, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        RayParams.__init__ = original
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 1. Connect: join or start the cluster (ray_access.py), and reserve a place for every worker (placement.py).
 2. Place: Ray Train puts one worker on each place, and tells all of them where rank 0 listens.
-3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise. A third asks
-   Ray once a second which nodes are being drained, and leaves a notice where workers are on one.
-4. Clear up: leave the cluster where `on_tick` has raised, and wait until no worker of this host is alive.
+3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise, and ends the
+   attempt where a node was lost. A third asks Ray once a second which nodes are being drained, and leaves a notice
+   where workers are on one.
+4. Clear up: leave the cluster where `fit` has not ended by itself, and wait until no worker of this host is alive.
 5. Return rank 0's value, or raise the error of the worker that failed first.
 
 Train places the workers and sees them die. It restarts nothing and knows no checkpoint, so one call is one attempt.
@@ -31,7 +32,7 @@ from jobs.cluster import notices, placement
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
-from jobs.cluster.ray_failures import failure_of
+from jobs.cluster.ray_failures import failure_of, lost_node
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RankInfo,
@@ -94,6 +95,10 @@ def run_worker_group(
             fit.join(TICK_S)
             copies.look()
             on_tick()
+            # Train would say so too, but only when Ray has missed the node.
+            failure = lost_node(folder, cluster.world)
+            if failure is not None:
+                raise failure
         copies.last_look()
         copies.end()
     except BaseException:

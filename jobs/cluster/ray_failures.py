@@ -2,7 +2,7 @@
 
 1. Train's error names the workers that it saw fail. When one dies, all its peers raise within 0.1 s, so it names many.
 2. A worker that left no end, and of which Train says nothing, may have gone with its node. That is asked for here,
-   because Ray itself takes 15 s to find out, or 65 s.
+   because Ray itself takes 15 s to find out, or 65 s. `lost_node` asks as soon as a peer has raised.
 3. failures.py picks the one to blame.
 """
 
@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.cluster import placement
-from jobs.cluster.failures import group_failure
+from jobs.cluster.failures import group_failure, has_lost_a_peer
 from jobs.cluster.worker_group import WorkerGroupError, WorkerRecord, oom_kills, records
 
 ANSWER_S = 3.0  # for a node that is alive to take a connection
@@ -42,6 +42,26 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
             loss = _loss_of_node(record)
             if loss:
                 deaths[rank] = loss
+    return group_failure(folder, world, deaths)
+
+
+def lost_node(folder: Path, world: int) -> WorkerGroupError | None:
+    """Return the error of an attempt that has lost a node, as soon as its peers know; None where there is no such loss.
+
+    Train cannot tell before Ray has missed the node, because it waits for an answer from every worker.
+    """
+    written = records(folder, world)
+    # Without a peer that has raised, a node that takes no connection may only be slow: that is for Ray to judge.
+    if not any(has_lost_a_peer(record) for record in written.values()):
+        return None
+    deaths = {}
+    for rank, record in written.items():
+        if "ended" not in record:
+            loss = _loss_of_node(record)
+            if loss:
+                deaths[rank] = loss
+    if not deaths:
+        return None
     return group_failure(folder, world, deaths)
 
 
