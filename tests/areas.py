@@ -60,6 +60,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_jobs_cluster.py",
         "test_jobs_submission.py",
         "test_layout.py",
+        "test_monitoring.py",
         "test_ray_nodes.py",
         "test_weights_commands.py",
     ),
@@ -103,6 +104,7 @@ QUICK: tuple[str, ...] = (
     "test_configuration_page.py",
     "test_context.py",
     "test_data_commands.py",
+    "test_monitoring.py",
     "test_weights_commands.py",
 )
 

@@ -27,7 +27,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore
 
-from jobs.cluster import notices, placement
+from jobs.cluster import notices, placement, worker_gauge
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of
@@ -234,6 +234,7 @@ def _worker(spec: WorkerSpec) -> None:
         node_id=ray.get_runtime_context().get_node_id(),
     )
     threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
+    threading.Thread(target=worker_gauge.keep_set, args=(spec["folder"], info), daemon=True).start()
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])
 
