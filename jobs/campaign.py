@@ -416,6 +416,12 @@ def index_of(campaign: Campaign, path: str) -> Index | None:
     return index_if_made(campaign.resolve(path) or "")
 
 
+def recipe_digest(campaign: Campaign) -> str:
+    """Return a short digest of all stages' keys: campaigns that have the same one compute the same."""
+    keys = {stage.name: stage.key for stage in campaign.stages}
+    return config.digest(keys)[:12]
+
+
 def resolved(campaign: Campaign) -> str:
     """Return the campaign as YAML with every default written out, as the golden text of a recipe has it."""
     sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster)}

@@ -23,10 +23,11 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs.campaign import Campaign, Stage
+from jobs.campaign import Campaign, Stage, recipe_digest
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
+from jobs.monitoring.board import Board, Show
 from jobs.ownership import owned
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, run_stage
 from pipeline.monitoring.telemetry import duration
@@ -108,6 +109,8 @@ def run_campaign(
     follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
     watchers = Watchers()
     watchers.ticks.append(follower.tick)
+    board = Board(follower.say)
+    watchers.ticks.append(board.tick)
     if also is not None:
         watchers.ticks.append(also)
     stages = [stage for stage in loaded.stages if only in (None, stage.name)]
@@ -122,7 +125,7 @@ def run_campaign(
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):
                 show_cluster(loaded, follower.say)
-                watchers.ticks.append(ray_metrics(loaded))
+                board.start(shows_of(loaded))
             if needs_workers(loaded, stages):
                 warn_of_unused_gpus(loaded.cluster, follower.say)
             # What earlier commands logged has been shown already.
@@ -141,6 +144,8 @@ def run_campaign(
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
                     follower.log = loaded.directory(stage) / "log.txt"
+                    if stage.kind not in WORKERLESS_KINDS:
+                        board.show_stage(loaded.directory(stage))
                     outcome = run_stage(
                         loaded,
                         stage,
@@ -150,6 +155,7 @@ def run_campaign(
                         fresh=fresh,
                     )
                     follower.log = None
+                    board.leave_stage()
                 stopper.works_here = False
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
@@ -158,6 +164,7 @@ def run_campaign(
             follower.say(f"run: {loaded.run}")
         return rows
     finally:
+        board.close()
         follower.close()
         # Ray is imported only where it was needed; without it there is nothing to leave.
         if "jobs.cluster.ray_backend" in sys.modules:
@@ -215,11 +222,13 @@ def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> N
         say(f"{unused}; {advice}")
 
 
-def ray_metrics(loaded: Campaign) -> Tick:
-    """Return the function that sets the run's gauges on the connected cluster."""
-    from jobs.gauges import Gauges  # ray takes seconds to import
+def shows_of(loaded: Campaign) -> list[Show]:
+    """Return who shows the run in the connected Ray cluster, and begin with what stays the same."""
+    from jobs.cluster import job_metadata  # ray takes seconds to import
+    from jobs.monitoring import gauges, metadata
 
-    return Gauges(loaded.run).tick
+    job_metadata.update({"run": str(loaded.run), "recipe": recipe_digest(loaded)})
+    return [gauges.Gauges().show, metadata.show]
 
 
 def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:

@@ -61,6 +61,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_jobs_cluster.py",
         "test_jobs_submission.py",
         "test_layout.py",
+        "test_monitoring.py",
         "test_node_files.py",
         "test_ray_nodes.py",
         "test_weights_commands.py",
@@ -106,6 +107,7 @@ QUICK: tuple[str, ...] = (
     "test_configuration_page.py",
     "test_versions.py",
     "test_data_commands.py",
+    "test_monitoring.py",
     "test_weights_commands.py",
 )
 

@@ -13,12 +13,15 @@ import pytest
 
 from jobs import campaign
 from jobs.__main__ import main
+from jobs.cluster import worker_gauge
 from jobs.cluster.worker_group import records
 from jobs.commands.demo import step_losses
+from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.session import run_campaign
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import read_metrics
+from tests.scrape import Scraper
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
@@ -80,6 +83,18 @@ def test_zero_stages_agree_to_rounding_and_loader_processes_to_the_bit(recipe, u
     assert final_files(folder)["ledger"] == final_files(uninterrupted)["ledger"]
 
 
+def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
+    """A run that trained could be seen in Prometheus and in Ray's dashboard."""
+    unknown_on_a_cpu = {"mfu"}
+    for name in {*OF_REPORT, *OF_DRIVER} - unknown_on_a_cpu:
+        labels = scraper.seen.get(f"ray_patchline_{name}", {})
+        assert (labels.get("run"), labels.get("stage")) == (run.name, "pretrain"), (name, sorted(scraper.seen))
+    worker = scraper.seen[f"ray_{worker_gauge.NAME}"]
+    assert (worker["run"], worker["stage"]) == (run.name, "pretrain") and worker["rank"] in "01"
+    train_run = scraper.train_runs[f"{folder.name}-attempt-000001"]
+    assert sorted(worker["world_rank"] for worker in train_run["attempts"][0]["workers"]) == [0, 1]
+
+
 def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float]) -> None:
     """In each attempt, some time after it has reported the step: SIGKILL to a worker, or to Ray Train's controller."""
     attempt = 0
@@ -116,7 +131,8 @@ def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
         pauses = [rng.random() * 0.1 for _ in plan]
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
         killer.start()
-        run_campaign(loaded, only="pretrain")
+        scraper = Scraper()
+        run_campaign(loaded, only="pretrain", also=scraper.tick)
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
@@ -126,3 +142,4 @@ def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
             == controllers
         )
         assert_same(folder, uninterrupted)
+        assert_visible(scraper, loaded.run, folder)

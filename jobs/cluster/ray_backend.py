@@ -28,7 +28,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore
 
-from jobs.cluster import notices, placement
+from jobs.cluster import notices, placement, worker_gauge
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
@@ -255,6 +255,7 @@ def _worker(spec: WorkerSpec) -> None:
     threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
     # Where the nodes share no storage, Ray may have moved this worker to a node that nobody has prepared.
     spec["folder"].mkdir(parents=True, exist_ok=True)
+    threading.Thread(target=worker_gauge.keep_set, args=(spec["folder"], info), daemon=True).start()
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])
 

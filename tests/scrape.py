@@ -1,0 +1,54 @@
+"""What Prometheus would scrape from the metrics ports of the connected Ray cluster, and what the dashboard's API says.
+
+scraper = Scraper()
+run_campaign(loaded, also=scraper.tick)
+scraper.seen["ray_patchline_loss"]  →  {"run": "digits", "stage": "pretrain", …}
+"""
+
+import json
+import re
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from jobs.cluster.ray_access import token_path
+
+EVERY_S = 2.0
+SAMPLE = re.compile(r"^(ray_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Scraper:
+    """Scrapes every node again and again, as the `also` of a campaign."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, str]] = {}  # metric → labels of a sample
+        self.train_runs: dict[str, dict[str, Any]] = {}  # name → what the dashboard tells of it
+        self.next_look = 0.0
+
+    def tick(self, attempt_folder: Path, number: int) -> None:
+        """Look every two seconds; the cluster may be coming or going."""
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + EVERY_S
+        with suppress(OSError, ValueError, KeyError):
+            for node in ray.nodes():
+                text = fetch(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")
+                for name, labels, _ in SAMPLE.findall(text):
+                    self.seen[name] = dict(LABEL.findall(labels))
+            dashboard = ray._private.worker.get_dashboard_url()
+            for run in json.loads(fetch(f"http://{dashboard}/api/train/v2/runs/v1"))["train_runs"]:
+                # The last tick may come when the attempts' workers are gone.
+                if any(attempt["workers"] for attempt in run["attempts"]):
+                    self.train_runs[run["name"]] = run
+
+
+def fetch(url: str) -> str:
+    """Return what a port answers to whoever has the cluster's token."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token_path().read_text().strip()}"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return answer.read().decode()

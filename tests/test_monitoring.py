@@ -1,0 +1,184 @@
+"""What a run shows outside of its folder: a view of each stage, gauges, metadata, and the files for Grafana."""
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.cluster import worker_gauge
+from jobs.monitoring import board as board_module
+from jobs.monitoring.board import Board
+from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT, values_of
+from jobs.monitoring.metadata import metadata_of
+from jobs.monitoring.view import Looker, View, records_since
+
+DEPLOY = Path(__file__).parents[1] / "deploy" / "monitoring"
+REPORT = {
+    "kind": "train",
+    "time": 1000.0,
+    "attempt": 2,
+    "step": 120,
+    "steps": 700,
+    "loss": 2.8410,
+    "grad_norm": 0.42,
+    "images_per_s": 41234.0,
+    "mfu": None,
+    "eta_s": 275_000.0,
+    "world": 8,
+}
+COMMIT = {"kind": "checkpoint", "time": 940.0, "attempt": 2, "step": 100}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """The folder of a stage in its second attempt, with one incident and half a line."""
+    directory = tmp_path / "digits" / "pre-train-1a2b3c4d"
+    for number in (3, 7):
+        (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
+    incident = '2026-11-22 08:00:00 worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
+    (directory / "incidents.txt").write_text(incident)
+    lines = [json.dumps(record) for record in (REPORT, COMMIT)]
+    (directory / "metrics.jsonl").write_text("\n".join(["torn}", *lines, '{"kind": "train", "st']))
+    return directory
+
+
+# ------------------------------------------------------------------------ the view
+
+
+def test_a_look_reads_what_the_stage_folder_says_and_later_only_what_was_added(stage) -> None:
+    look = Looker(stage)
+    view = look("working")
+    assert (view.run, view.stage, view.key) == ("digits", "pre-train", "1a2b3c4d")
+    assert (view.attempts, view.incidents, view.report, view.commit) == (2, 1, REPORT, COMMIT)
+    with (stage / "metrics.jsonl").open("a") as file:
+        file.write('ep": 130}\n')
+    with (stage / "incidents.txt").open("a") as file:
+        file.write("2026-11-22 09:00:00 the worker group: no traceback\n\n")
+    view = look("working")
+    assert (view.report, view.incidents) == ({"kind": "train", "step": 130}, 2)
+    # Started over: the file is a shorter one.
+    (stage / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    assert look("working").report == {"kind": "train", "step": 1}
+
+
+def test_records_are_read_in_pieces_and_every_one_once(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert records_since(path, 0) == ([], 0)
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(100)))
+    steps: list[int] = []
+    offset = 0
+    while offset < path.stat().st_size:
+        records, offset = records_since(path, offset, most_bytes=200)
+        steps += [record["step"] for record in records]
+    assert steps == list(range(100))
+
+
+def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(stage) -> None:
+    view = Looker(stage)("waiting")
+    values = values_of(View(**{**vars(view), "time": 1060.0}))
+    assert values["loss"] == 2.8410 and values["checkpoint_age_s"] == 120.0 and values["report_age_s"] == 60.0
+    assert (values["waiting"], values["restarts"], values["incidents"], values["is_finite"]) == (1.0, 1.0, 1.0, 1.0)
+    assert "mfu" not in values and "lr" not in values
+    values = values_of(View(**{**vars(view), "report": {**REPORT, "loss": math.nan}}))
+    assert values["is_finite"] == 0.0 and "loss" not in values
+    assert set(values) <= {*OF_REPORT, *OF_DRIVER}
+
+
+def test_the_metadata_of_a_job_tell_what_somebody_asks_first(stage) -> None:
+    texts = metadata_of(Looker(stage)("working"))
+    assert (texts["stage"], texts["key"], texts["activity"]) == ("pre-train", "1a2b3c4d", "pre-train is working")
+    assert (texts["step"], texts["loss"], texts["images_per_s"]) == ("120/700", "2.8410", "41.2k")
+    assert (texts["eta"], texts["workers"], texts["restarts"]) == ("3d04h", "8", "1")
+    assert texts["last_checkpoint"].startswith("step 100 at 19")
+
+
+# ------------------------------------------------------------------------ the board
+
+
+def wait_until(claim: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_board_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:
+    monkeypatch.setattr(board_module, "LOOK_EVERY_S", 0.01)
+    states: list[str] = []
+    board = Board(states.append)
+    board.start([lambda view: states.append(view.state)])
+    board.show_stage(stage)
+    wait_until(lambda: "waiting" in states)
+    board.tick(stage / "attempts" / "attempt-000007", 7)
+    wait_until(lambda: states[-1] == "working")
+    board.close()
+    assert states[-1] == "ended" and set(states) == {"waiting", "working", "ended"}
+
+
+def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkeypatch) -> None:
+    monkeypatch.setattr(board_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(board_module, "CLOSE_S", 0.2)
+    said: list[str] = []
+    looks: list[str] = []
+    is_over = threading.Event()
+
+    def fail_then_hang(view: View) -> None:
+        looks.append(view.state)
+        if len(looks) < 5:
+            raise ConnectionError("the head is away\nand more")
+        is_over.wait()
+
+    board = Board(said.append)
+    board.start([fail_then_hang])
+    board.show_stage(stage)
+    wait_until(lambda: len(looks) == 5)
+    began = time.monotonic()
+    board.close()
+    assert time.monotonic() - began < 2
+    assert len(said) == 1 and said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
+    is_over.set()
+
+
+# ------------------------------------------------------------------------ the files for Prometheus and Grafana
+
+
+def expressions() -> list[str]:
+    """Return every query of the dashboard and of the alerts."""
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    queries = [
+        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["name"] != "datasource"
+    ]
+    for panel in dashboard["panels"]:
+        queries += [target["expr"] for target in panel.get("targets", [])]
+    for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]:
+        queries += [rule["expr"] for rule in group["rules"]]
+    return queries
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() -> None:
+    from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER)} | {f"ray_{worker_gauge.NAME}"}
+    exported |= {f"ray_{name}" for name in METRICS_GAUGES}
+    shown: set[str] = set()
+    for query in expressions():
+        names = re.findall(r"\bray_\w+", query)
+        assert names, query
+        shown.update(names)
+    assert shown <= exported
+    # What row 8 of "a campaign nobody babysits" asks to see.
+    for name in ("loss", "images_per_s", "mfu", "wait_storage", "checkpoint_age_s", "restarts", "incidents", "world"):
+        assert f"ray_patchline_{name}" in shown
+
+
+def test_the_alerts_are_a_file_that_prometheus_is_told_of() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert config["rule_files"] == ["alerts.yml"]
+    (job,) = config["scrape_configs"]
+    assert job["file_sd_configs"] == [{"files": ["/tmp/ray/prom_metrics_service_discovery.json"]}]
