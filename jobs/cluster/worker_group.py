@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol,
 import psutil
 
 from data.checks import at_least, more_than_0
-from data.errors import ConfigError
+from data.errors import ClusterError, ConfigError
 from data.files import refusal, write_with_reserve
 from jobs.cluster.environment import complaint
 
@@ -342,8 +342,17 @@ def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
 
 
 def rank_zero_value(folder: Path) -> object:
-    """Return what the function of rank 0 returned, in a worker group that has ended well."""
-    return records(folder, world=1)[0].get("value")
+    """Return what the function of rank 0 returned, in a worker group that has ended well.
+
+    Raises ClusterError where rank 0 has written that into another folder of this name, on a node of its own.
+    """
+    written = records(folder, world=1)
+    if 0 not in written:
+        raise ClusterError(
+            f"rank 0 has ended well, and what it has written into {folder} is not here\n"
+            "expected: a run directory on storage that every node mounts at the same path\ntype run=/shared/NAME"
+        )
+    return written[0].get("value")
 
 
 def oom_kills() -> int:

@@ -1,12 +1,13 @@
-"""`patchline run|plan|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
+"""`patchline run|plan|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from data.errors import ConfigError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say, show
 
 if TYPE_CHECKING:
     from jobs.campaign import Campaign
@@ -76,6 +77,21 @@ def plan(
         show(["", f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65"])
     else:
         check_inputs(loaded, loaded.stages)
+
+
+@commands.command()
+def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
+    """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
+    from jobs.cluster import backends
+    from jobs.commands import preflight
+
+    loaded = load_campaign(recipe, overrides)
+    try:
+        return preflight.preflight(loaded, say)
+    finally:
+        # Ray is imported only where it was needed.
+        if "jobs.cluster.ray_backend" in sys.modules:
+            backends.disconnect()
 
 
 @commands.command()

@@ -30,4 +30,9 @@ def make_group(help: str = "", *, epilog: str | None = None, completion: bool = 
 def show(lines: Iterable[str]) -> None:
     """Print each line as soon as it is there: some take minutes."""
     for line in lines:
-        print(printable_lines(line), flush=True)
+        say(line)
+
+
+def say(line: str) -> None:
+    """Print a line at once, without what a terminal would obey."""
+    print(printable_lines(line), flush=True)

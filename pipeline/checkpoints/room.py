@@ -28,7 +28,19 @@ def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
 
 
 def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path) -> None:
-    """Raise CheckpointError where a stage's checkpoints and weights will not fit on the disk of `folder`.
+    """Raise CheckpointError where a stage's checkpoints and weights will not fit on the disk of `folder`."""
+    needed, parts = bytes_to_come(cfg, model, folder)
+    free = free_bytes(folder)
+    if free < needed:
+        raise CheckpointError(
+            f"{size_text(needed)} needed under {folder} ({parts}), {size_text(free)} free\n"
+            f"  expected: room for keep={cfg.keep} checkpoints, for one more while it is written, and for the weights\n"
+            "  make room there, lower keep, or give the run another disk: run=/elsewhere"
+        )
+
+
+def bytes_to_come(cfg: TrainConfig, model: ModelConfig, folder: Path) -> tuple[int, str]:
+    """Return the bytes that a stage will still need for checkpoints and weights, and of what they are, in words.
 
     At its fullest the disk holds one checkpoint more than `keep`: the oldest goes only when the newest is whole.
     """
@@ -41,15 +53,8 @@ def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path) -> None:
         to_come = min(to_come, math.ceil((cfg.steps - last_step) / cfg.save_every))
     one_checkpoint = checkpoint_bytes(cfg, model)
     weights = models.parameters_of(model) * BYTES_FP32
-    needed = to_come * one_checkpoint + weights
-    free = free_bytes(folder)
-    if free < needed:
-        raise CheckpointError(
-            f"{size_text(needed)} needed under {folder} ({to_come} checkpoints of {size_text(one_checkpoint)}, "
-            f"weights of {size_text(weights)}), {size_text(free)} free\n"
-            f"  expected: room for keep={cfg.keep} checkpoints, for one more while it is written, and for the weights\n"
-            "  make room there, lower keep, or give the run another disk: run=/elsewhere"
-        )
+    parts = f"{to_come} checkpoints of {size_text(one_checkpoint)}, weights of {size_text(weights)}"
+    return to_come * one_checkpoint + weights, parts
 
 
 def shortage(temporary: Path, needed_bytes: int) -> str:

@@ -1,0 +1,250 @@
+"""The work of `patchline preflight RECIPE`: before a campaign starts, see whether its cluster can carry it.
+
+    OK   workers     2 on 2 nodes (h0: 0, h1: 1), on cpu
+    FAIL run folder  not shared: worker 1 on h1 does not see what the driver has written
+         → give the run a directory on storage that every node mounts at the same path: run=/shared/NAME
+
+1. Say what the recipe will ask: sets, bytes of gradients and checkpoints, GPUs.
+2. Start the recipe's own worker group once, with a function that measures and trains nothing (pipeline/preflight);
+   meanwhile answer in the run directory, so that the nodes know that the driver sees what they write there.
+3. Judge what the workers report (jobs/commands/findings.py).
+
+Of the run nothing is changed: a folder in its directory is made and deleted. The exit code is 0 without a FAIL, else
+that of the first one.
+"""
+
+import fcntl
+import json
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import models
+from data.errors import ExitCode, PatchlineError, exit_code
+from data.files import refusal, write_whole
+from jobs.campaign import Campaign, Stage
+from jobs.cluster import backends
+from jobs.cluster.worker_group import WorkerGroupError
+from jobs.commands.findings import judge
+from jobs.commands.needs import Finding, Needs, StageNeed, counted
+from jobs.commands.plan import GPU_FLOPS
+from jobs.context import index_if_made
+from jobs.session import warn_of_unused_gpus
+from jobs.stage_run import missing_inputs
+from pipeline.arithmetic import batch_arithmetic, memory_estimate
+from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
+from pipeline.preflight.worker import PreflightReport, examine
+from pipeline.training_config import TrainConfig
+from pipeline.versions import code_version
+
+ANSWER_POLL_S = 0.005
+LARGEST_ALL_REDUCE = 2**28  # bytes
+SMALLEST_ALL_REDUCE = 2**20
+
+
+def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
+    """Print a line for everything that was looked at; return the exit code."""
+    began = time.monotonic()
+    cluster = campaign.cluster
+    say(f"preflight of {campaign.run}: {counted(cluster.workers, 'worker')} ({cluster.backend})")
+    findings = []
+    for message in missing_inputs(campaign, campaign.stages):
+        findings.append(Finding("FAIL", "inputs", message, "bring it there, or correct the recipe", ExitCode.DATA))
+    try:
+        if cluster.backend == "ray":
+            backends.connect(cluster)
+        needs = needs_of(campaign)
+        report = examine_workers(campaign, needs, say)
+        findings += judge(report, needs)
+    except (PatchlineError, WorkerGroupError, OSError) as error:
+        findings.append(failed(error))
+
+    for finding in findings:
+        for line in finding.lines():
+            say(line)
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("OK", "WARN", "FAIL")}
+    say(
+        f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "
+        f"{time.monotonic() - began:.1f} s"
+    )
+    for finding in findings:
+        if finding.level == "FAIL":
+            return finding.exit_code
+    return ExitCode.DONE
+
+
+def failed(error: Exception) -> Finding:
+    """Return the finding of a preflight that could not be carried out."""
+    text = refusal(error) if isinstance(error, OSError) else str(error)
+    first, _, rest = text.partition("\n")
+    remedy = " ".join(rest.split())
+    code = ExitCode(exit_code(error))
+    # A worker that died has no exit code of its own.
+    if code == ExitCode.INTERNAL:
+        code = ExitCode.UNAVAILABLE
+    return Finding("FAIL", "workers", f"nothing was measured: {first}", remedy, code)
+
+
+# ------------------------------------------------------------------------ what the recipe asks
+
+
+def needs_of(campaign: Campaign) -> Needs:
+    """Say what the stages that have not finished will ask of the cluster, as far as it is known before they run."""
+    cluster = campaign.cluster
+    stages = []
+    sets: dict[str, float | None] = {}
+    not_made = []
+    for stage in campaign.stages:
+        if campaign.done(stage) is not None:
+            continue
+        if isinstance(stage.config, TrainConfig) and stage.model is not None:
+            stages.append(stage_need(campaign, stage, stage.config))
+        for path in set_paths(campaign, stage):
+            index = index_if_made(path)
+            if index is None:
+                not_made.append(path)
+                continue
+            rate = None
+            if cluster.gpus_per_worker and stage.model is not None and index.samples:
+                images_per_s = cluster.gpus_per_worker * GPU_FLOPS / models.training_flops(stage.model, 1)
+                rate = images_per_s * sum(shard.bytes for shard in index.shards) / index.samples
+            sets[path] = rate
+    unused_gpus: list[str] = []
+    warn_of_unused_gpus(cluster, unused_gpus.append)
+    return Needs(
+        workers=cluster.workers,
+        gpus_per_worker=cluster.gpus_per_worker,
+        code=code_version(),
+        stages=stages,
+        sets=sets,
+        not_made=sorted(set(not_made)),
+        unused_gpus=unused_gpus,
+    )
+
+
+def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
+    """Return the absolute paths of the sets that a stage reads."""
+    paths = []
+    for field, value in stage.parents.items():
+        path = campaign.resolve(value)
+        if field != "init" and path is not None:
+            paths.append(path)
+    return paths
+
+
+def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> StageNeed:
+    """Say what a trained stage will ask of workers, links and the disk."""
+    cluster = campaign.cluster
+    arithmetic = batch_arithmetic(cfg, cluster.workers)
+    parameters = models.parameters_of(stage.model)
+    # ZeRO 2 and 3 sum after every micro-batch, because no worker keeps a whole gradient; 3 also gathers the weights,
+    # half as much again (Rajbhandari et al. 2020, section 7).
+    reductions = 1.0
+    if cfg.zero >= 2 and not cfg.exact_parts:
+        reductions = float(arithmetic.accumulation)
+    if cfg.zero == 3:
+        reductions *= 1.5
+    compute_s = None
+    if cluster.gpus_per_worker:
+        gpus = cluster.workers * cluster.gpus_per_worker
+        compute_s = models.training_flops(stage.model, cfg.batch_size) / (gpus * GPU_FLOPS)
+    checkpoint = checkpoint_bytes(cfg, stage.model)
+    disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
+    return StageNeed(
+        name=stage.name,
+        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine)
+        reductions=reductions,
+        compute_s=compute_s,
+        memory_bytes=sum(memory_estimate(cfg, stage.model, cluster.workers)),
+        snapshot_bytes=checkpoint // cluster.workers,
+        checkpoint_bytes=checkpoint,
+        disk_bytes=disk_bytes,
+    )
+
+
+# ------------------------------------------------------------------------ the workers
+
+
+def examine_workers(campaign: Campaign, needs: Needs, say: Callable[[str], None]) -> PreflightReport:
+    """Run the worker group once, and answer its questions meanwhile.
+
+    Raises ClusterError, WorkerGroupError, and OSError where the run directory cannot be written.
+    """
+    cluster = campaign.cluster
+    largest = max((stage.gradient_bytes for stage in needs.stages), default=0)
+    with folder_in(campaign.run) as folder:
+        shared = folder / "shared"
+        # Ray Train names its own run after the group's folder and the one two above it.
+        group_folder = folder / "workers" / "preflight"
+        shared.mkdir()
+        group_folder.mkdir(parents=True)
+        task = {
+            "folder": str(shared),
+            "sets": sorted(needs.sets),
+            "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
+            "timeout_s": cluster.start_timeout_s,
+        }
+        backends.wait_for_resources(cluster, str(campaign.run), say, do_nothing)
+        run_worker_group = backends.worker_group_runner(cluster)
+        with answering(shared):
+            report = run_worker_group(examine, task, cluster=cluster, folder=group_folder, on_tick=do_nothing)
+    return cast(PreflightReport, report)
+
+
+def do_nothing() -> None:
+    """Look at nothing: a preflight has no log to show."""
+
+
+@contextmanager
+def folder_in(run: Path) -> Iterator[Path]:
+    """Make a folder in the run directory for the length of the block; a directory that was not there goes again."""
+    was_there = run.exists()
+    run.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run))
+    # Workers may be of another user than the driver: they write here where they may write into the run.
+    folder.chmod(run.stat().st_mode & 0o777)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not was_there:
+            with suppress(OSError):
+                run.rmdir()
+
+
+@contextmanager
+def answering(folder: Path) -> Iterator[None]:
+    """Answer what nodes ask in a folder, hold its lock, and leave a file of the driver's, while the block runs."""
+    write_whole(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
+    has_ended = threading.Event()
+    thread = threading.Thread(target=answer_all, args=(folder, has_ended), daemon=True)
+    with open(folder / LOCK_FILE, "a") as lock:
+        # Where the file system has no locks the workers find that out, in words.
+        with suppress(OSError):
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+
+def answer_all(folder: Path, has_ended: threading.Event) -> None:
+    """Answer each question once, with its token and this clock's time."""
+    answered: set[str] = set()
+    while not has_ended.wait(ANSWER_POLL_S):
+        with suppress(OSError, ValueError):
+            for path in folder.iterdir():
+                if path.name.startswith("ask-") and path.name not in answered:
+                    question: Mapping[str, Any] = json.loads(path.read_text())
+                    answer = {"token": question["token"], "time": time.time()}
+                    write_whole(folder / answer_file(path.name), json.dumps(answer))
+                    answered.add(path.name)

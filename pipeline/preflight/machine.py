@@ -1,0 +1,55 @@
+"""What a node has left for its workers: memory, shared memory, open files, GPUs."""
+
+import resource
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TypedDict
+
+import psutil
+import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also for who may not use them
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Machine(TypedDict):
+    """What one node has; JSON."""
+
+    memory_free: int  # bytes
+    shm_free: int | None  # bytes; None where there is no such folder
+    open_files: int  # that a worker may have
+    gpus_present: int
+    gpu_memory_free: int | None  # bytes, of the worker's own GPU; None without
+
+
+def machine(device: torch.device) -> Machine:
+    """Return what this worker's node has."""
+    shm_free = None
+    with suppress(OSError):
+        shm_free = shutil.disk_usage(SHARED_MEMORY).free
+    gpus = 0
+    with suppress(OSError):
+        gpus = len(list(NVIDIA_GPUS.iterdir()))
+    gpu_memory_free = None
+    if device.type == "cuda":
+        gpu_memory_free, _ = torch.cuda.mem_get_info(device)
+    return {
+        "memory_free": memory_free(),
+        "shm_free": shm_free,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "gpus_present": max(gpus, torch.cuda.device_count()),
+        "gpu_memory_free": gpu_memory_free,
+    }
+
+
+def memory_free() -> int:
+    """Return the bytes that programs may still take: of the machine, or less where a container's limit is nearer."""
+    free = psutil.virtual_memory().available
+    # cgroup v2; a machine without a limit says "max", which is no number.
+    with suppress(OSError, ValueError):
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        free = min(free, limit - used)
+    return free
