@@ -30,7 +30,7 @@ e. Otherwise wait, and start the next attempt from the newest checkpoint. There 
 import builtins
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +39,7 @@ from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.backends import leave_nodes, room_now, wait_for_resources, worker_group_runner
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
-from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
+from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord
 from jobs.context import Context
 from jobs.growth import AGAIN_S, Growth
 from jobs.ownership import claim_attempt
@@ -103,7 +103,8 @@ def supervise(
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(folder, world, stall_s, cluster.start_timeout_s)
-        look = partial(look_at_attempt, context, watch, growth, attempt, ask_to_stop)
+        seen = SeenRecords(folder)
+        look = partial(look_at_attempt, context, watch, seen, growth, attempt, ask_to_stop)
         try:
             with growth:
                 value = run_worker_group(function, task, cluster=cluster, folder=folder, on_tick=look)
@@ -168,14 +169,20 @@ def last_step(directory: Path) -> int:
 
 
 def look_at_attempt(
-    context: Context, watch: Watch, growth: Growth, attempt: int, ask_to_stop: Callable[[Path], None]
+    context: Context,
+    watch: Watch,
+    seen: SeenRecords,
+    growth: Growth,
+    attempt: int,
+    ask_to_stop: Callable[[Path], None],
 ) -> None:
     """Look at a running attempt once.
 
     Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no worker
     has started, and whatever `ask_to_stop` raises.
     """
-    end_if_stuck(context, watch)
+    written = seen.look()
+    end_if_stuck(context, watch, written)
     if growth.wanted is None and growth.is_due():
         context.say(f"room for {growth.wanted} workers, now {watch.world}: committing the step, to go on with more")
     if notices(watch.folder) or growth.wanted is not None:
@@ -183,7 +190,7 @@ def look_at_attempt(
     # Again with every look: the attempt may have begun after the signal.
     if context.stopping():
         # A worker that has not even started has nothing to commit, and to place it may take minutes.
-        if not records(watch.folder, watch.world):
+        if not written:
             end_if_asked(context)
         ask_to_stop(watch.folder)
     context.tick(watch.folder, attempt)
@@ -195,10 +202,9 @@ def end_if_asked(context: Context) -> None:
         raise Preempted(f"stopped before the workers had started, at {restart_point(context)}; {GO_ON}")
 
 
-def end_if_stuck(context: Context, watch: Watch) -> None:
+def end_if_stuck(context: Context, watch: Watch, written: Mapping[int, WorkerRecord]) -> None:
     """Raise WorkerGroupError where one worker has held up all others too long; say which worker is slow."""
     # The driver reads only what the workers have left: no worker has to answer, so a frozen one cannot hold this up.
-    written = records(watch.folder, watch.world)
     ended = [rank for rank, record in written.items() if "ended" in record]
     # Whoever has ended enters no phase any more: now the cluster is clearing up, which is nobody's fault.
     if len(ended) == watch.world:

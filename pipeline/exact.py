@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from pipeline import config
 from pipeline.arithmetic import exact_gradient_bytes
 from pipeline.engine import Engine
-from pipeline.monitoring.telemetry import Telemetry, read_metrics
+from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
 
@@ -242,7 +243,8 @@ def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step:
     )
     now = conditions()
     # Read before this attempt's own record is written.
-    earlier = read_metrics(telemetry.directory, "exact")
+    index = MetricsIndex(telemetry.directory)
+    earlier = index.records(index.of_kind("exact"))
     telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
     if not earlier:
         return

@@ -32,8 +32,8 @@ from pipeline import config, handover
 from pipeline.checkpoints import checkpoint
 from pipeline.evaluation.evaluate import normalise
 from pipeline.exact import ExactEngine
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.accounting import account_rows
+from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
 from pipeline.optimization.schedule import learning_rate
 from pipeline.reports import evaluate_at_the_end, evaluate_between, report_training
@@ -276,7 +276,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     manifest = checkpoint.verify(last)
     weights = export(last, worker.model_config)
     models.save_weights(weights, directory, worker.model_config, writing=whole_file)
-    spent = account(read_metrics(directory, None))
+    spent = account_rows(MetricsIndex(directory).rows)
     values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
     worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
+from data.files import write_whole
 from jobs import campaign
 from jobs.cluster import processes, worker_group
 from jobs.cluster.backends import (
@@ -33,7 +34,7 @@ from jobs.cluster.backends import (
     wait_for_resources,
 )
 from jobs.cluster.failures import group_failure
-from jobs.cluster.worker_group import do_nothing
+from jobs.cluster.worker_group import REFRESHED_AT_A_LOOK, SeenRecords, do_nothing, records, worker_file
 from jobs.context import Context
 from jobs.session import run_campaign, warn_of_unused_gpus
 from jobs.supervisor import growth_of, look_at_attempt
@@ -391,10 +392,47 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     watch = Watch(folder, world=2, stall_s=60)
     growth = growth_of(context, 2, [2], 0.0)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
-        look_at_attempt(context, watch, growth, 1, asked.append)
+        look_at_attempt(context, watch, SeenRecords(folder), growth, 1, asked.append)
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
-    look_at_attempt(context, watch, growth, 1, asked.append)
+    look_at_attempt(context, watch, SeenRecords(folder), growth, 1, asked.append)
     assert asked == [folder], "who has started is asked to commit"
+
+
+def test_records_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch) -> None:
+    """However many workers there are: what has been read stays, what is new or has ended is seen at the next look."""
+    names: list[str] = []
+    read = SeenRecords._read
+    monkeypatch.setattr(SeenRecords, "_read", lambda self, name, inode: (names.append(name), read(self, name, inode)))
+
+    def write(rank: int, **end: object) -> None:
+        record = {"rank": rank, "node": "n", "pid": 1, "started": 0.0, **end}
+        write_whole(worker_file(tmp_path, rank, ".json"), json.dumps(record))
+
+    seen = SeenRecords(tmp_path)
+    assert seen.look() == {}
+    for rank in range(300):
+        write(rank)
+    worker_file(tmp_path, 7, ".log").touch()
+    for _ in range(3):
+        assert seen.look() == records(tmp_path, 300)
+    names.clear()
+    for _ in range(10):
+        seen.look()
+    assert len(names) <= 10 * REFRESHED_AT_A_LOOK
+    # An end, a worker that is late, and what lies there in part.
+    write(299, ended=5.0, value=None)
+    write(300)
+    worker_file(tmp_path, 301, ".json").write_text('{"rank": 3')
+    assert seen.look() == records(tmp_path, 400)
+    assert seen.look()[299]["ended"] == 5.0
+    write(301)
+    assert seen.look() == records(tmp_path, 400)
+    # On a full disk a record is written in place: neither its inode nor its folder changes.
+    with worker_file(tmp_path, 20, ".json").open("r+") as file:
+        file.write(json.dumps({"rank": 20, "node": "n", "pid": 1, "started": 0.0, "ended": 6.0}))
+    for _ in range(-(-302 // REFRESHED_AT_A_LOOK)):
+        seen.look()
+    assert seen.look()[20]["ended"] == 6.0
 
 
 @pytest.mark.parametrize(

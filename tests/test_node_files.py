@@ -225,7 +225,7 @@ watch = Watch(attempt, 2, 600)
 said = {}
 
 def look():
-    watch.update_places()
+    watch.update_places(range(2))
     places = watch.places
     if act != "kill" and len(places) == 2 and min(place.step for place in places.values()) >= 3:
         (attempt / "stop").touch()

@@ -5,7 +5,7 @@ import pytest
 from data.evaluation import EvaluationSet
 from data.shards.index import load_index
 from pipeline.evaluation.evaluate import watched
-from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Verdict, Watch
+from pipeline.monitoring.watchdog import READ_AT_A_LOOK, SLOW_LOOKS, Phases, Place, Verdict, Watch
 
 
 class Clock:
@@ -133,6 +133,66 @@ def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, cl
     slow = watch.slow()
     assert slow is not None and slow[0] == 2 and slow[1] > 0.9
     assert watch.slow() is None, "said again without new looks"
+
+
+class LargeGroup(Watch):
+    """A watch over many workers, each of which is where a test says; it counts the files that it reads."""
+
+    def __init__(self, folder, clock, world: int) -> None:
+        super().__init__(folder, world, stall_s=10, clock=clock)
+        self.now = [Place(100, "reduce", 7, "") for _ in range(world)]
+        self.reads = 0
+        self.steps = 0
+
+    def read(self, rank: int) -> Place:
+        self.reads += 1
+        return self.now[rank]
+
+    def step(self, behind: int | None = None) -> None:
+        """All go through a step; one is still before its last phase when the next look comes."""
+        self.steps += 1
+        entered = 100 + 4 * self.steps
+        self.now = [Place(entered, "reduce", 8, "")] * self.world
+        if behind is not None:
+            self.now[behind] = Place(entered - 2, "forward", 8, "")
+
+
+@pytest.mark.parametrize("world", [256, 257, 1000, 4096])
+def test_a_look_at_a_large_group_reads_so_many_files_and_a_verdict_all(world, tmp_path, clock) -> None:
+    watch = LargeGroup(tmp_path, clock, world)
+    looks = -(-world // READ_AT_A_LOOK)
+    for look in range(1, looks + 1):
+        assert watch.look(awake) is None
+        assert watch.reads <= look * READ_AT_A_LOOK
+    assert set(watch.places) == set(range(world)) and watch.reads == world
+    # All hang but for one worker, of whose batch it is not the turn.
+    clock.now = 11
+    mover, stuck = world - 1, world // 2
+    watch.turn = 0
+    watch.now[mover] = Place(102, "reduce", 8, "")
+    assert watch.look(awake) is None
+    clock.now = 22
+    for rank in range(world):
+        watch.now[rank] = Place(103 - (rank == stuck), "reduce", 8, "")
+    for _ in range(looks):
+        assert watch.look(awake) is None, "they have moved since"
+    clock.now = 33
+    assert watch.look(awake) == Verdict(stuck, "stuck for 11s, the others wait for it")
+
+
+@pytest.mark.parametrize("slow_rank", [0, 700, None])
+def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, tmp_path, clock) -> None:
+    watch = LargeGroup(tmp_path, clock, 1000)
+    named = []
+    # One turn more: nobody is counted before all have been seen.
+    for _ in range(len(watch.batches) * (2 * SLOW_LOOKS + 1)):
+        clock.now += 0.5
+        watch.step(slow_rank)
+        assert watch.look(awake) is None
+        slow = watch.slow()
+        if slow is not None:
+            named.append(slow[0])
+    assert named == ([] if slow_rank is None else [slow_rank, slow_rank])
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "𝄞"])

@@ -40,6 +40,7 @@ LOOPBACK = "127.0.0.1"
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 LONGEST_TRACEBACK = 10_000  # characters, from the end
 RECORD_RESERVE_BYTES = 16_384  # in a worker's record, for its error and traceback
+REFRESHED_AT_A_LOOK = 16  # records that the driver reads again at a look, though nothing says that they have changed
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
@@ -339,6 +340,56 @@ def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
         with suppress(OSError, ValueError):
             by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
     return by_rank
+
+
+class SeenRecords:
+    """The records of an attempt as last seen, for somebody who looks often: only what is new is read.
+
+    A record appears by a rename, which gives it another inode and its folder another time of change.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.by_rank: dict[int, WorkerRecord] = {}
+        self.inodes: dict[str, int] = {}  # by file name, of what was read
+        self.listed_ns = 0  # the folder's time of change at the last listing
+        self.is_settled = False  # it was the same at the listing before, so that the clock's tick hides nothing
+        self.to_refresh = 0  # the place among the names of the record that is read again next
+
+    def look(self) -> dict[int, WorkerRecord]:
+        """Return what the workers have written so far, by rank."""
+        # A shared folder may stutter: the next look has it.
+        with suppress(OSError):
+            changed_ns = self.folder.stat().st_mtime_ns
+            if changed_ns != self.listed_ns or not self.is_settled:
+                self._read_new()
+                self.is_settled = changed_ns == self.listed_ns
+                self.listed_ns = changed_ns
+        self._refresh()
+        return self.by_rank
+
+    def _read_new(self) -> None:
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                is_record = entry.name.startswith("rank-") and entry.name.endswith(".json")
+                if is_record and self.inodes.get(entry.name) != entry.inode():
+                    self._read(entry.name, entry.inode())
+
+    def _refresh(self) -> None:
+        """Read a few records again, in turn: on a full disk one is written in place (data.files.write_with_reserve)."""
+        names = list(self.inodes)
+        for name in names[self.to_refresh : self.to_refresh + REFRESHED_AT_A_LOOK]:
+            self._read(name, self.inodes[name])
+        self.to_refresh += REFRESHED_AT_A_LOOK
+        if self.to_refresh >= len(names):
+            self.to_refresh = 0
+
+    def _read(self, name: str, inode: int) -> None:
+        with suppress(OSError, ValueError):
+            with open(self.folder / name) as file:
+                record: WorkerRecord = json.load(file)
+            self.by_rank[record["rank"]] = record
+            self.inodes[name] = inode
 
 
 def rank_zero_value(folder: Path) -> object:

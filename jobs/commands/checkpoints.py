@@ -19,7 +19,8 @@ from pipeline import handover
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Manifest, Reader, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
-from pipeline.monitoring.telemetry import Record, read_metrics
+from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.telemetry import Record
 from pipeline.train import export
 from pipeline.versions import code_version
 
@@ -81,7 +82,8 @@ def list_all(path: Path) -> Iterator[str]:
     for stage in stage_folders(path):
         yield f"{stage.name}:"
         # A step is evaluated after its commit, so its scores are not in its manifest.
-        evaluations = {record["step"]: record for record in read_metrics(stage, "evaluate")}
+        index = MetricsIndex(stage)
+        evaluations = {record["step"]: record for record in index.records(index.of_kind("evaluate"))}
         for folder in committed(stage / "checkpoints"):
             yield f"  {list_line(folder, evaluations.get(step_of(folder), {}))}"
         for folder in sorted((stage / "checkpoints").glob("bad-*")):

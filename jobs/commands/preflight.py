@@ -13,6 +13,7 @@ Of the run nothing is changed: a folder in its directory is made and deleted. Th
 that of the first one.
 """
 
+import dataclasses
 import fcntl
 import json
 import secrets
@@ -32,11 +33,12 @@ from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.findings import judge
-from jobs.commands.needs import Finding, Needs, StageNeed, counted
-from jobs.commands.plan import GPU_FLOPS
+from jobs.commands.needs import Finding, Needs, StageNeed
+from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
 from jobs.session import warn_of_unused_gpus
 from jobs.stage_run import missing_inputs
+from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic, memory_estimate
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
@@ -53,15 +55,17 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     """Print a line for everything that was looked at; return the exit code."""
     began = time.monotonic()
     cluster = campaign.cluster
-    say(f"preflight of {campaign.run}: {counted(cluster.workers, 'worker')} ({cluster.backend})")
+    workers = workers_text(cluster) + (" worker" if cluster.most == 1 else " workers")
+    say(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     findings = []
     for message in missing_inputs(campaign, campaign.stages):
         findings.append(Finding("FAIL", "inputs", message, "bring it there, or correct the recipe", ExitCode.DATA))
     try:
         if cluster.backend == "ray":
             backends.connect(cluster)
-        needs = needs_of(campaign)
-        report = examine_workers(campaign, needs, say)
+        world = backends.wait_for_resources(cluster, str(campaign.run), say, do_nothing, worlds_of_all(campaign))
+        needs = needs_of(campaign, world)
+        report = examine_workers(campaign, needs, world)
         findings += judge(report, needs)
     except (PatchlineError, WorkerGroupError, OSError) as error:
         findings.append(failed(error))
@@ -95,8 +99,26 @@ def failed(error: Exception) -> Finding:
 # ------------------------------------------------------------------------ what the recipe asks
 
 
-def needs_of(campaign: Campaign) -> Needs:
-    """Say what the stages that have not finished will ask of the cluster, as far as it is known before they run."""
+def worlds_of_all(campaign: Campaign) -> list[int]:
+    """Return the numbers of workers on which every stage that has not finished may run, the largest first.
+
+    Where no number is allowed by all, return those of the stage that comes first.
+    """
+    first: list[int] = []
+    common: list[int] = []
+    for stage in campaign.stages:
+        if campaign.done(stage) is not None:
+            continue
+        allowed = allowed_worlds(stage.config, campaign.cluster)
+        if not first:
+            first = list(allowed)
+            common = list(allowed)
+        common = [world for world in common if world in allowed]
+    return common or first
+
+
+def needs_of(campaign: Campaign, world: int) -> Needs:
+    """Say what the stages that have not finished will ask of `world` workers, as far as it is known before they run."""
     cluster = campaign.cluster
     stages = []
     sets: dict[str, float | None] = {}
@@ -105,7 +127,7 @@ def needs_of(campaign: Campaign) -> Needs:
         if campaign.done(stage) is not None:
             continue
         if isinstance(stage.config, TrainConfig) and stage.model is not None:
-            stages.append(stage_need(campaign, stage, stage.config))
+            stages.append(stage_need(campaign, stage, stage.config, world))
         for path in set_paths(campaign, stage):
             index = index_if_made(path)
             if index is None:
@@ -119,7 +141,7 @@ def needs_of(campaign: Campaign) -> Needs:
     unused_gpus: list[str] = []
     warn_of_unused_gpus(cluster, unused_gpus.append)
     return Needs(
-        workers=cluster.workers,
+        workers=world,
         gpus_per_worker=cluster.gpus_per_worker,
         code=code_version(),
         stages=stages,
@@ -139,10 +161,13 @@ def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
     return paths
 
 
-def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> StageNeed:
+def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_world: int) -> StageNeed:
     """Say what a trained stage will ask of workers, links and the disk."""
     cluster = campaign.cluster
-    arithmetic = batch_arithmetic(cfg, cluster.workers)
+    allowed = allowed_worlds(cfg, cluster)
+    # The largest that the stage allows among so many workers as are measured.
+    world = max([size for size in allowed if size <= measured_world], default=allowed[-1])
+    arithmetic = batch_arithmetic(cfg, world)
     parameters = models.parameters_of(stage.model)
     # ZeRO 2 and 3 sum after every micro-batch, because no worker keeps a whole gradient; 3 also gathers the weights,
     # half as much again (Rajbhandari et al. 2020, section 7).
@@ -153,7 +178,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> StageNeed:
         reductions *= 1.5
     compute_s = None
     if cluster.gpus_per_worker:
-        gpus = cluster.workers * cluster.gpus_per_worker
+        gpus = world * cluster.gpus_per_worker
         compute_s = models.training_flops(stage.model, cfg.batch_size) / (gpus * GPU_FLOPS)
     checkpoint = checkpoint_bytes(cfg, stage.model)
     disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
@@ -162,8 +187,8 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> StageNeed:
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine)
         reductions=reductions,
         compute_s=compute_s,
-        memory_bytes=sum(memory_estimate(cfg, stage.model, cluster.workers)),
-        snapshot_bytes=checkpoint // cluster.workers,
+        memory_bytes=sum(memory_estimate(cfg, stage.model, world)),
+        snapshot_bytes=checkpoint // world,
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
     )
@@ -172,12 +197,12 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> StageNeed:
 # ------------------------------------------------------------------------ the workers
 
 
-def examine_workers(campaign: Campaign, needs: Needs, say: Callable[[str], None]) -> PreflightReport:
-    """Run the worker group once, and answer its questions meanwhile.
+def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightReport:
+    """Run a worker group of `world` workers once, and answer its questions meanwhile.
 
     Raises ClusterError, WorkerGroupError, and OSError where the run directory cannot be written.
     """
-    cluster = campaign.cluster
+    cluster = dataclasses.replace(campaign.cluster, workers=world)
     largest = max((stage.gradient_bytes for stage in needs.stages), default=0)
     with folder_in(campaign.run) as folder:
         shared = folder / "shared"
@@ -191,7 +216,6 @@ def examine_workers(campaign: Campaign, needs: Needs, say: Callable[[str], None]
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,
         }
-        backends.wait_for_resources(cluster, str(campaign.run), say, do_nothing)
         run_worker_group = backends.worker_group_runner(cluster)
         with answering(shared):
             report = run_worker_group(examine, task, cluster=cluster, folder=group_folder, on_tick=do_nothing)

@@ -25,7 +25,7 @@ from data.shards.index import Index, load_index
 from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.checkpoint import attempt_of_stage
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.training_config import TrainConfig, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most
@@ -150,15 +150,12 @@ def with_recorded_drop(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig
     It may change from attempt to attempt, and task.json has only that of the newest.
     """
     # Attempts that reported the step; of several, the last is the one whose weights went on.
-    attempts = []
-    for record in read_metrics(folder):
-        first_step = record["step"] - len(record["losses"]) + 1
-        if first_step <= step <= record["step"]:
-            attempts.append(record["attempt"])
+    index = MetricsIndex(folder)
+    attempts = index.rows[index.covering(step)]["attempt"]
     drop = cfg.data.drop
-    for start in read_metrics(folder, "start"):
+    for start in index.records(index.of_kind("start")):
         # A step that no attempt has reported may have ended any of those that started before it.
-        took_the_step = not attempts or start["attempt"] == attempts[-1]
+        took_the_step = not len(attempts) or start["attempt"] == attempts[-1]
         if took_the_step and start["step"] < step:
             drop = start.get("drop", ())
     return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
@@ -173,7 +170,8 @@ def logged(folder: Path, step: int) -> list[str]:
     """Say which loss each attempt reported for the step, and what the records of spikes know of it."""
     # A spike's record holds the steps before it too, which tell how it came.
     lines = []
-    for spike in read_metrics(folder, "spike"):
+    index = MetricsIndex(folder)
+    for spike in index.records(index.of_kind("spike")):
         attempt = attempt_of_stage(folder, spike["attempt"])
         for record in spike["recent"]:
             if record["step"] == step:
@@ -182,11 +180,10 @@ def logged(folder: Path, step: int) -> list[str]:
                     f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
                 )
     # A report holds the losses of all steps since the one before it.
-    for record in read_metrics(folder):
+    for record in index.records(index.covering(step)):
         first_step = record["step"] - len(record["losses"]) + 1
-        if first_step <= step <= record["step"]:
-            attempt = attempt_of_stage(folder, record["attempt"])
-            lines.append(f"attempt {attempt}: loss {record['losses'][step - first_step]:.6f}")
+        attempt = attempt_of_stage(folder, record["attempt"])
+        lines.append(f"attempt {attempt}: loss {record['losses'][step - first_step]:.6f}")
     return lines
 
 

@@ -12,8 +12,9 @@ import psutil
 from data.errors import CheckpointError, DataError, UsageError
 from pipeline import handover
 from pipeline.checkpoints import checkpoint
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
+from pipeline.monitoring.accounting import account_rows
+from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.telemetry import amount, duration, last_metrics
 
 
 class Outcome(TypedDict):
@@ -97,7 +98,7 @@ def stage_line(folder: Path) -> str:
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"eta {duration(last['eta_s'])}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
-        f"{account(read_metrics(folder, None)).line()}"
+        f"{account_rows(MetricsIndex(folder).rows).line()}"
     )
 
 

@@ -4,12 +4,15 @@
 2. The reports' seconds are booked as waiting for data, checkpoints, evaluation and, what remains, compute.
 3. Steps that a later attempt did again count as lost; the time between two attempts counts as recovery.
 
-    account(read_metrics(folder, None)).line()  →  "effective 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
+    account_rows(MetricsIndex(folder).rows).line()  →  "effective 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
+from pipeline.monitoring.metrics_index import table
 from pipeline.monitoring.telemetry import Record, duration
 
 
@@ -57,48 +60,57 @@ def account(records: Sequence[Record]) -> Account:
 
     A record's `time` is its end; the driver's claim of an attempt is `claimed` in the attempt's "start" record.
     """
+    return account_rows(table(records))
+
+
+def account_rows(rows: np.ndarray) -> Account:
+    """Book the time of all attempts, as `account` does; `rows` are those of a MetricsIndex."""
     total = Account()
-    starts = [record for record in records if record["kind"] == "start"]
+    starts = rows[rows["kind"] == b"start"]
+    # The records of an attempt side by side, in the order written.
+    rows = rows[np.argsort(rows["attempt"], kind="stable")]
+    begins = np.searchsorted(rows["attempt"], starts["attempt"], "left")
+    ends = np.searchsorted(rows["attempt"], starts["attempt"], "right")
     previous_end = 0.0
     for number, start in enumerate(starts):
         # An attempt that died leaves no record of its end: its last record of any kind stands for it.
-        attempt = [record for record in records if record["attempt"] == start["attempt"]]
-        windows = [record for record in attempt if record["kind"] == "train" and "seconds" in record]
-        end = attempt[-1]["time"]
+        attempt = rows[begins[number] : ends[number]]
+        windows = attempt[(attempt["kind"] == b"train") & ~np.isnan(attempt["seconds"])]
+        end = float(attempt["time"][-1])
         # A report's time is that of its end. An attempt that left no report is start or recovery as a whole.
-        first_step_at = windows[0]["time"] - windows[0]["seconds"] if windows else end
+        first_step_at = end
+        if len(windows):
+            first_step_at = float(windows["time"][0] - windows["seconds"][0])
 
         # Until its first step an attempt starts or, after another one, recovers. Clocks of nodes may have jumped back.
         if number == 0:
-            claimed = start.get("claimed") or start["time"]
-            total.start += max(0.0, first_step_at - claimed)
+            total.start += max(0.0, first_step_at - float(start["claimed"]))
         else:
             total.recovery += max(0.0, first_step_at - previous_end)
 
         # An attempt keeps the steps up to where a later one began; the one that fell back furthest counts.
-        later_begin_at = [later["step"] for later in starts[number + 1 :]]
-        in_windows = 0.0
-        for window in windows:
-            add(total, window, kept=min([window["step"], *later_begin_at]))
-            in_windows += window["seconds"]
-        total.other += max(0.0, end - first_step_at - in_windows)
+        kept = windows["step"]
+        if number + 1 < len(starts):
+            kept = np.minimum(kept, starts["step"][number + 1 :].min())
+        add(total, windows, kept)
+        total.other += max(0.0, end - first_step_at - float(windows["seconds"].sum()))
         previous_end = end
     return total
 
 
-def add(total: Account, window: Record, kept: int) -> None:
-    """Book one report's seconds; its steps after step `kept` are lost, each with its share."""
-    steps = len(window["losses"])
-    lost_steps = min(max(window["step"] - kept, 0), steps)
+def add(total: Account, windows: np.ndarray, kept: np.ndarray) -> None:
+    """Book the seconds of reports; of each, its steps after step `kept` are lost, each with its share."""
+    steps = windows["count"]
+    lost_steps = np.clip(windows["step"] - kept, 0, steps)
     # A later attempt may begin amid a report's steps. Their single times are not known, so all count alike.
     lost_share = lost_steps / steps
     kept_share = 1 - lost_share
-    seconds = window["seconds"]
-    waited_s = window["wait"] * seconds
-    stalled_s = window["stalled_s"]
-    evaluated_s = window["evaluated_s"]
-    total.lost += lost_share * seconds
-    total.data += kept_share * waited_s
-    total.checkpoint += kept_share * stalled_s
-    total.compute += kept_share * (seconds - waited_s - stalled_s - evaluated_s)
-    total.other += kept_share * evaluated_s
+    seconds = windows["seconds"]
+    waited_s = windows["wait"] * seconds
+    stalled_s = windows["stalled_s"]
+    evaluated_s = windows["evaluated_s"]
+    total.lost += float((lost_share * seconds).sum())
+    total.data += float((kept_share * waited_s).sum())
+    total.checkpoint += float((kept_share * stalled_s).sum())
+    total.compute += float((kept_share * (seconds - waited_s - stalled_s - evaluated_s)).sum())
+    total.other += float((kept_share * evaluated_s).sum())

@@ -7,7 +7,8 @@
        {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, "images_per_s": 41200.0, …}
        step 50/700000  loss 2.8410  lr 4.0e-06  grad 0.42  img/s 41.2k (2.6k/worker)  wait 0.8%  mem 61.0G  eta 3d04h
 
-3. Whoever drives the run follows log.txt and prints it; `read_metrics` and `last_metrics` read the records back.
+3. Whoever drives the run follows log.txt and prints it; `read_metrics` and `last_metrics` read the records back, and
+   metrics_index.py finds some of very many.
 
 A loss or norm that is not finite is null in metrics.jsonl, because JSON has neither NaN nor infinity; the readers here
 give NaN back. Files from before hold a bare NaN or Infinity, which Python reads and other JSON readers may refuse.
@@ -344,28 +345,41 @@ def read_metrics(directory: Path, kind: str | None = "train", tail: int | None =
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
-    with open(path, "rb") as file:
-        if tail is not None:
-            file.seek(max(0, path.stat().st_size - tail))
-        lines = file.read().splitlines()
     records: list[Record] = []
-    for line in lines:
-        try:
-            record = json.loads(line, object_hook=with_nan)
-        except ValueError:  # torn
-            continue
-        # Part of a torn line may be valid JSON by chance: a number, say.
-        if not isinstance(record, dict):
-            continue
-        record = MetricsRecord(record, path)
-        if kind is None or record["kind"] == kind:
+    for line in lines_of(path, tail):
+        record = parsed(line, path)
+        if record is not None and (kind is None or record["kind"] == kind):
             records.append(record)
     return records
 
 
+def lines_of(path: Path, tail: int | None) -> list[bytes]:
+    """Return the lines of the last `tail` bytes of a file, the first perhaps cut, or all of them."""
+    with open(path, "rb") as file:
+        if tail is not None:
+            file.seek(max(0, path.stat().st_size - tail))
+        return file.read().splitlines()
+
+
+def parsed(line: bytes, path: Path) -> MetricsRecord | None:
+    """Return the record of a line of metrics.jsonl; None where it is torn."""
+    try:
+        record = json.loads(line, object_hook=with_nan)
+    except ValueError:
+        return None
+    # Part of a torn line may be valid JSON by chance: a number, say.
+    if not isinstance(record, dict):
+        return None
+    return MetricsRecord(record, path)
+
+
 def last_metrics(directory: Path) -> Record | None:
     """Return the newest training record, found without reading a month of them."""
-    records = read_metrics(directory, tail=TAIL_BYTES)
-    if not records:
+    path = directory / "metrics.jsonl"
+    if not path.exists():
         return None
-    return records[-1]
+    for line in reversed(lines_of(path, TAIL_BYTES)):
+        record = parsed(line, path)
+        if record is not None and record["kind"] == "train":
+            return record
+    return None

@@ -6,10 +6,12 @@
 
    overwritten in place by a single write (2 µs on a local disk).
 2. The driver calls `Watch.look` twice a second. It compares what it reads with what it read before, on its own clock:
-   the nodes' clocks do not matter.
+   the nodes' clocks do not matter. Of a large group it reads the next 256 files, so that a look costs the same whatever
+   the number of workers; before it passes a verdict it reads all.
 3. When no worker has entered a phase for `stall_s`, the look returns a verdict: the rank that holds up the others, and
    why. All workers enter the same phases in the same order, so the one that has entered the fewest is behind.
-4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move.
+4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move. In a large
+   group it compares workers whose files were read at one look: the others of a slow one wait for it in any such batch.
 
 From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
 On a GPU a phase is entered when its kernels are queued; a device that hangs shows in the next phase that waits for it,
@@ -35,6 +37,7 @@ LONGEST_SHARD = 150  # characters; as JSON each may take twelve bytes, and a lin
 # A worker is slow when it was alone behind in this share of so many looks of the driver, which looks twice a second.
 SLOW_LOOKS = 60
 SLOW_SHARE = 0.9
+READ_AT_A_LOOK = 256  # phase files; 4,096 take 16 looks, 8 s
 
 
 def phase_file(folder: Path, rank: int) -> Path:
@@ -144,9 +147,13 @@ class Watch:
         self.stall_s = stall_s
         self.start_s = max(start_s, stall_s)
         self.clock = clock
-        self.began: float | None = None  # at the first look
+        self.last_sign: float | None = None  # when a worker was last seen in a new phase; at first the first look
         self.places: dict[int, Place] = {}  # by rank, as last seen
-        self.looks = 0  # during steps, since `slow` last told
+        # Ranks that are read at one look, all of about the same number.
+        batches = -(-world // READ_AT_A_LOOK)
+        self.batches = [range(world * batch // batches, world * (batch + 1) // batches) for batch in range(batches)]
+        self.turn = 0  # the batch of the next look
+        self.looks: Counter[int] = Counter()  # by batch: looks during steps, since `slow` last told
         self.behind: Counter[int] = Counter()  # by rank: in how many of them all others waited for it
 
     def look(self, frozen: Callable[[int], bool]) -> Verdict | None:
@@ -155,44 +162,50 @@ class Watch:
         `frozen` tells whether the process of a rank is stopped by a signal.
         """
         # Counted from the first look: there may be no file of any worker for a long time.
-        if self.began is None:
-            self.began = self.clock()
-        self.update_places()
-        last_sign = max([self.began, *(place.since for place in self.places.values())])
-        idle_s = self.clock() - last_sign
+        if self.last_sign is None:
+            self.last_sign = self.clock()
+        batch = self.turn
+        self.turn = (batch + 1) % len(self.batches)
+        self.update_places(self.batches[batch])
+        # Nobody of this batch has moved for long: somebody of another one may have.
+        if len(self.batches) > 1 and self.clock() - self.last_sign > self.stall_s:
+            self.update_places(range(self.world))
+        idle_s = self.clock() - self.last_sign
 
         # A worker that has never been seen may still be importing, which takes longer than any phase.
-        missing = [rank for rank in range(self.world) if rank not in self.places]
-        if missing:
+        if len(self.places) < self.world:
             if idle_s > self.start_s:
+                missing = [rank for rank in range(self.world) if rank not in self.places]
                 return self.judge_start(missing, idle_s, frozen)
             return None
 
         # Only in the steps do all workers do equally much; elsewhere rank 0 may be behind for good reasons.
-        if all(place.phase in STEP for place in self.places.values()):
-            self.looks += 1
-            rank = self.alone_behind()
-            if rank is not None:
-                self.behind[rank] += 1
+        if all(self.places[rank].phase in STEP for rank in self.batches[batch]):
+            self.looks[batch] += 1
+            late = self.alone_behind(self.batches[batch])
+            if late is not None:
+                self.behind[late] += 1
         if idle_s > self.stall_s:
             return self.judge(idle_s, frozen)
         return None
 
-    def update_places(self) -> None:
-        """Read every phase file and note when a worker is first seen in a phase."""
-        for rank in range(self.world):
+    def update_places(self, ranks: range) -> None:
+        """Read the phase files of some workers and note when one is first seen in a phase."""
+        for rank in ranks:
             place = self.read(rank)
             known = self.places.get(rank)
             if place is None:
                 continue
             # Judged by the count, on this clock: a phase may follow one of the same name, and nodes' clocks differ.
             if known is None or place.entered != known.entered:
-                self.places[rank] = replace(place, since=self.clock())
+                self.last_sign = self.clock()
+                self.places[rank] = replace(place, since=self.last_sign)
 
     def read(self, rank: int) -> Place | None:
         """Return where a worker says that it is; None where it has said nothing, or the file is not there."""
         try:
-            fields = json.loads(phase_file(self.folder, rank).read_text())
+            with open(phase_file(self.folder, rank), "rb") as file:
+                fields = json.loads(file.read())
         except (OSError, ValueError):
             return None
         return Place(**fields)
@@ -233,12 +246,13 @@ class Watch:
             return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s")
         return Verdict(rank, f"stuck for {idle_s:.0f}s, the others wait for it")
 
-    def alone_behind(self) -> int | None:
-        """Return the one worker that all others wait for; None where there is no such worker."""
-        last = min(self.places, key=lambda rank: self.places[rank].entered)
-        if self.world == 1:
+    def alone_behind(self, ranks: range) -> int | None:
+        """Return the one of these workers that all others of them wait for; None where there is no such worker."""
+        last = min(ranks, key=lambda rank: self.places[rank].entered)
+        if len(ranks) == 1:
             return None
-        for rank, place in self.places.items():
+        for rank in ranks:
+            place = self.places[rank]
             # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
             waits_for_it = place.phase in WAITING and place.entered > self.places[last].entered
             if rank != last and not waits_for_it:
@@ -248,16 +262,15 @@ class Watch:
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
 
-        It answers once for every `SLOW_LOOKS` looks, and returns None in between.
+        It answers once for every `SLOW_LOOKS` looks at a batch, and returns None in between.
         """
-        if self.looks < SLOW_LOOKS:
-            return None
-        # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
-        looks = self.looks
-        most_often_behind = self.behind.most_common(1)
-        self.looks = 0
-        self.behind = Counter()
-        for rank, times in most_often_behind:  # one, or none
+        for batch, looks in self.looks.items():
+            if looks < SLOW_LOOKS:
+                continue
+            # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
+            times_behind = Counter({rank: self.behind.pop(rank, 0) for rank in self.batches[batch]})
+            self.looks[batch] = 0
+            ((rank, times),) = times_behind.most_common(1)
             if times >= SLOW_SHARE * looks:
                 return rank, times / looks
         return None
