@@ -226,6 +226,9 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
 
 
 def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker(tmp_path, monkeypatch) -> None:
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+    from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
+
     from jobs.cluster import ray_failures
 
     def left(rank: int, **end: object) -> None:
@@ -250,6 +253,14 @@ def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker
     assert str(ray_failures.lost_node(tmp_path, 3)) == "worker 1 on n1: its node does not answer"
     left(1, **raised, error=peer_lost)
     assert ray_failures.lost_node(tmp_path, 3) is None, "who has written its end was there to do so"
+
+    # A node that is drained goes as soon as its worker has: Train has ended it, because a peer had committed and ended.
+    left(0, **raised | {"exit_code": 75, "kind": "Preempted"}, error="stopped at step 9 after committing it")
+    left(1)
+    nodes[1]["Alive"] = False
+    committed = TrainWorkerGroupError("stopped", {0: WorkerHealthCheckFailedError("", OSError("75"))})
+    assert ray_failures.failure_of(committed, tmp_path, 3).exit_code == 75
+    assert ray_failures.lost_node(tmp_path, 3) is None
 
 
 # ------------------------------------------------------------------------ what is too small or absent
@@ -558,6 +569,8 @@ def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backe
             on_tick=give_up_on_a_hang,
         )
     assert not alive(tmp_path / "hang")
+    # One that waits inside Ray while this process leaves the cluster would crash it.
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fit-")]
     assert not psutil.wait_procs(family, timeout=1)[1]
     assert not any(directory.exists() for directory in directories)
 

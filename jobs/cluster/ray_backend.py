@@ -14,11 +14,14 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypedDict
 
 import ray
+from ray._private.state import state as ray_state
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -38,6 +41,7 @@ from jobs.cluster.worker_group import (
     RankInfo,
     Task,
     WorkerFunction,
+    WorkerGroupError,
     do_nothing,
     meeting_place,
     rank_zero_value,
@@ -48,6 +52,8 @@ from jobs.cluster.worker_group import (
 __all__ = ["connect", "disconnect", "gpus_present", "leave_node", "reserve_places", "run_worker_group"]
 
 TICK_S = 0.5
+CONTROLLER = "TrainController"  # the class of Train's own actor that starts and watches the workers
+CONTROLLER_S = 5.0  # for it to end when it is killed
 
 _stores: list[TCPStore] = []  # in the process of rank 0: the one that it serves
 
@@ -90,26 +96,32 @@ def run_worker_group(
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
     fit.start()
     watch.start()
+    lost: WorkerGroupError | None = None
     try:
-        while fit.is_alive():
+        while fit.is_alive() and lost is None:
             fit.join(TICK_S)
             copies.look()
             on_tick()
             # Train would say so too, but only when Ray has missed the node.
-            failure = lost_node(folder, cluster.world)
-            if failure is not None:
-                raise failure
+            lost = lost_node(folder, cluster.world)
         copies.last_look()
         copies.end()
+        if lost is not None:
+            # What clears up behind the controller gives the places back, at any moment from now on.
+            placement.release()
+            _end_controller(fit)
     except BaseException:
         # Train's own abort needs the main thread, which is this one: leaving the cluster kills its workers at once.
         has_ended.set()
+        _end_controller(fit)
         disconnect()
         raise
     finally:
         has_ended.set()
         # Train may return before its workers are gone, and the next attempt wants their GPUs.
         terminate_workers(folder, cluster.world)
+    if lost is not None:
+        raise lost
     if errors:
         raise failure_of(errors[0], folder, cluster.world)
     return rank_zero_value(folder)
@@ -258,6 +270,23 @@ def _worker(spec: WorkerSpec) -> None:
     threading.Thread(target=worker_gauge.keep_set, args=(spec["folder"], info), daemon=True).start()
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])
+
+
+def _end_controller(fit: threading.Thread) -> None:
+    """Kill Train's controller, which takes its workers along, and return when the thread that waits for it has ended.
+
+    Where it is inside Ray while this process leaves the cluster, the process ends with SIGSEGV, then or later. After
+    CONTROLLER_S it is left alone.
+    """
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    deadline = time.monotonic() + CONTROLLER_S
+    while fit.is_alive() and time.monotonic() < deadline:
+        # Again, because there may not have been one yet. The head may be away.
+        with suppress(Exception):
+            for actor_id, actor in ray_state.actor_table(None, job).items():
+                if actor["ActorClassName"] == CONTROLLER and actor["State"] != "DEAD":
+                    ray._private.worker.global_worker.core_worker.kill_actor(ray.ActorID.from_hex(actor_id), True)
+        fit.join(TICK_S)
 
 
 def _fit(trainer: TorchTrainer, errors: list[BaseException]) -> None:

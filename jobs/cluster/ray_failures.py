@@ -37,11 +37,8 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     for rank, worker_error in worker_errors.items():
         deaths[rank] = describe_death(worker_error, written.get(rank))
     # When a whole node dies, its peers raise before Ray knows of it, and Train ends the attempt because of them.
-    for rank, record in written.items():
-        if "ended" not in record and rank not in deaths:
-            loss = _loss_of_node(record)
-            if loss:
-                deaths[rank] = loss
+    for rank, loss in _gone_with_their_nodes(written).items():
+        deaths.setdefault(rank, loss)
     return group_failure(folder, world, deaths)
 
 
@@ -54,15 +51,27 @@ def lost_node(folder: Path, world: int) -> WorkerGroupError | None:
     # Without a peer that has raised, a node that takes no connection may only be slow: that is for Ray to judge.
     if not any(has_lost_a_peer(record) for record in written.values()):
         return None
-    deaths = {}
+    deaths = _gone_with_their_nodes(written)
+    if not deaths:
+        return None
+    return group_failure(folder, world, deaths)
+
+
+def _gone_with_their_nodes(written: Mapping[int, WorkerRecord]) -> dict[int, str]:
+    """Say of the workers that left no end how their nodes were lost, of those whose nodes were.
+
+    Of none where a worker has asked for an exit code: then Train ends the others, who may not come to write their
+    ends, and a node that is drained is gone as soon as its workers are.
+    """
+    losses: dict[int, str] = {}
+    if any(record.get("exit_code") is not None for record in written.values()):
+        return losses
     for rank, record in written.items():
         if "ended" not in record:
             loss = _loss_of_node(record)
             if loss:
-                deaths[rank] = loss
-    if not deaths:
-        return None
-    return group_failure(folder, world, deaths)
+                losses[rank] = loss
+    return losses
 
 
 def _controller_failure(error: BaseException) -> WorkerGroupError:
