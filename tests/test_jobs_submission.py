@@ -16,17 +16,22 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.cluster import submission
+from jobs.cluster import job_metadata, submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT, explain
 
 TRAIN = """
 import signal, sys, time
+from jobs.cluster import job_metadata
 def stop(number, frame):
     time.sleep(4)  # longer than Ray's own grace of 3 s
     print("committed", flush=True)
+    job_metadata.update({"progress": "committed"})
+    job_metadata.flush()
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
+job_metadata.update({"stage": "pretrain", "progress": "step 0"})
+job_metadata.update({"progress": "step 1"})
 print("step 1 {braces}", flush=True)
 time.sleep(300)
 """
@@ -70,9 +75,15 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     while "step 1 {braces}" not in "".join(printed):  # a command's braces and quotes arrive as they were
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    # What the driver tells of itself is merged into what was given when it was submitted.
+    told = {"job_name": "digits", "run": "/runs/digits", "stage": "pretrain", "progress": "step 1"}
+    while submission.status("/runs/digits").metadata != told:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert submission.stop("/runs/digits", say=said.append).status == "STOPPED"
     follower.join(30)
-    assert "committed" in "".join(printed)
+    assert "committed" in "".join(printed) and "INFO" not in "".join(printed)
+    assert submission.status("/runs/digits").metadata == told | {"progress": "committed"}
     assert main(["logs", "/runs/digits"]) == 75
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout, say=said.append)
@@ -82,10 +93,16 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
 
 
+def test_a_process_that_is_no_submitted_job_has_nothing_to_tell(monkeypatch) -> None:
+    monkeypatch.setattr(job_metadata, "_merge", lambda values: pytest.fail("it has no entry"))
+    job_metadata.update({"stage": "pretrain"})
+    job_metadata.flush()
+
+
 def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
     # More CPUs than there are: the job has no place, as on a cluster whose head is full.
     place = {"entrypoint_num_cpus": 10_000, "metadata": {"run": "pending"}}
-    submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
+    submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place), print)
     assert submission.status("pending").status == "PENDING"
     assert not submission.stop("pending", say=lambda line: None).alive
     assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
@@ -118,11 +135,13 @@ def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeyp
             raise RuntimeError(answer)
         return "digits-001"
 
-    assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
+    said: list[str] = []
+    assert submission._submit_when_possible(submit_job, said.append) == "digits-001" and len(asked) == 3
+    assert said == ["waiting for the agent of the cluster's head, which runs jobs; for up to 300 s"]
     asked.clear()
     monkeypatch.setattr(submission, "AGENT_WAIT_S", 0.0)
     with pytest.raises(ClusterError, match="the cluster's head takes no jobs: its agent has not started within 0 s"):
-        submission._submit_when_possible(submit_job)
+        submission._submit_when_possible(submit_job, said.append)
 
 
 def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checkout) -> None:

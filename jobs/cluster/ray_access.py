@@ -25,6 +25,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -128,7 +129,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
     ray._private.worker.print_to_stdstream = _print_nothing
     try:
-        with _loopback_only():
+        with _loopback_only(), _any_agent_port():
             ray.init(
                 address="local",
                 # Workers that compute with few threads share the cores; Ray only counts.
@@ -176,6 +177,20 @@ def _loopback_only() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = variable_before
+
+
+@contextmanager
+def _any_agent_port() -> Iterator[None]:
+    """Let the agent of the cluster that the block starts listen on a port that is free; `ray.init` has no word for it.
+
+    By default it is 52365, and where another Ray of this machine has that, the agent runs on without taking jobs.
+    """
+    theirs = ray._private.parameter.RayParams
+    ray._private.parameter.RayParams = partial(theirs, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        ray._private.parameter.RayParams = theirs
 
 
 @contextmanager

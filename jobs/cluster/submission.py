@@ -6,7 +6,7 @@ How a run is submitted:
 3. name the job by the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
 
 >>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
-Job(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None)
+Job(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None, …)
 
 A job is found again by the `run` in its metadata. Ray's table of jobs is lost with the head; the truth about a run is
 its directory.
@@ -40,8 +40,11 @@ MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 POLL_S = 0.5
-AGENT_WAIT_S = 60.0
+AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
+RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
+# The last two have set a level of their own when they were imported.
+RAY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 
 # Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
 KILL_PENDING = """
@@ -58,6 +61,7 @@ class Job:
     status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
     started_s: float  # since 1970
     exit_code: int | None
+    metadata: Mapping[str, str]  # given when it was submitted, and what its driver has told since (job_metadata.py)
 
     @property
     def alive(self) -> bool:
@@ -125,7 +129,7 @@ def submit(
     say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
     say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
     # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
-    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request))
+    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request), say)
     say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
 
@@ -165,7 +169,7 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
     client.stop_job(job.id)
     # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
     if job.status == "PENDING":
-        _kill_pending(client, job.id)
+        _kill_pending(client, job.id, say)
 
     # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
     deadline = time.monotonic() + wait_s
@@ -234,8 +238,9 @@ def _connect() -> JobSubmissionClient:
     """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     use_token_if_any()
-    # Ray would print a line about every file that it leaves out of the package.
-    logging.getLogger("ray").setLevel(logging.WARNING)
+    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log.
+    for name in RAY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     # Tried first, because Ray's client takes a minute to fail, and its message says less.
     if address not in ("", "auto"):
         require_reachable(address)
@@ -251,12 +256,13 @@ def _connect() -> JobSubmissionClient:
         ) from None
 
 
-def _submit_when_possible(submit_job: Callable[[], str]) -> str:
+def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
     """Submit a job and return its id; a head that has just started cannot take jobs yet, and is asked again.
 
     Raises ClusterError where it takes none for AGENT_WAIT_S.
     """
     deadline = time.monotonic() + AGENT_WAIT_S
+    has_said = False
     while True:
         try:
             return submit_job()
@@ -264,11 +270,15 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
             # The head answers this when its agent, which runs jobs and starts last, is not there after 10 s.
             if NO_AGENT not in str(error):
                 raise
+            if not has_said:
+                say(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
+                has_said = True
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"the cluster's head takes no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
-                "the head may be overloaded, or the agent has crashed\n"
-                "type the same command again, or look at the head's /tmp/ray/session_latest/logs/dashboard_agent.log"
+                "the head may be overloaded, or another Ray of that machine has its port, 52365\n"
+                "look at the head's /tmp/ray/session_latest/logs/dashboard_agent.log; for a port of its own type\n"
+                "`ray start --head --dashboard-agent-listen-port PORT`"
             )
         time.sleep(POLL_S)
 
@@ -287,6 +297,7 @@ def _job(details: JobDetails) -> Job:
         status=str(details.status),
         started_s=milliseconds / 1000,
         exit_code=details.driver_exit_code,
+        metadata=metadata,
     )
 
 
@@ -314,20 +325,21 @@ def _latest_job(client: JobSubmissionClient, run: str) -> Job:
 
 async def _follow(client: JobSubmissionClient, job_id: str, write: Say) -> None:
     async for text in client.tail_job_logs(job_id):
-        write(text)
+        # Ray's own word, before the driver's first, that an environment is being set up.
+        write(RAY_LINE.sub("", text))
 
 
 def _print_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _kill_pending(client: JobSubmissionClient, job_id: str) -> None:
+def _kill_pending(client: JobSubmissionClient, job_id: str, say: Say) -> None:
     """End a job that waits for its place: a second job kills its supervisor.
 
     The Jobs API has no call for that, and it may be all of the cluster that we can reach.
     """
     command = shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)])
-    helper = _submit_when_possible(partial(client.submit_job, entrypoint=command))
+    helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
     while client.get_job_status(helper) in (JobStatus.PENDING, JobStatus.RUNNING):
         time.sleep(POLL_S)
     # Otherwise the helper would stay in the cluster's list of jobs.
