@@ -1,7 +1,7 @@
 """The two ways to run N workers, Ray or plain processes, with one contract (worker_group.RunWorkerGroup).
 
 connect(cluster)                                        # Ray only: starts or joins it
-wait_for_resources(cluster, "/runs/digits", say, look)  # Ray only: reserves a place for every worker
+wait_for_resources(cluster, "/runs/digits", say, look)  # Ray only: queues, and reserves a place for every worker
 run_worker_group = worker_group_runner(cluster)
 value = run_worker_group(train, task, cluster=cluster, folder=attempt_folder, on_tick=look)
 disconnect()
@@ -32,6 +32,7 @@ __all__ = [
     "connect",
     "disconnect",
     "leave_nodes",
+    "must_make_way",
     "run_worker_group",
     "wait_for_resources",
     "worker_group_runner",
@@ -59,7 +60,7 @@ def wait_for_resources(
 ) -> None:
     """Return when a worker group can start; what `on_tick`, called more than once a second, raises ends the wait.
 
-    `run` is the name under which others see who holds the resources. Raises ClusterError; see placement.reserve.
+    `run` is the name under which others see who holds the resources. Raises ClusterError; see queue.reserve.
     """
     # Processes of this machine start at once, or are refused.
     if cluster.backend == "ray":
@@ -76,6 +77,15 @@ def leave_nodes(cluster: ClusterConfig, node_ids: list[str]) -> None:
 
         for node_id in node_ids:
             ray_backend.leave_node(node_id)
+
+
+def must_make_way(cluster: ClusterConfig) -> bool:
+    """Tell whether another campaign of the cluster is to have the places of this one."""
+    if cluster.backend == "processes":
+        return False
+    from jobs.cluster import ray_backend
+
+    return ray_backend.must_make_way()
 
 
 def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:

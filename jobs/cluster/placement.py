@@ -59,8 +59,8 @@ def reserve(
     """Return a placement group that holds one place for every worker, when Ray has made room for it.
 
     What this process holds already is returned at once, where it fits and none of its nodes is to be left. `on_tick`
-    is called about four times a second; what it raises ends the wait. Raises ClusterError after `start_timeout_s`, or
-    at once where an embedded cluster will never have the room.
+    is called about four times a second; what it raises ends the wait. Raises ClusterError after `wait_s`, or at once
+    where an embedded cluster will never have the room.
     """
     share = share_of_worker(cluster)
     refuse_what_never_fits(cluster, is_embedded)
@@ -89,6 +89,11 @@ def release() -> None:
     """Give back what this process holds, where it holds anything."""
     while _reservations:
         remove_placement_group(_reservations.pop().group)
+
+
+def group_id() -> str:
+    """Return the id of the placement group that this process has asked for; "" where there is none."""
+    return _reservations[0].group.id.hex() if _reservations else ""
 
 
 def forget() -> None:
@@ -122,7 +127,7 @@ def refuse_what_never_fits(cluster: ClusterConfig, is_embedded: bool) -> None:
     share = share_of_worker(cluster)
     room = room_for(share, ray_state.total_resources_per_node())
     if room < cluster.workers:
-        raise _too_small(
+        raise too_small(
             f"room for {room} of {cluster.workers} workers of {in_words(share)}", "this machine has no more"
         )
 
@@ -163,26 +168,42 @@ def _wait(
 ) -> None:
     """Return when Ray has placed the group; say meanwhile what is missing. Raises what `reserve` raises."""
     began = time.monotonic()
-    next_word = began + FIRST_WORD_S
-    last_word = ""
-    said = began
+    words = Words(say)
     while placement_group_table(group)["state"] != "CREATED":
-        now = time.monotonic()
-        if now > began + cluster.start_timeout_s:
-            raise _too_small(_missing(cluster.workers, share), f"waited {cluster.start_timeout_s:.0f} s")
-        # Who waits must be told for what, or a queue looks like a hang.
-        if now > next_word:
-            word = _missing(cluster.workers, share)
-            if word != last_word or now > said + SAME_WORD_S:
-                say(f"waiting for the cluster: {word}")
-                last_word = word
-                said = now
-            next_word = now + NEXT_WORD_S
+        if cluster.wait_s is not None and time.monotonic() > began + cluster.wait_s:
+            raise too_small(missing(cluster.workers, share), f"waited {cluster.wait_s:.0f} s")
+        if words.are_due():
+            words.tell(missing(cluster.workers, share))
         on_tick()
         time.sleep(POLL_S)
 
 
-def _missing(workers: int, share: Mapping[str, int]) -> str:
+class Words:
+    """Says what is waited for: not at once, when it has changed, and now and then. Or a queue looks like a hang."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.next_word = time.monotonic() + FIRST_WORD_S
+        self.last_word = ""
+        self.said = 0.0
+
+    def are_due(self) -> bool:
+        """Tell whether `tell` would say something new."""
+        return time.monotonic() > self.next_word
+
+    def tell(self, word: str) -> None:
+        """Say a word, where it is due."""
+        now = time.monotonic()
+        if now <= self.next_word:
+            return
+        if word != self.last_word or now > self.said + SAME_WORD_S:
+            self.say(f"waiting for the cluster: {word}")
+            self.last_word = word
+            self.said = now
+        self.next_word = now + NEXT_WORD_S
+
+
+def missing(workers: int, share: Mapping[str, int]) -> str:
     """Say for how many workers there is room, what is free where, and which campaigns hold the rest."""
     leaving = set(draining_nodes())
     free = {}
@@ -245,5 +266,5 @@ def _some(texts: list[str]) -> str:
     return shown
 
 
-def _too_small(missing: str, reason: str) -> ClusterError:
+def too_small(missing: str, reason: str) -> ClusterError:
     return ClusterError(f"{missing}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")

@@ -3,7 +3,8 @@
 1. Connect: join or start the cluster (ray_access.py), and reserve a place for every worker (placement.py).
 2. Place: Ray Train puts one worker on each place, and tells all of them where rank 0 listens.
 3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise. A third asks
-   Ray once a second which nodes are being drained, and leaves a notice where workers are on one.
+   Ray once a second which nodes are being drained, and leaves a notice where workers are on one; a fourth, whether
+   another campaign wants the places.
 4. Clear up: leave the cluster where `on_tick` has raised, and wait until no worker of this host is alive.
 5. Return rank 0's value, or raise the error of the worker that failed first.
 
@@ -27,7 +28,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore
 
-from jobs.cluster import notices, placement
+from jobs.cluster import notices, placement, queue
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of
@@ -43,7 +44,15 @@ from jobs.cluster.worker_group import (
     worker_records,
 )
 
-__all__ = ["connect", "disconnect", "gpus_present", "leave_node", "reserve_places", "run_worker_group"]
+__all__ = [
+    "connect",
+    "disconnect",
+    "gpus_present",
+    "leave_node",
+    "must_make_way",
+    "reserve_places",
+    "run_worker_group",
+]
 
 TICK_S = 0.5
 
@@ -66,8 +75,8 @@ def run_worker_group(
 
     Raises ClusterError as well, where the cluster is missing, refuses us or is too small.
     """
-    # The supervisor has reserved the places already, and waited for them.
-    places = reserve_places(cluster, str(folder), on_tick=on_tick)
+    # The supervisor has waited for the places already, and has them.
+    places = placement.reserve(cluster, str(folder), connect(cluster).embedded, on_tick=on_tick)
     trainer = _make_trainer({"function": function, "task": task, "folder": folder, "cluster": cluster}, places)
     errors: list[BaseException] = []
     has_ended = threading.Event()
@@ -77,8 +86,10 @@ def run_worker_group(
     own_node = ray.get_runtime_context().get_node_id()
     watched = (folder, cluster.workers, own_node, placement.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
+    watch_queue = threading.Thread(target=queue.watch, args=(folder, has_ended), daemon=True)
     fit.start()
     watch.start()
+    watch_queue.start()
     try:
         while fit.is_alive():
             fit.join(TICK_S)
@@ -103,9 +114,23 @@ def reserve_places(
     say: Callable[[str], None] = print,
     on_tick: Callable[[], None] = do_nothing,
 ) -> PlacementGroup:
-    """Connect, and return a place for every worker when there is room for all; see placement.reserve."""
+    """Connect, and return a place for every worker when it is this run's turn and there is room; see queue.reserve."""
     info = connect(cluster)
-    return placement.reserve(cluster, run, info.embedded, say, on_tick)
+    # Nobody else is in a cluster of this process's own.
+    if info.embedded:
+        return placement.reserve(cluster, run, info.embedded, say, on_tick)
+    return queue.reserve(cluster, run, say, on_tick)
+
+
+def must_make_way() -> bool:
+    """Tell whether another campaign is to have the places of this one."""
+    if not ray.is_initialized():
+        return False
+    try:
+        return queue.reason_to_make_way() != ""
+    except Exception:
+        # The head does not answer: then nobody is told anything.
+        return False
 
 
 def leave_node(node_id: str) -> None:

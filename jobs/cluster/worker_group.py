@@ -109,7 +109,9 @@ class ClusterConfig:
     gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
     max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
-    start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
+    start_timeout_s: float = 300.0  # how long the workers may take to start
+    priority: int = 0  # in the queue of a Ray cluster: the higher first, and it takes the places of lower ones
+    wait_s: float | None = None  # how long to wait in the queue for the workers' places; None: for ever
     environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -121,6 +123,8 @@ class ClusterConfig:
             "max_restarts",
             "backoff_s",
             "start_timeout_s",
+            "priority",
+            "wait_s",
             "environment",
         ],
         "free",
@@ -129,7 +133,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "workers cpus_per_worker")
         at_least(self, 0, "gpus_per_worker max_restarts backoff_s")
-        more_than_0(self, "start_timeout_s")
+        more_than_0(self, "start_timeout_s wait_s")
         text = complaint(self.environment)
         if text:
             raise ConfigError(f"environment: {text}")
