@@ -27,13 +27,13 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
 from jobs.ownership import check_place
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
+from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
 from pipeline import config, handover
-from pipeline.arithmetic import batch_arithmetic, steps_of
+from pipeline.arithmetic import steps_of
 from pipeline.config import require
 from pipeline.evaluation.evaluate import check_shape
-from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
 
@@ -383,8 +383,7 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
     )
     try:
-        arithmetic = batch_arithmetic(cfg, campaign.cluster.workers)
-        engine_settings(cfg, arithmetic.accumulation)  # reads and checks the user's DeepSpeed file
+        allowed_worlds(cfg, campaign.cluster)  # reads and checks the user's DeepSpeed file as well
     except ConfigError as error:
         raise ConfigError(f"{stage.name}: {error}") from None
 

@@ -201,15 +201,16 @@ def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
 def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> None:
     """Say once that GPUs are there which no worker uses, and which key is to be set."""
     gpus, place = backends.gpus_present(cluster)
-    used = cluster.workers * cluster.gpus_per_worker
+    used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of the {gpus} of this {place}"
     if gpus and not used:
         say(f"{unused}: the workers compute on the CPU; type cluster.gpus_per_worker=1 to use them")
     # The rest of another cluster is for other people.
     elif gpus > used and place == "machine":
         workers_that_fit = gpus // cluster.gpus_per_worker
-        advice = f"type cluster.workers={workers_that_fit} to use them"
-        if workers_that_fit == cluster.workers:
+        key = "cluster.workers" if cluster.least == cluster.most else "cluster.workers.most"
+        advice = f"type {key}={workers_that_fit} to use them"
+        if workers_that_fit == cluster.most:
             advice = f"too few for one more worker of {cluster.gpus_per_worker}"
         say(f"{unused}; {advice}")
 

@@ -5,7 +5,8 @@
 
 One attempt, in order:
 0. Reserve a place for every worker: wait for this campaign's turn in the queue, and until the cluster has the room;
-   somebody who wants this process to end is heard meanwhile.
+   somebody who wants this process to end is heard meanwhile. Where the stage may run on several numbers of workers,
+   this says on how many it does.
 1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
 2. Ask the stage for its task, the one document that all workers are told.
 3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for what the workers leave behind.
@@ -13,9 +14,10 @@ One attempt, in order:
    process to end, show its log.
 5. It returns a value: done.
 
-Where a node has given notice that it will go, the workers commit and end as if somebody wanted this process to end; but
-then the next attempt starts at once, on other nodes. That is a move, and neither an incident nor a restart. The same
-where a campaign of a higher priority waits for the places; then the next attempt begins with the wait in the queue.
+Where a node has given notice that it will go, or there is room for more workers (growth.py), the workers commit and
+end as if somebody wanted this process to end; but then the next attempt starts at once, on other nodes or on more. That
+is a move, and neither an incident nor a restart. The same where a campaign of a higher priority waits for the places;
+then the next attempt begins with the wait in the queue.
 
 It raises WorkerGroupError instead: write the incident down, and then, first match wins:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
@@ -28,18 +30,20 @@ e. Otherwise wait, and start the next attempt from the newest checkpoint. There 
 """
 
 import builtins
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
-from jobs.cluster.backends import leave_nodes, must_make_way, wait_for_resources, worker_group_runner
+from jobs.cluster.backends import leave_nodes, must_make_way, room_now, wait_for_resources, worker_group_runner
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
 from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
+from jobs.growth import AGAIN_S, Growth
 from jobs.ownership import claim_attempt
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.watchdog import Watch
@@ -64,23 +68,33 @@ def supervise(
     make_task: Callable[[int], Task],
     context: Context,
     *,
+    worlds: Sequence[int],
     stall_s: float,
     ask_to_stop: Callable[[Path], None],
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
-    `make_task(attempt)` returns what the workers of an attempt are told. `ask_to_stop(attempt_folder)` is called,
-    again and again, while somebody wants this process to end; what it raises ends the attempt and comes out here.
-    A worker that holds up all others for `stall_s` seconds is a failure.
+    `make_task(attempt)` returns what the workers of an attempt are told. `worlds` are the numbers of workers on which
+    the stage may run, the largest first. `ask_to_stop(attempt_folder)` is called, again and again, while somebody wants
+    this process to end; what it raises ends the attempt and comes out here. A worker that holds up all others for
+    `stall_s` seconds is a failure.
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
     run_worker_group = worker_group_runner(context.cluster)
     attempts_without_progress = 0
     last_cause = ""
+    wanted_world = 0  # for which the attempt before was stopped
+    grow_after = 0.0  # on the monotonic clock
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        wait_for_resources(context.cluster, str(context.run), context.say, partial(end_if_asked, context))
+        heed_stop = partial(end_if_asked, context)
+        world = wait_for_resources(context.cluster, str(context.run), context.say, heed_stop, worlds)
+        cluster = dataclasses.replace(context.cluster, workers=world)
+        # Room that was gone when it was wanted may come and go: an attempt costs more than it would bring.
+        if world < wanted_world:
+            grow_after = time.monotonic() + AGAIN_S
+        growth = growth_of(context, world, worlds, grow_after)
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context.directory)
@@ -90,14 +104,16 @@ def supervise(
         folder.mkdir(parents=True)
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
-        watch = Watch(folder, context.cluster.workers, stall_s, context.cluster.start_timeout_s)
-        look = partial(look_at_attempt, context, watch, attempt, ask_to_stop)
+        watch = Watch(folder, world, stall_s, cluster.start_timeout_s)
+        look = partial(look_at_attempt, context, watch, growth, attempt, ask_to_stop)
         try:
-            value = run_worker_group(function, task, cluster=context.cluster, folder=folder, on_tick=look)
+            with growth:
+                value = run_worker_group(function, task, cluster=cluster, folder=folder, on_tick=look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            if is_move(context, folder, error):
-                move(context, folder)
+            wanted_world = growth.wanted or 0
+            if is_move(context, folder, growth, error):
+                move(context, folder, growth, world)
                 continue
             # Asked for by whoever wants this process to end.
             if isinstance(error, Preempted):
@@ -153,14 +169,18 @@ def last_step(directory: Path) -> int:
 # ------------------------------------------------------------------------ while an attempt runs
 
 
-def look_at_attempt(context: Context, watch: Watch, attempt: int, ask_to_stop: Callable[[Path], None]) -> None:
+def look_at_attempt(
+    context: Context, watch: Watch, growth: Growth, attempt: int, ask_to_stop: Callable[[Path], None]
+) -> None:
     """Look at a running attempt once.
 
     Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no worker
     has started, and whatever `ask_to_stop` raises.
     """
     end_if_stuck(context, watch)
-    if notices(watch.folder):
+    if growth.wanted is None and growth.is_due():
+        context.say(f"room for {growth.wanted} workers, now {watch.world}: committing the step, to go on with more")
+    if notices(watch.folder) or growth.wanted is not None:
         ask_to_stop(watch.folder)
     # Again with every look: the attempt may have begun after the signal.
     if context.stopping():
@@ -200,20 +220,31 @@ def end_if_stuck(context: Context, watch: Watch) -> None:
         context.say(f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks")
 
 
-# ------------------------------------------------------------------------ when a node is about to leave
+# ------------------------------------------------------------------------ when a node is about to leave, or has joined
 
 
-def is_move(context: Context, folder: Path, end: WorkerGroupError | Preempted) -> bool:
-    """Tell whether an attempt has ended because one of its nodes gave notice, and for no other reason."""
-    return end.exit_code == ExitCode.PREEMPTED and notices(folder) != [] and not context.stopping()
+def growth_of(context: Context, world: int, worlds: Sequence[int], not_before: float) -> Growth:
+    """Return what tells when an attempt of `world` workers is to end for a larger one."""
+    larger = [other for other in worlds if other > world]
+    room = partial(room_now, context.cluster)
+    return Growth(larger, context.cluster.patience_s, room, partial(last_step, context.directory), not_before)
 
 
-def move(context: Context, folder: Path) -> None:
-    """Say which node is left, or for whom the campaign makes way, and from where the next attempt starts.
+def is_move(context: Context, folder: Path, growth: Growth, end: WorkerGroupError | Preempted) -> bool:
+    """Tell whether an attempt has ended because a node gave notice or there is room for more workers, and only so."""
+    was_asked = growth.wanted is not None or notices(folder) != []
+    return end.exit_code == ExitCode.PREEMPTED and was_asked and not context.stopping()
 
-    Raises Preempted where it is the driver's own node: the next attempt needs a driver elsewhere.
+
+def move(context: Context, folder: Path, growth: Growth, world: int) -> None:
+    """Say which node is left, or how many workers are wanted, and from where the next attempt starts.
+
+    Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
     """
     given = notices(folder)
+    if not given:
+        context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
+        return
     if all(notice.get("makes_way") for notice in given):
         context.say(f"makes way: {given[0]['why']}; waits in the queue, to go on from {restart_point(context)}")
         return

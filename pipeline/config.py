@@ -148,6 +148,7 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
     assert isinstance(values, Mapping)
     # OmegaConf's own message for an unknown key suggests no other name, so names are checked first.
     _check_names(kind, values, where)
+    values = _with_numbers(kind, values)
     try:
         base = OmegaConf.structured(kind if defaults is None else defaults)
         merged = OmegaConf.merge(base, values)
@@ -173,6 +174,11 @@ def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: 
         if holds_whole_numbers(hints[name]) and value is not None:
             _check_whole_numbers(value, path)
         inner = section_kind(hints[name])
+        if inner is not None and is_number_or_section(hints[name]) and not isinstance(value, Mapping):
+            names = ", ".join(field.name for field in dataclasses.fields(inner))
+            expected = f"expected a whole number, or a section with the keys {names}"
+            require(_is_whole_number(value), f"{path} is {value!r}, {expected}")
+            continue
         if inner is None or value is None:
             continue
         require(isinstance(value, Mapping), f"{path} is {value!r}, expected a section of {inner.__name__} fields")
@@ -193,6 +199,11 @@ def section_kind(hint: object) -> type[ConfigDataclass] | None:
     return None
 
 
+def is_number_or_section(hint: object) -> bool:
+    """Return whether a field of this type is a whole number or a section: `int | Inner`."""
+    return int in get_args(hint) and section_kind(hint) is not None
+
+
 def holds_whole_numbers(hint: object) -> bool:
     """Return whether a field of this type is a list of whole numbers: `tuple[int, ...]`, `list[int] | None`."""
     for candidate in (hint, *get_args(hint)):
@@ -206,10 +217,27 @@ def _check_whole_numbers(value: object, path: str) -> None:
     entries = value if isinstance(value, list | tuple) else [value]
     is_right = isinstance(value, list | tuple)
     for entry in entries:
-        # A text of digits is taken for the number, as everywhere in a recipe.
-        is_number = isinstance(entry, int | str) and str(entry).strip().lstrip("+-").isdecimal()
-        is_right = is_right and is_number
+        is_right = is_right and _is_whole_number(entry)
     require(is_right, f"{path} is {value}, expected whole numbers\n  type for example {path}=[1,5]")
+
+
+def _is_whole_number(value: object) -> bool:
+    """Return whether a value is a whole number; a text of digits is taken for one, as everywhere in a recipe."""
+    is_number = isinstance(value, int | str) and not isinstance(value, bool)
+    return is_number and str(value).strip().lstrip("+-").isdecimal()
+
+
+def _with_numbers(kind: type[ConfigDataclass], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with numbers for texts of digits where a number or a section is expected.
+
+    OmegaConf makes a number of a text where only a number is expected.
+    """
+    hints = get_type_hints(kind)
+    converted = dict(values)
+    for name, value in values.items():
+        if is_number_or_section(hints[name]) and isinstance(value, str):
+            converted[name] = int(value)
+    return converted
 
 
 def is_named(hint: object) -> bool:

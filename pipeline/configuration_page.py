@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from models import resnet, vit
 from models.catalog import FAMILIES
-from pipeline.config import ConfigDataclass, is_named, section_kind
+from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
 
 Kind: TypeAlias = type[ConfigDataclass]
 Kinds: TypeAlias = Mapping[str, tuple[Kind, ConfigDataclass | None]]  # name → its config, and the kind's defaults
@@ -163,6 +163,9 @@ def sections_of(
         if inner is None:
             values = values_text(hints[field.name], field.name)
             keys.append(Key(name, yaml_text(default), values, resume, meaning))
+        elif is_number_or_section(hints[field.name]):
+            keys.append(Key(name, yaml_text(default), "whole number, or section", resume, meaning))
+            inside.append(sections_of(inner, None, f"{name}.", resume))
         elif is_named(hints[field.name]):
             keys.append(Key(name, yaml_text(default), "sections by name", resume, meaning))
             inside.append(sections_of(inner, None, f"{name}.<name>.", resume))

@@ -63,6 +63,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_queue.py",
         "test_ray_nodes.py",
         "test_weights_commands.py",
+        "test_worlds.py",
     ),
     "whole runs": (
         "test_checkpoint_runs.py",

@@ -4,8 +4,10 @@ Three hosts (tests/hosts.py) with Ray on each, started as the README says; one p
 workers lies on two hosts and has one to spare. The first host is the head, on which the driver runs.
 """
 
+import hashlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -217,6 +219,48 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         print(f"noticed after {noticed_s:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
         assert victim not in newest_nodes(driver.run).values()
         assert_same(run, twin)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_good_and_join(cluster, shared) -> None:
+    """Two workers, one, two; the same bits as one worker undisturbed, because the parts are fixed."""
+    exact = ["pretrain.exact_parts=4", "pretrain.steps=1000", "pretrain.save_every=20"]
+    alone = shared / "alone"
+    process = start(alone, "cluster.workers=1", *OVERRIDES, *exact)
+    run = shared / "fewer"
+    patience = ["cluster.workers.least=1", "cluster.workers.most=2", "cluster.patience_s=5"]
+    driver = begin(cluster, run, *exact, *patience)
+    driver.until(has_reported(run, 25), AGAIN_S)
+    for name in cluster.names[1:]:
+        cluster.network[name].kill()
+    noticed_s, again_s = go_on(driver, attempt=2)
+    assert "goes on with 1 of up to 2 workers: room for 1 of 2 workers" in driver.said
+
+    before_join = time.monotonic()
+    cluster.join(cluster.names[1])
+    join_s = time.monotonic() - before_join
+    grown_s = driver.until(has_said(driver, "growing from 1 to 2 workers, from step "), AGAIN_S)
+    more_s = driver.until(has_said(driver, "attempt 3: "), AGAIN_S)
+    assert driver.wait(2 * AGAIN_S) == 0, driver.said
+    print(
+        f"two hosts lost: noticed after {noticed_s:.1f} s, one worker trained {again_s:.1f} s later; a host joined in "
+    )
+    print(f"{join_s:.1f} s, its workers were stopped {grown_s:.1f} s later and two trained {more_s:.1f} s after that")
+    assert [record["world"] for record in read_metrics(stage(run), "start")] == [2, 1, 2]
+    assert (stage(run) / "incidents.txt").read_text().count("its node ") == 1
+    (grown,) = re.findall(r"growing from 1 to 2 workers, from step (\d+)", driver.said)
+    steps = {attempt: [] for attempt in (1, 2, 3)}
+    for record in read_metrics(stage(run)):
+        steps[record["attempt"]].append(record["step"])
+    assert steps[2][-1] == int(grown) == steps[3][0] - 1, "no step is lost, and none done twice"
+
+    process.join(2 * AGAIN_S)
+    assert process.exitcode == 0, said(alone)
+    ours, theirs = (read_manifest(committed(stage(path) / "checkpoints")[0]) for path in (run, alone))
+    assert ours.ledger == theirs.ledger and ours.step == theirs.step == 1000
+    digests = [hashlib.sha256((stage(path) / "weights.safetensors").read_bytes()).digest() for path in (run, alone)]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow

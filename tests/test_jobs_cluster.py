@@ -36,7 +36,7 @@ from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_group import do_nothing
 from jobs.context import Context
 from jobs.session import run_campaign, warn_of_unused_gpus
-from jobs.supervisor import look_at_attempt
+from jobs.supervisor import growth_of, look_at_attempt
 from pipeline.monitoring.watchdog import Watch
 from pipeline.start import device_name
 from tests import worker_functions
@@ -365,10 +365,11 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     folder.mkdir()
     asked: list[Path] = []
     watch = Watch(folder, world=2, stall_s=60)
+    growth = growth_of(context, 2, [2], 0.0)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
-        look_at_attempt(context, watch, 1, asked.append)
+        look_at_attempt(context, watch, growth, 1, asked.append)
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
-    look_at_attempt(context, watch, 1, asked.append)
+    look_at_attempt(context, watch, growth, 1, asked.append)
     assert asked == [folder], "who has started is asked to commit"
 
 

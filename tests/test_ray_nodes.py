@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, r
 from jobs.cluster.failures import group_failure
 from jobs.cluster.queue_order import Entry
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
+from jobs.cluster.worker_group import WorkerRange
 from jobs.session import run_campaign
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
@@ -107,6 +108,14 @@ def nodes(cluster) -> Iterator[Nodes]:
     cluster.fill_up()
     yield cluster
     disconnect()
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return when a claim has become true."""
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -231,6 +240,46 @@ def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(
         for rival in (huge, high):
             rival.kill()
             rival.wait()
+
+
+def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(nodes) -> None:
+    some = ClusterConfig(workers=WorkerRange(least=1, most=4), patience_s=1, wait_s=30)
+    bundles: list[int] = []  # of the group that waits: what an autoscaler is told
+    said: list[str] = []
+
+    def look() -> None:
+        state = get_cluster_resource_state(ray._raylet.GcsClient(address=nodes.cluster.address))
+        for request in state.pending_gang_resource_requests:
+            bundles.append(len(request.bundle_selectors[0].resource_requests))
+
+    began = time.monotonic()
+    held = reserve_places(some, "/runs/a", said.append, look, worlds=(4, 2, 1))
+    assert 1 <= time.monotonic() - began < 6
+    assert set(bundles[:3]) == {4}, "the most is asked for"
+    assert placement.workers_held() == 2, "three would fit, and the batch does not allow them"
+    host = os.uname().nodename
+    assert said == [
+        "goes on with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; even when the cluster is empty it has "
+        f"room for 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
+    ]
+    # No more room: what is held is what the next attempt gets, at once.
+    began = time.monotonic()
+    assert reserve_places(some, "/runs/a", said.append, worlds=(4, 2, 1)) == held
+    assert time.monotonic() - began < 1
+    share = placement.share_of_worker(some)
+    assert placement.room_now(share) == 3
+    joined = nodes.cluster.add_node(num_cpus=1, **nodes.options)
+    try:
+        wait_until(lambda: placement.room_now(share) == 4)
+        # Who waits comes before who wants more.
+        rival = placement.placement_group([share] * 4, name=f"{placement.OWNER}/runs/b 1")
+        wait_until(lambda: placement.room_now(share) == 2)
+        placement.remove_placement_group(rival)
+        wait_until(lambda: placement.room_now(share) == 4)
+        reserve_places(some, "/runs/a", said.append, worlds=(4, 2, 1))
+        assert placement.workers_held() == 4
+    finally:
+        nodes.cluster.remove_node(joined)
 
 
 # ------------------------------------------------------------------------ one call is one attempt

@@ -1,7 +1,7 @@
 """The two ways to run N workers, Ray or plain processes, with one contract (worker_group.RunWorkerGroup).
 
-connect(cluster)                                        # Ray only: starts or joins it
-wait_for_resources(cluster, "/runs/digits", say, look)  # Ray only: queues, and reserves a place for every worker
+connect(cluster)  # Ray only: starts or joins it
+world = wait_for_resources(cluster, "/runs/digits", say, look, worlds)  # Ray: reserves a place for every worker
 run_worker_group = worker_group_runner(cluster)
 value = run_worker_group(train, task, cluster=cluster, folder=attempt_folder, on_tick=look)
 disconnect()
@@ -9,7 +9,7 @@ disconnect()
 Ray takes seconds to import, so only a function that needs it imports it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ __all__ = [
     "disconnect",
     "leave_nodes",
     "must_make_way",
+    "room_now",
     "run_worker_group",
     "wait_for_resources",
     "worker_group_runner",
@@ -56,17 +57,36 @@ def connect(cluster: ClusterConfig) -> "ClusterInfo":
 
 
 def wait_for_resources(
-    cluster: ClusterConfig, run: str, say: Callable[[str], None], on_tick: Callable[[], None]
-) -> None:
-    """Return when a worker group can start; what `on_tick`, called more than once a second, raises ends the wait.
+    cluster: ClusterConfig,
+    run: str,
+    say: Callable[[str], None],
+    on_tick: Callable[[], None],
+    worlds: Sequence[int] = (),
+) -> int:
+    """Return how many workers can start, when they can; what `on_tick`, called more than once a second, raises ends it.
 
-    `run` is the name under which others see who holds the resources. Raises ClusterError; see queue.reserve.
+    It is one of `worlds`, the largest first, or `cluster.world` without them. `run` is the name under which others see
+    who holds the resources. Raises ClusterError; see queue.reserve.
     """
     # Processes of this machine start at once, or are refused.
-    if cluster.backend == "ray":
-        from jobs.cluster import ray_backend
+    if cluster.backend == "processes":
+        return processes.largest_world(cluster, worlds or (cluster.world,))
+    from jobs.cluster import placement, ray_backend
 
-        ray_backend.reserve_places(cluster, run, say, on_tick)
+    ray_backend.reserve_places(cluster, run, say, on_tick, worlds)
+    return placement.workers_held()
+
+
+def room_now(cluster: ClusterConfig) -> int:
+    """Return for how many workers a larger worker group would find room, those counted that run; any thread may ask.
+
+    Of plain processes there are as many from the start as there will ever be: 0.
+    """
+    if cluster.backend == "processes":
+        return 0
+    from jobs.cluster import ray_backend
+
+    return ray_backend.room_now(cluster)
 
 
 def leave_nodes(cluster: ClusterConfig, node_ids: list[str]) -> None:

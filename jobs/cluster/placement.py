@@ -8,14 +8,19 @@
    for anew where one of its nodes is about to leave, or does not answer.
 5. Ray takes it back when this process leaves the cluster.
 
+Where `cluster.workers` is a range, the largest number of workers is asked for, so that an autoscaler hears of it. After
+`patience_s` the largest for which there is room is asked for in its place. What is held is given up for more as soon as
+there is room for more, between two attempts.
+
 >>> reserve(ClusterConfig(workers=2, cpus_per_worker=4), "/runs/digits", is_embedded=False)
 waiting for the cluster: room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 """
 
+import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -29,6 +34,8 @@ POLL_S = 0.25
 FIRST_WORD_S = 3.0  # the places of the last worker group take a moment to come free: no word about that
 NEXT_WORD_S = 10.0  # between two different words
 SAME_WORD_S = 60.0  # before the same word is said again
+NEXT_CHOICE_S = 5.0  # for Ray to place what has been asked for, before another number of workers is
+AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 LONGEST_LIST = 4  # nodes or campaigns that a word names
 OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
 
@@ -42,8 +49,26 @@ class Reservation:
     share: Mapping[str, int]  # of one worker, by Ray's name of the resource
 
 
+@dataclass(frozen=True)
+class Request:
+    """Says which places a worker group wants, and how long it waits."""
+
+    run: str
+    share: Mapping[str, int]  # of one worker, by Ray's name of the resource
+    worlds: tuple[int, ...]  # the numbers of workers that would do, the largest first
+    patience_s: float  # for the largest, where several would do
+    timeout_s: float  # for any
+
+    def largest_in(self, room: int) -> int | None:
+        """Return the largest world for whose workers there is room; None where there is room for none."""
+        for world in self.worlds:
+            if world <= room:
+                return world
+        return None
+
+
 _reservations: list[Reservation] = []  # of this process: none or one
-_avoided: set[str] = set()  # ids of nodes that are about to leave, or do not answer
+_avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
 
 
 # ------------------------------------------------------------------------ held by this process
@@ -55,34 +80,50 @@ def reserve(
     is_embedded: bool,
     say: Callable[[str], None] = print,
     on_tick: Callable[[], None] = do_nothing,
+    worlds: Sequence[int] = (),
 ) -> PlacementGroup:
     """Return a placement group that holds one place for every worker, when Ray has made room for it.
 
-    What this process holds already is returned at once, where it fits and none of its nodes is to be left. `on_tick`
-    is called about four times a second; what it raises ends the wait. Raises ClusterError after `wait_s`, or at once
-    where an embedded cluster will never have the room.
+    `worlds` are the numbers of workers that would do, the largest first; without them it is `cluster.world`. What this
+    process holds already is returned at once, where it fits, none of its nodes is to be left, and there is no room for
+    more. `on_tick` is called about four times a second; what it raises ends the wait. Raises ClusterError after
+    `wait_s`, or at once where an embedded cluster will never have the room.
     """
-    share = share_of_worker(cluster)
     refuse_what_never_fits(cluster, is_embedded)
-    if not _holds(cluster.workers, share):
-        release()
-        group = placement_group(
-            [share] * cluster.workers,
-            strategy="PACK",
-            # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
-            name=f"{OWNER}{run} {secrets.token_hex(4)}",
-            bundle_label_selector=_elsewhere(cluster.workers, share),
-        )
-        _reservations.append(Reservation(group, cluster.workers, share))
+    share = share_of_worker(cluster)
+    worlds = worlds or (cluster.world,)
+    if is_embedded:
+        # It does not grow: nobody has to wait for more.
+        room_when_empty = room_for(share, ray_state.total_resources_per_node())
+        worlds = [world for world in worlds if world <= room_when_empty]
+    request = Request(run, share, tuple(worlds), cluster.patience_s, cluster.wait_s or math.inf)
+    if not _holds(request):
+        _ask(request, request.worlds[0])
+    elif len(worlds) > 1:
+        _ask_for_more(request)
 
-    group = _reservations[0].group
     try:
-        _wait(group, cluster, share, say, on_tick)
+        _wait(request, say, on_tick)
     except BaseException:
         # Who does not wait any more must not be given what others wait for.
         release()
         raise
-    return group
+    return _reservations[0].group
+
+
+def workers_held() -> int:
+    """Return for how many workers this process holds places."""
+    return sum(reservation.workers for reservation in _reservations)
+
+
+def room_now(share: Mapping[str, int]) -> int:
+    """Return for how many workers there would be room, those counted that have their places.
+
+    Where another campaign waits it is no more than what this process holds. Any thread may ask.
+    """
+    if _others_wait():
+        return workers_held()
+    return room_for(share, _open_to_us(set(_nodes_to_avoid())))
 
 
 def release() -> None:
@@ -103,8 +144,8 @@ def forget() -> None:
 
 
 def avoid(node_id: str) -> None:
-    """Have the next worker group placed without this node, as long as the others have the room."""
-    _avoided.add(node_id)
+    """Have worker groups placed without this node, as long as the others have the room."""
+    _avoided[node_id] = time.monotonic()
 
 
 def draining_nodes() -> dict[str, int]:
@@ -126,54 +167,115 @@ def refuse_what_never_fits(cluster: ClusterConfig, is_embedded: bool) -> None:
         return
     share = share_of_worker(cluster)
     room = room_for(share, ray_state.total_resources_per_node())
-    if room < cluster.workers:
-        raise too_small(
-            f"room for {room} of {cluster.workers} workers of {in_words(share)}", "this machine has no more"
-        )
+    if room < cluster.least:
+        raise too_small(f"room for {room} of {cluster.least} workers of {in_words(share)}", "this machine has no more")
 
 
-def _holds(workers: int, share: Mapping[str, int]) -> bool:
+def _holds(request: Request) -> bool:
     """Tell whether this process holds what is wanted, on nodes that stay."""
     if not _reservations:
         return False
     held = _reservations[0]
     row = placement_group_table(held.group)
     # A group that has lost a node is placed anew by Ray; one is REMOVED by what clears up after Train's controller.
-    if row["state"] == "REMOVED" or (held.workers, held.share) != (workers, share):
+    if row["state"] == "REMOVED" or held.share != request.share or held.workers not in request.worlds:
         return False
     nodes = set(row["bundles_to_node_id"].values())
-    return not nodes & (_avoided | set(draining_nodes()))
+    return not nodes & (_nodes_to_avoid() | set(draining_nodes()))
 
 
-def _elsewhere(workers: int, share: Mapping[str, int]) -> list[dict[str, str]] | None:
+def _ask(request: Request, workers: int) -> None:
+    """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
+    release()
+    group = placement_group(
+        [request.share] * workers,
+        strategy="PACK",
+        # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
+        name=f"{OWNER}{request.run} {secrets.token_hex(4)}",
+        bundle_label_selector=_elsewhere(request, workers),
+    )
+    _reservations.append(Reservation(group, workers, request.share))
+
+
+def _ask_for_more(request: Request) -> None:
+    """Give up what this process holds for the places of more workers, where there is room for them."""
+    more = request.largest_in(room_now(request.share))
+    if more is not None and more > workers_held():
+        _ask(request, more)
+
+
+def _elsewhere(request: Request, workers: int) -> list[dict[str, str]] | None:
     """Return for every worker the rule that keeps it off the nodes to avoid; None where there is no such rule."""
-    total = ray_state.total_resources_per_node()
-    avoided = _avoided & set(total)
-    others = {node: resources for node, resources in total.items() if node not in avoided}
-    # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
-    if not avoided or room_for(share, others) < workers:
+    avoided = _avoided_by(request)
+    if not avoided:
         return None
     return [{"ray.io/node-id": f"!in({', '.join(sorted(avoided))})"}] * workers
+
+
+def _avoided_by(request: Request) -> set[str]:
+    """Return the nodes that the places must not lie on."""
+    total = ray_state.total_resources_per_node()
+    avoided = _nodes_to_avoid() & set(total)
+    others = {node: resources for node, resources in total.items() if node not in avoided}
+    # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
+    if room_for(request.share, others) < request.worlds[-1]:
+        return set()
+    return avoided
+
+
+def _nodes_to_avoid() -> set[str]:
+    """Return the nodes that `avoid` was told of not long ago."""
+    now = time.monotonic()
+    return {node for node, since in _avoided.items() if now < since + AVOID_S}
+
+
+def _open_to_us(avoided: set[str]) -> dict[str, Counter[str]]:
+    """Return what the nodes have for us, by node: what is free there, and what this process holds."""
+    leaving = avoided | set(draining_nodes())
+    nodes: dict[str, Counter[str]] = {}
+    for node, resources in ray_state.available_resources_per_node().items():
+        if node not in leaving:
+            nodes[node] = Counter(resources)
+    for reservation in _reservations:
+        # A bundle that has lost its node lies on none of these.
+        for node in placement_group_table(reservation.group)["bundles_to_node_id"].values():
+            if node in nodes:
+                nodes[node].update(reservation.share)
+    return nodes
+
+
+def _others_wait() -> bool:
+    """Tell whether another campaign waits for places."""
+    ours = {reservation.group.id.hex() for reservation in _reservations}
+    for group, row in placement_group_table().items():
+        is_waiting = row["state"] in ("PENDING", "RESCHEDULING")
+        if is_waiting and row["name"].startswith(OWNER) and group not in ours:
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------ waiting
 
 
-def _wait(
-    group: PlacementGroup,
-    cluster: ClusterConfig,
-    share: Mapping[str, int],
-    say: Callable[[str], None],
-    on_tick: Callable[[], None],
-) -> None:
-    """Return when Ray has placed the group; say meanwhile what is missing. Raises what `reserve` raises."""
+def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], None]) -> None:
+    """Return when Ray has placed what was asked for; say meanwhile what is missing. Raises what `reserve` raises."""
     began = time.monotonic()
+    deadline = began + request.timeout_s
+    next_choice = min(began + request.patience_s, deadline)
     words = Words(say)
-    while placement_group_table(group)["state"] != "CREATED":
-        if cluster.wait_s is not None and time.monotonic() > began + cluster.wait_s:
-            raise too_small(missing(cluster.workers, share), f"waited {cluster.wait_s:.0f} s")
+    while placement_group_table(_reservations[0].group)["state"] != "CREATED":
+        now = time.monotonic()
+        if len(request.worlds) > 1 and now > next_choice:
+            next_choice = now + NEXT_CHOICE_S
+            if _choose(request, say):
+                deadline = max(deadline, next_choice)
+        if now > deadline:
+            raise too_small(missing(request.worlds[-1], request.share), f"waited {request.timeout_s:.0f} s")
         if words.are_due():
-            words.tell(missing(cluster.workers, share))
+            word = missing(request.worlds[0], request.share)
+            if len(request.worlds) > 1:
+                word += f"; fewer will do after {request.patience_s:g} s (cluster.patience_s)"
+            words.tell(word)
         on_tick()
         time.sleep(POLL_S)
 
@@ -201,6 +303,19 @@ class Words:
             self.last_word = word
             self.said = now
         self.next_word = now + NEXT_WORD_S
+
+
+def _choose(request: Request, say: Callable[[str], None]) -> bool:
+    """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most."""
+    most = request.worlds[0]
+    room = room_for(request.share, _open_to_us(_avoided_by(request)))
+    # Where none would do, the most is what an autoscaler is to hear of.
+    world = request.largest_in(room) or most
+    if world != workers_held():
+        if world < most:
+            say(f"goes on with {world} of up to {most} workers: {missing(most, request.share)}")
+        _ask(request, world)
+    return world < most
 
 
 def missing(workers: int, share: Mapping[str, int]) -> str:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -78,7 +78,7 @@ def run_worker_group(
         if exit_code:
             deaths[rank] = describe_exit_code(exit_code, oom_killer_struck)
     if deaths:
-        raise group_failure(folder, cluster.workers, deaths)
+        raise group_failure(folder, cluster.world, deaths)
     return rank_zero_value(folder)
 
 
@@ -115,12 +115,12 @@ def _make_workers(
     umask = os.umask(0)  # can only be read by setting it
     os.umask(umask)
     workers = []
-    for rank in range(cluster.workers):
+    for rank in range(cluster.world):
         info = RankInfo(
             rank=rank,
-            world=cluster.workers,
+            world=cluster.world,
             local_rank=rank,
-            local_world=cluster.workers,
+            local_world=cluster.world,
             node_rank=0,
             address=LOOPBACK,
             threads=cluster.cpus_per_worker,
@@ -229,15 +229,24 @@ def gpus_present() -> int:
     return torch.cuda.device_count()
 
 
+def largest_world(cluster: ClusterConfig, worlds: Sequence[int]) -> int:
+    """Return the largest of these numbers of workers for which this machine has the GPUs, or the smallest of them."""
+    if not cluster.gpus_per_worker:
+        return worlds[0]
+    workers_that_fit = gpus_present() // cluster.gpus_per_worker
+    # The smallest is refused with words when it starts.
+    return max([world for world in worlds if world <= workers_that_fit], default=worlds[-1])
+
+
 def _require_gpus(cluster: ClusterConfig) -> None:
     """Raise ClusterError where this machine has fewer GPUs than the worker group wants."""
     if not cluster.gpus_per_worker:
         return
-    wanted = cluster.workers * cluster.gpus_per_worker
+    wanted = cluster.world * cluster.gpus_per_worker
     present = gpus_present()
     if present < wanted:
         raise ClusterError(
-            f"{cluster.workers} workers want {wanted} GPUs and this machine has {present}\n"
+            f"{cluster.world} workers want {wanted} GPUs and this machine has {present}\n"
             f"the processes backend stays on one machine\n"
             f"type cluster.workers={max(1, present // cluster.gpus_per_worker)}, cluster.gpus_per_worker=0 "
             f"or cluster.backend=ray for more machines"

@@ -22,7 +22,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,29 +70,38 @@ class Queue:
 
 
 def reserve(
-    cluster: ClusterConfig, run: str, say: Callable[[str], None], on_tick: Callable[[], None]
+    cluster: ClusterConfig,
+    run: str,
+    say: Callable[[str], None],
+    on_tick: Callable[[], None],
+    worlds: Sequence[int] = (),
 ) -> PlacementGroup:
     """Return the places of a worker group when it is this campaign's turn and there is room; see placement.reserve.
 
-    Places that this process has already are returned at once, unless it is to make way. Raises ClusterError after
-    `wait_s`, and what `on_tick`, called about four times a second, raises.
+    Places that this process has already are returned at once, unless it is to make way, or there is room for more that
+    nobody waits for. Raises ClusterError after `wait_s`, and what `on_tick`, called about four times a second, raises.
     """
     job = ray.get_runtime_context().get_job_id()
     since = _first_asked.setdefault(run, time.time())
     share = placement.share_of_worker(cluster)
-    mine = Entry(job, run, cluster.priority, since, cluster.workers, share)
+    worlds = worlds or (cluster.world,)
+    # With the smallest it is content, where several would do.
+    mine = Entry(job, run, cluster.priority, since, worlds[-1], share)
     place = Place(mine, cluster.wait_s or math.inf, say, on_tick)
-    own = read().of_driver(job)
+    queue = read()
+    own = queue.of_driver(job)
     has_places = own is not None and own.places != ""
-    if has_places and reason_to_make_way():
+    if has_places and job in queue.marks:
         placement.release()
         has_places = False
+    if has_places and waiting(queue.entries):
+        worlds = [world for world in worlds if world <= placement.workers_held()] or worlds
     try:
         if not has_places:
             place.wait_for_turn()
         while True:
             try:
-                places = placement.reserve(cluster, run, False, say, place.look)
+                places = placement.reserve(cluster, run, False, say, place.look, worlds)
             except NotOurTurn:
                 place.wait_for_turn()
                 continue
@@ -253,6 +262,11 @@ def watch(folder: Path, has_ended: threading.Event) -> None:
             if reason:
                 give_notice(folder, {"rank": 0, "node": "", "node_id": "", "why": reason, "makes_way": True})
                 return
+
+
+def is_anybody_waiting() -> bool:
+    """Tell whether a campaign waits for places. Any thread may ask."""
+    return waiting(read().entries) != []
 
 
 def reason_to_make_way() -> str:

@@ -89,7 +89,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
     there is no such cluster, it refuses us, or it is embedded and too small.
     """
     # An embedded cluster was told how many CPUs to count, perhaps for a smaller worker group than this one.
-    if _reapers and ray.cluster_resources().get("CPU", 0) < cluster.workers * cluster.cpus_per_worker:
+    if _reapers and ray.cluster_resources().get("CPU", 0) < cluster.least * cluster.cpus_per_worker:
         disconnect()
     if not ray.is_initialized():
         # Before ray.init, because the processes that it starts inherit them.
@@ -133,7 +133,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
             ray.init(
                 address="local",
                 # Workers that compute with few threads share the cores; Ray only counts.
-                num_cpus=max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker),
+                num_cpus=max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker),
                 object_store_memory=OBJECT_STORE_BYTES,
                 # Without it Train's run is not on the REST API, and Train warns once a second that it cannot ask for
                 # it. Leaving it out saved no time that could be measured.

@@ -14,7 +14,7 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -51,6 +51,7 @@ __all__ = [
     "leave_node",
     "must_make_way",
     "reserve_places",
+    "room_now",
     "run_worker_group",
 ]
 
@@ -84,7 +85,7 @@ def run_worker_group(
     # driver may end while they wait.
     fit = threading.Thread(target=_fit, args=(trainer, errors), name=f"fit-{folder.name}", daemon=True)
     own_node = ray.get_runtime_context().get_node_id()
-    watched = (folder, cluster.workers, own_node, placement.draining_nodes, has_ended)
+    watched = (folder, cluster.world, own_node, placement.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
     watch_queue = threading.Thread(target=queue.watch, args=(folder, has_ended), daemon=True)
     fit.start()
@@ -102,9 +103,9 @@ def run_worker_group(
     finally:
         has_ended.set()
         # Train may return before its workers are gone, and the next attempt wants their GPUs.
-        terminate_workers(folder, cluster.workers)
+        terminate_workers(folder, cluster.world)
     if errors:
-        raise failure_of(errors[0], folder, cluster.workers)
+        raise failure_of(errors[0], folder, cluster.world)
     return rank_zero_value(folder)
 
 
@@ -113,13 +114,14 @@ def reserve_places(
     run: str,
     say: Callable[[str], None] = print,
     on_tick: Callable[[], None] = do_nothing,
+    worlds: Sequence[int] = (),
 ) -> PlacementGroup:
     """Connect, and return a place for every worker when it is this run's turn and there is room; see queue.reserve."""
     info = connect(cluster)
     # Nobody else is in a cluster of this process's own.
     if info.embedded:
-        return placement.reserve(cluster, run, info.embedded, say, on_tick)
-    return queue.reserve(cluster, run, say, on_tick)
+        return placement.reserve(cluster, run, info.embedded, say, on_tick, worlds)
+    return queue.reserve(cluster, run, say, on_tick, worlds)
 
 
 def must_make_way() -> bool:
@@ -131,6 +133,13 @@ def must_make_way() -> bool:
     except Exception:
         # The head does not answer: then nobody is told anything.
         return False
+
+
+def room_now(cluster: ClusterConfig) -> int:
+    """Return for how many workers a larger worker group would find room; who waits comes before who wants more."""
+    if queue.is_anybody_waiting():
+        return placement.workers_held()
+    return placement.room_now(placement.share_of_worker(cluster))
 
 
 def leave_node(node_id: str) -> None:
@@ -157,7 +166,7 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
         train_loop_config=spec,
         torch_config=_RendezvousConfig(),
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=cluster.world,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker},
         ),

@@ -102,8 +102,17 @@ class WorkerGroupError(Exception):
 
 
 @dataclass(frozen=True)
+class WorkerRange:
+    """How many workers would do: every attempt takes the largest number that its stage allows and that has room."""
+
+    least: int = 1  # with fewer the stage waits
+    most: int = "???"  # type: ignore[assignment]  # no attempt has more
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
-    workers: int = 1  # processes that train together, each a rank
+    # processes that train together, each a rank; a number, or from `least` to `most` as there is room
+    workers: int | WorkerRange = 1
     backend: Literal["ray", "processes"] = "ray"  # Ray, embedded or joined; or plain processes of this machine
     cpus_per_worker: int = 1  # reserved in Ray, and the threads a worker computes with
     gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
@@ -112,6 +121,7 @@ class ClusterConfig:
     start_timeout_s: float = 300.0  # how long the workers may take to start
     priority: int = 0  # in the queue of a Ray cluster: the higher first, and it takes the places of lower ones
     wait_s: float | None = None  # how long to wait in the queue for the workers' places; None: for ever
+    patience_s: float = 60.0  # where `workers` is a range, how long to wait for more than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -125,18 +135,40 @@ class ClusterConfig:
             "start_timeout_s",
             "priority",
             "wait_s",
+            "patience_s",
             "environment",
         ],
         "free",
     )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "workers cpus_per_worker")
-        at_least(self, 0, "gpus_per_worker max_restarts backoff_s")
+        if isinstance(self.workers, WorkerRange):
+            at_least(self.workers, 1, "least", "workers.")
+            at_least(self.workers, self.workers.least, "most", "workers.")
+        else:
+            at_least(self, 1, "workers")
+        at_least(self, 1, "cpus_per_worker")
+        at_least(self, 0, "gpus_per_worker max_restarts backoff_s patience_s")
         more_than_0(self, "start_timeout_s wait_s")
         text = complaint(self.environment)
         if text:
             raise ConfigError(f"environment: {text}")
+
+    @property
+    def least(self) -> int:
+        """Return how few workers would do."""
+        return self.workers.least if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def most(self) -> int:
+        """Return how many workers an attempt has at most."""
+        return self.workers.most if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def world(self) -> int:
+        """Return the workers of an attempt, for whose time the supervisor has put their number in a range's place."""
+        assert isinstance(self.workers, int), self.workers
+        return self.workers
 
 
 @dataclass(frozen=True)

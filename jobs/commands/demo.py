@@ -32,7 +32,7 @@ class Killer:
         stage = loaded.stage("pretrain")
         self.directory = loaded.directory(stage)
         self.save_every = stage.config.save_every
-        self.world = loaded.cluster.workers
+        self.world = loaded.cluster.most
         self.killed_at: int | None = None
 
     def tick(self, folder: Path, number: int) -> None:
@@ -63,7 +63,7 @@ def demo(parent: Path) -> int:
     began = time.monotonic()
     loaded = campaign.load(RECIPE, [f"run={run}"])
     killer = Killer(loaded)
-    print(f"demo: {RECIPE.name} with {loaded.cluster.workers} Ray workers in {run}", flush=True)
+    print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers in {run}", flush=True)
     run_campaign(loaded, also=killer.tick)
 
     twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])

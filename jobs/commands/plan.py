@@ -16,8 +16,10 @@ from data.decoder import images_per_cpu_s
 from data.order import shares as shares_of
 from data.shards.index import Index
 from jobs.campaign import Campaign, Stage, index_of
+from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.stage_run import changes_since_half_done
+from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.training_config import TrainConfig, cache_line, training_order
@@ -40,7 +42,7 @@ def plan(campaign: Campaign) -> list[str]:
     cluster = campaign.cluster
     lines = [
         f"run directory  {campaign.run}",
-        f"cluster        {cluster.workers} workers ({cluster.backend})",
+        f"cluster        {workers_text(cluster)} workers ({cluster.backend})",
     ]
     # Stages come parents first: when one is judged, it is known whether those that it reads would run.
     would_run: set[str] = set()
@@ -59,6 +61,12 @@ def plan(campaign: Campaign) -> list[str]:
         if isinstance(stage.config, TrainConfig):
             lines += training_lines(campaign, stage, stage.config)
     return lines
+
+
+def workers_text(cluster: ClusterConfig) -> str:
+    if cluster.least == cluster.most:
+        return str(cluster.most)
+    return f"{cluster.least} to {cluster.most}"
 
 
 def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
@@ -93,8 +101,13 @@ def model_line(stage: Stage) -> str:
 
 def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[str]:
     """Describe batch, steps, data, compute, optimizer and memory of a trained stage, as far as its data is there."""
-    arithmetic = batch_arithmetic(cfg, campaign.cluster.workers)
+    worlds = allowed_worlds(cfg, campaign.cluster)
+    arithmetic = batch_arithmetic(cfg, worlds[0])
+    # What a worker needs is the most where the workers are the fewest.
+    fewest = batch_arithmetic(cfg, worlds[-1])
     lines = [f"  batch   {batch_line(arithmetic)}"]
+    if len(worlds) > 1:
+        lines.append(f"  workers {in_words(worlds)}, as there is room; lines about a worker are for {worlds[-1]}")
 
     # The length: counted where all sets are there, as the recipe says where not.
     sets = training_sets(campaign, cfg)
@@ -115,7 +128,7 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
         lines += mixture_lines(cfg.batch_size, sets, steps)
     if all_there and any(index.remote for index in indexes):
         index, order = training_order(cfg, indexes)
-        lines.append(f"  cache   a worker needs {cache_line(index, order, arithmetic.slots(0), 0, cfg.data)}")
+        lines.append(f"  cache   a worker needs {cache_line(index, order, fewest.slots(0), 0, cfg.data)}")
 
     if stage.model is None:
         lines.append("  model   not known: the weights that it starts from are missing")
@@ -125,7 +138,7 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
-    lines.append(f"  memory  {memory_line(stage, cfg, arithmetic.world)}")
+    lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
     return lines
 
 

@@ -25,6 +25,7 @@ from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import training
 from jobs.supervisor import attempt_folder, supervise
+from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate
@@ -68,7 +69,8 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             context.say(index.lack)
     make_task = partial(make_fewshot_task, cfg, context)
     ask_to_stop = partial(stop_at_once, context.name)
-    results = supervise(worker, make_task, context, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
+    worlds = allowed_worlds(cfg, context.cluster)
+    results = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
     write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
 
     # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.

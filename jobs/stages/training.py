@@ -19,6 +19,7 @@ from data.shards.reader import check_sizes
 from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
 from jobs.supervisor import supervise
+from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import check_room
@@ -39,7 +40,8 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     say_what_is_dropped(cfg, context)
     check_room(cfg, context.model, context.directory / "checkpoints")
     make_task = partial(make_training_task, cfg, context)
-    return supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+    worlds = allowed_worlds(cfg, context.cluster)
+    return supervise(train, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
 
 
 def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:

@@ -1,0 +1,103 @@
+"""Tells when an attempt that has fewer workers than it might have is to make room for a larger one.
+
+1. A thread asks every few seconds for how many workers the cluster has room, because a head that is away answers late.
+2. Nodes that have joined must stay for `patience_s`: only then is there a larger world.
+3. The first commit after that is the moment: the workers are asked to stop, which loses no step, and the next attempt
+   takes the places that are there then.
+4. Where it does not get them, nothing is tried again for ten minutes: another campaign was faster, or nodes come and
+   go.
+
+    with Growth((4, 3), 60.0, room, last_step) as growth: …  # an attempt of two workers
+    growth.is_due()  →  True                                 # after a commit, 60 s after a third node has joined
+    growth.wanted    →  3
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+LOOK_S = 3.0  # between two questions for how many workers there is room
+AGAIN_S = 600.0  # before growing is tried again where the places did not come
+
+
+class Growth:
+    """Watches one attempt: `larger` are the worlds that it might have instead.
+
+    `room` returns for how many workers the cluster has room, `last_step` the step of the newest commit, `clock`
+    seconds. Nothing is due before the clock shows `not_before`.
+    """
+
+    def __init__(
+        self,
+        larger: Sequence[int],
+        patience_s: float,
+        room: Callable[[], int],
+        last_step: Callable[[], int],
+        not_before: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.larger = larger
+        self.patience_s = patience_s
+        self.room = room
+        self.last_step = last_step
+        self.not_before = not_before
+        self.clock = clock
+        self.wanted: int | None = None  # the world for which the workers are to stop, once that is due
+        self.since: dict[int, float] = {}  # world → from when on there was room for it without a break
+        self.step_before: int | None = None  # of the newest commit when there was room for the first time
+        self.has_ended = threading.Event()
+
+    def __enter__(self) -> "Growth":
+        # A daemon, because the driver may end while the thread waits for an answer.
+        if self.larger:
+            threading.Thread(target=self.watch, name="growth", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.has_ended.set()
+
+    def watch(self) -> None:
+        """Look every few seconds until the attempt has ended."""
+        while not self.has_ended.wait(LOOK_S):
+            # The head may be away: the next look asks again.
+            with suppress(Exception):
+                self.look()
+
+    def look(self) -> None:
+        """Ask once for how many workers there is room."""
+        room = self.room()
+        now = self.clock()
+        since = {}
+        for world in self.larger:
+            if world <= room:
+                since[world] = self.since.get(world, now)
+        self.since = since
+
+    def larger_world(self) -> int | None:
+        """Return the largest world for which there has been room for `patience_s`; None where there is none."""
+        now = self.clock()
+        if now < self.not_before:
+            return None
+        for world, since in sorted(self.since.items(), reverse=True):
+            if now >= since + self.patience_s:
+                return world
+        return None
+
+    def is_due(self) -> bool:
+        """Tell whether there is a larger world, and a checkpoint has been committed since; then it stays due."""
+        if self.wanted is not None:
+            return True
+        world = self.larger_world()
+        if world is None:
+            self.step_before = None
+            return False
+        step = self.last_step()
+        if self.step_before is None:
+            self.step_before = step
+        if step > self.step_before:
+            self.wanted = world
+        return self.wanted is not None

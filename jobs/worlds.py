@@ -1,0 +1,93 @@
+"""On how many workers a stage may run: the numbers that `cluster.workers` leaves and that its batch allows.
+
+    batch_size 16, micro_batch 4, cluster.workers {least: 1, most: 8}
+    allowed_worlds(cfg, cluster)  →  (4, 2, 1), the largest first
+
+The supervisor takes one of them at each attempt, and the batch is the same for all.
+"""
+
+from typing import Any
+
+from data.errors import ConfigError
+from jobs.cluster.worker_group import ClusterConfig
+from pipeline.arithmetic import batch_arithmetic
+from pipeline.start import engine_settings
+from pipeline.training_config import TrainConfig
+
+
+def allowed_worlds(stage_config: Any, cluster: ClusterConfig) -> tuple[int, ...]:
+    """Return the worlds on which a stage may run, the largest first; there is one at least.
+
+    Raises ConfigError where the stage's batch or its DeepSpeed file allows none, with the nearest that it allows.
+    """
+    asked = range(cluster.most, cluster.least - 1, -1)
+    # A few-shot probe has no batch that is to be shared by all.
+    if not isinstance(stage_config, TrainConfig):
+        return tuple(asked)
+    worlds = tuple(world for world in asked if batch_fits(stage_config, world))
+    if not worlds and cluster.least < cluster.most:
+        raise none_fits(stage_config, cluster)
+    # Of a single number the batch's own message says more.
+    return checked_with_engine(stage_config, worlds or (cluster.most,))
+
+
+def batch_fits(cfg: TrainConfig, world: int) -> bool:
+    """Tell whether the batch can be shared by so many workers."""
+    try:
+        batch_arithmetic(cfg, world)
+    except ConfigError:
+        return False
+    return True
+
+
+def checked_with_engine(cfg: TrainConfig, worlds: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the worlds that the stage's DeepSpeed file allows as well. Raises ConfigError where it allows none."""
+    refusals: dict[int, ConfigError | None] = {}  # by accumulation, of which alone the engine's settings depend
+    allowed = []
+    for world in worlds:
+        accumulation = batch_arithmetic(cfg, world).accumulation
+        if accumulation not in refusals:
+            refusals[accumulation] = engine_refusal(cfg, accumulation)
+        if refusals[accumulation] is None:
+            allowed.append(world)
+    for refusal in refusals.values():
+        if not allowed and refusal is not None:
+            raise refusal
+    return tuple(allowed)
+
+
+def engine_refusal(cfg: TrainConfig, accumulation: int) -> ConfigError | None:
+    """Return why the engine's settings are refused at this accumulation; None where they are not."""
+    try:
+        engine_settings(cfg, accumulation)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def none_fits(cfg: TrainConfig, cluster: ClusterConfig) -> ConfigError:
+    """Return the error of a range of which the batch allows no number; it names the nearest below and above."""
+    largest = cfg.batch_size if cfg.uneven else cfg.batch_size // cfg.micro_batch
+    below = next((world for world in range(cluster.least - 1, 0, -1) if batch_fits(cfg, world)), None)
+    above = next((world for world in range(cluster.most + 1, largest + 1) if batch_fits(cfg, world)), None)
+    remedies = []
+    if below is not None:
+        remedies.append(f"cluster.workers.least={below}")
+    if above is not None:
+        remedies.append(f"cluster.workers.most={above}")
+    parts = f" and exact_parts of {cfg.exact_parts}" if cfg.exact_parts else ""
+    return ConfigError(
+        f"no number of workers from {cluster.least} to {cluster.most} can share batch_size {cfg.batch_size} "
+        f"in micro-batches of {cfg.micro_batch}{parts}\n"
+        f"  type {' or '.join(remedies) or 'another batch_size or micro_batch'}"
+    )
+
+
+def in_words(worlds: tuple[int, ...]) -> str:
+    """Return "2", "4, 2 or 1", or of many "64, 32, 16 … 1"."""
+    if len(worlds) > 6:
+        return f"{worlds[0]}, {worlds[1]}, {worlds[2]} … {worlds[-1]}"
+    *others, last = [str(world) for world in worlds]
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"

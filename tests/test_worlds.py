@@ -1,0 +1,172 @@
+"""A stage on as many workers as its batch allows and there is room for: which worlds, and when a run grows."""
+
+import json
+
+import pytest
+
+from data.errors import ConfigError
+from jobs import campaign
+from jobs.__main__ import main
+from jobs.cluster.worker_group import ClusterConfig, WorkerRange
+from jobs.growth import Growth
+from jobs.worlds import allowed_worlds, in_words
+from pipeline.training_config import TrainConfig
+
+
+def config(**fields: object) -> TrainConfig:
+    return TrainConfig(**{"steps": 9, "batch_size": 48, "micro_batch": 4, "precision": "fp32"} | fields)
+
+
+def between(least: int, most: int) -> ClusterConfig:
+    return ClusterConfig(workers=WorkerRange(least=least, most=most))
+
+
+@pytest.mark.parametrize(
+    ("fields", "least", "most", "worlds"),
+    [
+        ({}, 1, 12, (12, 6, 4, 3, 2, 1)),  # 48 / 4 = 12 micro-batches, so a divisor of 12
+        ({}, 1, 16, (12, 6, 4, 3, 2, 1)),
+        ({}, 5, 11, (6,)),
+        ({"exact_parts": 4}, 1, 12, (4, 2, 1)),
+        ({"uneven": True}, 45, 50, (48, 47, 46, 45)),  # no worker without a sample
+    ],
+)
+def test_the_worlds_are_those_that_share_the_batch(fields, least, most, worlds) -> None:
+    assert allowed_worlds(config(**fields), between(least, most)) == worlds
+
+
+def test_a_deepspeed_file_allows_the_worlds_of_its_own_accumulation(tmp_path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"gradient_accumulation_steps": 4}))
+    assert allowed_worlds(config(deepspeed=str(file)), between(1, 12)) == (3,)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        allowed_worlds(config(deepspeed=str(file)), between(4, 12))
+
+
+def test_many_worlds_are_said_in_few_words() -> None:
+    assert [in_words((2,)), in_words((4, 2, 1))] == ["2", "4, 2 or 1"]
+    assert in_words(tuple(range(64, 0, -1))) == "64, 63, 62 … 1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.workers={least: 5, most: 7}"], "pretrain: no number of workers from 5 to 7 can share batch_size 16"),
+        (["cluster.workers={least: 5, most: 7}"], "in micro-batches of 4\n  type cluster.workers.least=4\n"),
+        (["cluster.workers={least: 3, most: 3}"], "16 is not a multiple of micro_batch 4 × 3 workers = 12; nearest"),
+        (
+            ["cluster.workers={least: 3, most: 3}", "pretrain.micro_batch=1", "pretrain.exact_parts=16"],
+            "pretrain: batch_size 16 is not a multiple of micro_batch 1 × 3 workers = 3",
+        ),
+        (
+            ["cluster.workers={least: 3, most: 7}", "pretrain.micro_batch=2", "pretrain.exact_parts=2"],
+            "in micro-batches of 2 and exact_parts of 2\n  type cluster.workers.least=2\n",
+        ),
+        (["cluster.workers={least: 5, most: 6}", "pretrain.micro_batch=2"], "least=4 or cluster.workers.most=8"),
+        (["cluster.workers={least: 0, most: 7}"], "cluster: workers.least is 0, expected 1 or more"),
+        (["cluster.workers={least: 4, most: 2}"], "cluster: workers.most is 2, expected 4 or more"),
+        (["cluster.workers.least=1"], "cluster.workers.most is missing"),
+        (["cluster.workers={leest: 1, most: 2}"], "unknown key cluster.workers.leest; did you mean 'least'?"),
+        (["cluster.workers=some"], "cluster.workers is 'some', expected a whole number, or a section with the keys"),
+        (["cluster.patience_s=-1"], "patience_s is -1.0, expected 0 or more"),
+    ],
+)
+def test_a_range_that_cannot_be_used_is_refused_before_anything_starts(recipe, capsys, overrides, message) -> None:
+    assert main(["run", str(recipe), *overrides]) == 78
+    assert message in capsys.readouterr().err
+    assert not (recipe.parent / "run").exists()
+
+
+def test_a_number_may_be_a_text_as_that_of_an_environment_variable(recipe, monkeypatch) -> None:
+    monkeypatch.setenv("WORKERS", "2")
+    for override, workers in (
+        ("cluster.workers=${oc.env:WORKERS}", 2),
+        ("cluster.workers={least: 1, most: '${oc.env:WORKERS}'}", WorkerRange(least=1, most=2)),
+    ):
+        assert campaign.load(recipe, [override]).cluster.workers == workers
+
+
+def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsys) -> None:
+    words = ["plan", str(recipe), "cluster.workers.least=1", "cluster.workers.most=6"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "cluster        1 to 6 workers (processes)\n" in out
+    assert "  batch   16 = 4 workers × micro_batch 4 × accumulation 1\n" in out
+    assert "  workers 4, 2 or 1, as there is room; lines about a worker are for 1\n" in out
+    assert main([*words, "--resolved"]) == 0
+    assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------ when a run grows
+
+
+class Cluster:
+    """A cluster's room, a stage's newest commit and a clock, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.room = 2
+        self.step = 100
+
+    def growth(self, not_before: float = 0.0) -> Growth:
+        return Growth((8, 4), 60.0, lambda: self.room, lambda: self.step, not_before, clock=lambda: self.now)
+
+
+def test_a_run_grows_at_the_first_commit_after_nodes_have_stayed_for_the_patience() -> None:
+    cluster = Cluster()
+    growth = cluster.growth()
+
+    def is_due(now: float, room: int, step: int) -> bool:
+        cluster.now, cluster.room, cluster.step = now, room, step
+        growth.look()
+        return growth.is_due()
+
+    assert not is_due(0, room=2, step=100)
+    assert not is_due(10, room=4, step=110), "a node has joined"
+    assert not is_due(40, room=3, step=120), "and has left"
+    assert not is_due(50, room=5, step=130)
+    assert not is_due(109, room=5, step=140), "it has not stayed for 60 s yet"
+    assert not is_due(110, room=8, step=150), "it has, but what was committed before does not count"
+    assert growth.wanted is None
+    assert is_due(112, room=8, step=160)
+    assert growth.wanted == 4, "for eight there has been room for two seconds"
+    assert is_due(113, room=2, step=160), "the workers have been asked: they end"
+
+
+def test_a_larger_world_is_waited_for_no_longer_than_for_a_smaller_one() -> None:
+    cluster = Cluster()
+    growth = cluster.growth()
+    cluster.room = 9
+    growth.look()
+    cluster.now = 60
+    assert not growth.is_due()
+    cluster.step += 1
+    assert growth.is_due() and growth.wanted == 8
+
+
+def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
+    cluster = Cluster()
+    growth = cluster.growth(not_before=600.0)
+    cluster.room = 8
+    growth.look()
+    cluster.now = 599
+    assert not growth.is_due()
+    cluster.step += 1
+    assert not growth.is_due()
+    cluster.now = 600
+    assert not growth.is_due(), "a commit from now on"
+    cluster.step += 1
+    assert growth.is_due()
+
+
+def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
+    monkeypatch.setattr("jobs.growth.LOOK_S", 0.01)
+
+    def no_answer() -> int:
+        asked.append(growth.has_ended.set())
+        raise ConnectionError
+
+    asked: list[None] = []
+    growth = Growth((4,), 0.0, no_answer, lambda: 0)
+    growth.watch()
+    assert asked == [None] and growth.larger_world() is None
