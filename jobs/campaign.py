@@ -50,6 +50,9 @@ class StageKind(Protocol):
     def INPUTS(self) -> tuple[str, ...]: ...  # dotted names; "*" stands for every name of a section
 
     @property
+    def FILES(self) -> tuple[str, ...]: ...  # other fields that may be relative paths, in the same way
+
+    @property
     def run(self) -> Any: ...  # run(config, context) → what the stage did
 
 

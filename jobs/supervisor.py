@@ -4,8 +4,9 @@
     → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
 
 One attempt, in order:
-0. Reserve a place for every worker, and wait until the cluster has the room; somebody who wants this process to end is
-   heard meanwhile. Where the stage may run on several numbers of workers, this says on how many it does.
+0. Reserve a place for every worker: wait for this campaign's turn in the queue, and until the cluster has the room;
+   somebody who wants this process to end is heard meanwhile. Where the stage may run on several numbers of workers,
+   this says on how many it does.
 1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
 2. Ask the stage for its task, the one document that all workers are told.
 3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for what the workers leave behind.
@@ -15,7 +16,8 @@ One attempt, in order:
 
 Where a node has given notice that it will go, or there is room for more workers (growth.py), the workers commit and
 end as if somebody wanted this process to end; but then the next attempt starts at once, on other nodes or on more. That
-is a move, and neither an incident nor a restart.
+is a move, and neither an incident nor a restart. The same where a campaign of a higher priority waits for the places;
+then the next attempt begins with the wait in the queue.
 
 It raises WorkerGroupError instead: write the incident down, and then, first match wins:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
-from jobs.cluster.backends import leave_nodes, room_now, wait_for_resources, worker_group_runner
+from jobs.cluster.backends import leave_nodes, must_make_way, room_now, wait_for_resources, worker_group_runner
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
 from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord
@@ -249,6 +251,10 @@ def move(context: Context, folder: Path, growth: Growth, world: int) -> None:
     if not given:
         context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
         return
+    if all(notice.get("makes_way") for notice in given):
+        context.say(f"makes way: {given[0]['why']}; waits in the queue, to go on from {restart_point(context)}")
+        return
+    given = [notice for notice in given if not notice.get("makes_way")]
     nodes = {notice["node_id"]: f"{notice['node']} ({notice['why']})" for notice in given}
     text = f"about to leave: {', '.join(nodes.values())}"
     for notice in given:
@@ -302,9 +308,10 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     remark = f" in {wait_s:.0f}s" if wait_s else ""
     context.say(f"{failure}; restarting from {start}{remark}")
 
-    # In small pieces, so that a signal does not have to wait for the end of the wait.
+    # In small pieces, so that a signal does not have to wait for the end of the wait. Nor does a campaign that is to
+    # have the places.
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not must_make_way(context.cluster):
         if context.stopping():
             raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
         time.sleep(STOP_POLL_S)

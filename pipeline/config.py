@@ -35,6 +35,8 @@ class ConfigDataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
+IN_ENVIRONMENT = "env:"  # before the name of a variable that holds a recipe's text
+
 Config = TypeVar("Config", bound=ConfigDataclass)
 
 
@@ -58,7 +60,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Read a recipe file and put `key=value` overrides on top; the values are not typed yet.
+    """Read a recipe file, or env:NAME, and put `key=value` overrides on top; the values are not typed yet.
 
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
@@ -69,7 +71,7 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
             f"{override!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
         )
     try:
-        recipe = OmegaConf.load(path)
+        recipe = _load(path)
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}\n  recipes that ship: ls jobs/recipes") from None
     except IsADirectoryError:
@@ -84,6 +86,15 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
         raise ConfigError(f"cannot read the overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _load(path: Path) -> Any:
+    """Return the values of a YAML file; of "env:NAME" they are the text of an environment variable."""
+    variable = str(path).removeprefix(IN_ENVIRONMENT)
+    if variable == str(path):
+        return OmegaConf.load(path)
+    require(variable in os.environ, f"no recipe in the environment variable {variable}, which is not set")
+    return OmegaConf.create(os.environ[variable])
 
 
 def _quoted(override: str) -> str:

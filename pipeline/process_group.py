@@ -6,11 +6,16 @@ Out: torch's and DeepSpeed's default group, and this worker's device
 
 import logging
 import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+LONGEST_LIST = 8  # nodes that a line names
 
 
 def join_group(timeout_s: float) -> torch.device:
@@ -41,6 +46,56 @@ def join_group(timeout_s: float) -> torch.device:
     give_later_groups_the_timeout(timeout)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
+
+
+def network_line() -> str:
+    """Collective: say over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
+
+    It is "" for a single worker, which talks to nobody.
+    """
+    if dist.get_world_size() == 1:
+        return ""
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, Place.of_this_worker())
+    return describe_network(dist.get_backend(), places)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Tells on which node a worker is, and what its environment says about the network."""
+
+    node: str
+    settings: dict[str, str]
+
+    @classmethod
+    def of_this_worker(cls) -> "Place":
+        """Return the place of this process."""
+        names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
+        return cls(socket.gethostname(), {name: os.environ[name] for name in names})
+
+
+def describe_network(backend: str, places: Sequence[Place]) -> str:
+    """Return the line of `network_line`, from the places of all workers by rank."""
+    chooser = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    label = "NCCL" if backend == "nccl" else backend
+    names = {name for place in places for name in place.settings}
+    parts = [f"network: {label} over {differing(chooser, places, 'the interface that it picks')}"]
+    for name in sorted(names - {chooser}):
+        parts.append(f"{name}={differing(name, places, 'not set')}")
+    return "; ".join(parts)
+
+
+def differing(name: str, places: Sequence[Place], default: str) -> str:
+    """Return a variable's value where it is the same everywhere, otherwise "eth0 on n1, ib0 on n2"."""
+    by_node: dict[str, str] = {}
+    for place in places:
+        by_node.setdefault(place.node, place.settings.get(name, default))
+    values = set(by_node.values())
+    if len(values) == 1:
+        return values.pop()
+    shown = [f"{value} on {node}" for node, value in by_node.items()]
+    more = f" and {len(shown) - LONGEST_LIST} nodes more" if len(shown) > LONGEST_LIST else ""
+    return ", ".join(shown[:LONGEST_LIST]) + more
 
 
 def give_later_groups_the_timeout(timeout: timedelta) -> None:

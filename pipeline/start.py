@@ -42,7 +42,7 @@ from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight.identity import device_name
 from pipeline.preflight.start import check_start
-from pipeline.process_group import join_group
+from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
 STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
@@ -132,6 +132,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     device = join_group(cfg.timeout_s)
     rank = dist.get_rank()
     world = dist.get_world_size()
+    network = network_line()
 
     directory = Path(job.directory)
     checkpoints = directory / "checkpoints"
@@ -211,6 +212,9 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
     say_how_it_starts(worker, progress, manifest)
+    # A slow collective is most often one over the wrong interface.
+    if rank == 0 and network:
+        telemetry.say(network)
     if isinstance(engine, ExactEngine):
         # Measured in every attempt, because the nodes and the links between them may be others now.
         say_price(engine, cfg, telemetry, progress.step)

@@ -65,6 +65,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_monitoring.py",
         "test_node_files.py",
         "test_preflight_command.py",
+        "test_queue.py",
         "test_ray_nodes.py",
         "test_weights_commands.py",
         "test_worlds.py",

@@ -299,7 +299,7 @@ def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:
 
 def test_a_wait_says_what_for_and_ends(two, full) -> None:
     said: list[str] = []
-    cluster = dataclasses.replace(two["ray"], start_timeout_s=4)
+    cluster = dataclasses.replace(two["ray"], wait_s=4)
     with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 4 s\ntype"):
         wait_for_resources(cluster, "/runs/a", said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
@@ -340,7 +340,7 @@ def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, 
     try:
         wait_until(lambda: "waiting for the cluster: room for 0 of 2 workers" in (tmp_path / "said").read_text(), 60)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(20) == 75  # start_timeout_s is 300
+        assert driver.wait(20) == 75  # cluster.wait_s is for ever
     finally:
         driver.kill()
     assert "stopped before the workers had started, at the start: nothing" in (tmp_path / "said").read_text()
@@ -371,6 +371,8 @@ def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tm
     # Steps are saved every 8; the stop itself saves the step that it comes in.
     (stopped,) = re.findall(r"^stopped at step (\d+) after committing it", text, re.MULTILINE)
     assert list(run.glob(f"pretrain-*/checkpoints/step-{int(stopped):010d}")), text
+    # Plain processes talk over the loopback, and rank 0 alone says so, once an attempt.
+    assert len(re.findall(r"^\[pretrain-\w+\] network: gloo over lo$", text, re.MULTILINE)) == 1
     # Nobody was killed, at the first signal or at the second, and a stop is no incident.
     assert not list(run.glob("pretrain-*/incidents.txt"))
 

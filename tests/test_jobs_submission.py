@@ -11,17 +11,23 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import ray
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.__main__ import main
+from jobs.campaign import KINDS
+from jobs.carried_recipe import VARIABLE
 from jobs.cluster import job_metadata, submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT, explain
 from jobs.cluster.worker_group import LOOPBACK
+from jobs.command_line.campaigns import load_campaign
+from pipeline.config import section_kind
 
 TRAIN = """
 import signal, sys, time
@@ -51,9 +57,12 @@ def dashboard() -> Iterator[str]:
         with suppress(OSError):
             stack.enter_context(socket.create_server((LOOPBACK, DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)))
         patch.delenv("RAY_ADDRESS", raising=False)
-        url = connect(ClusterConfig()).dashboard
-        patch.setenv("RAY_ADDRESS", url)
-        yield url
+        info = connect(ClusterConfig())
+        # As `ray start --head` does: where other Rays run on this machine, a job takes any of them for its own.
+        temporary = ray._private.worker._global_node._ray_params.temp_dir
+        ray._private.utils.write_ray_address(info.address, temporary)
+        patch.setenv("RAY_ADDRESS", info.dashboard)
+        yield info.dashboard
         disconnect()
 
 
@@ -134,6 +143,35 @@ def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
 # ------------------------------------------------------------------------ without a cluster
 
 
+def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(monkeypatch, capsys) -> None:
+    started = time.mktime((2026, 11, 22, 8, 30, 0, 0, 0, 0))
+    runs = {"queue": "RUNNING", "priority": "5", "position": "", "waits_for": "", "stage": "pretrain", "step": "40/700"}
+    first = {"queue": "PENDING", "priority": "5", "position": "1 of 2", "waits_for": "room for 0 of 2 workers"}
+    second = {"queue": "PENDING", "priority": "0", "position": "2 of 2", "waits_for": "behind /runs/b; room for 0 of 1"}
+    jobs = [
+        submission.Job("old-001", "/runs/old", "FAILED", started - 60, 70, first),  # what it said last is true no more
+        submission.Job("c-001", "/runs/c", "RUNNING", started, None, second | {"stage": "finetune", "step": "9/20"}),
+        submission.Job("b-001", "/runs/b", "RUNNING", started + 60, None, first),
+        submission.Job("new-001", "/runs/new", "PENDING", started + 120, None, {}),
+        submission.Job("packs-001", "/runs/packs", "RUNNING", started, None, {}),
+        submission.Job("a-001", "/runs/a", "RUNNING", started + 60, None, runs),
+        submission.Job("other", "", "RUNNING", started, None, {}),
+    ]
+    monkeypatch.setattr(submission, "_connect", lambda: None)
+    monkeypatch.setattr(submission, "_submitted_jobs", lambda client: jobs)
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "RUNNING    2026-11-22 08:31  /runs/a  priority 5  pretrain 40/700  (a-001)",
+        "RUNNING    2026-11-22 08:30  /runs/packs  (packs-001)",
+        "PENDING    2026-11-22 08:31  /runs/b  priority 5  1 of 2 in the queue  (b-001)",
+        "           room for 0 of 2 workers",
+        "PENDING    2026-11-22 08:30  /runs/c  priority 0  2 of 2 in the queue  finetune 9/20  (c-001)",
+        "           behind /runs/b; room for 0 of 1",
+        "PENDING    2026-11-22 08:32  /runs/new  its driver has not started  (new-001)",
+        "FAILED     2026-11-22 08:29  /runs/old  priority 5  (old-001)",
+    ]
+
+
 def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeypatch) -> None:
     answer = "Request failed with status code 500: No available agent to submit job, please try again later.."
     asked = []
@@ -178,9 +216,71 @@ def test_submit_passes_variables_on_and_refuses_one_without_a_value(monkeypatch,
     asked: list[dict[str, str]] = []
     monkeypatch.setattr(submission, "submit", lambda run, command, environment: asked.append(environment))
     words = ["submit", "digits", "--env", "NCCL_DEBUG=INFO", "--env", "A=b=c"]
-    assert main(words) == 0 and asked == [{"NCCL_DEBUG": "INFO", "A": "b=c"}]
+    assert main(words) == 0
+    del asked[0][VARIABLE]
+    assert asked == [{"NCCL_DEBUG": "INFO", "A": "b=c"}]
     assert main(["submit", "digits", "--env", "NCCL_DEBUG"]) == 64
     assert "expected NAME=VALUE, for example --env NCCL_DEBUG=INFO" in capsys.readouterr().err
+
+
+def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_campaign(
+    recipe, shards, tmp_path, monkeypatch, capsys
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "mine.yaml").write_text(
+        recipe.read_text().replace(f"{shards}/train", "data/train").replace("finetune:", "finetune:\n  kind: finetune")
+    )
+    (home / "data").symlink_to(shards)
+    (home / "tuning.json").write_text("{}")
+    (home / "photos.csv").touch()
+    sets = ["photos.kind=pack", "photos.sets.a={source: table, path: photos.csv, root: /}"]
+    words = ["finetune.data.cache.directory=~/cache", "pretrain.optim.lr=${oc.env:LR}"]
+    words += ["fewshot.probe.test=@photos/a", "finetune.deepspeed=tuning.json", "run=runs/mine", *sets]
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("LR", "3e-3")
+    asked: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(
+        submission, "submit", lambda run, command, environment: asked.append((run, command, environment))
+    )
+    assert main(["submit", "mine.yaml", *words]) == 0
+    here = load_campaign("mine.yaml", words)
+    changed = "pretrain.data.train, finetune.data.train, finetune.deepspeed, fewshot.probe.train, photos.sets.a.path"
+    assert capsys.readouterr().out == f"relative paths are taken from {home}: {changed}\n"
+
+    # On the cluster's head: another folder, another environment, and what the job took along.
+    run, command, environment = asked[0]
+    assert run == str(home / "runs" / "mine")
+    monkeypatch.chdir("/")
+    monkeypatch.delenv("LR")
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+    assert command[:4] == ["python", "-m", "jobs", "run"]
+    there = load_campaign(command[4], command[5:])
+    assert there.run == here.run
+    assert there.stage("pretrain").config.optim.lr == 0.003
+    assert there.stage("finetune").config.data.cache.directory == "~/cache", "of each node's own home"
+    assert there.stage("finetune").config.deepspeed == str(home / "tuning.json")
+    assert there.stage("photos").config.sets["a"].path == str(home / "photos.csv")
+    for stage in here.stages:
+        assert not there.stage(stage.name).missing
+        # What a pack stage reads is in its key by path; of all others the content counts.
+        if stage.name in ("pretrain", "resize", "finetune"):
+            assert there.stage(stage.name).key == stage.key
+    assert main(["plan", "env:NOTHING"]) == 78
+    assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_path_that_a_kind_of_stage_names_is_a_field_of_its_config(kind) -> None:
+    module = KINDS[kind]
+    for pattern in (*module.INPUTS, *module.FILES):
+        section: type = module.Config
+        for part in pattern.split("."):
+            if part == "*":
+                continue
+            hint = get_type_hints(section)[part]
+            section = section_kind(hint) or section
+        assert str in (hint, *get_args(hint)), pattern
 
 
 def test_the_equivalent_command_says_the_same() -> None:

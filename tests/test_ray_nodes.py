@@ -28,9 +28,10 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 
 from data.errors import ClusterError
 from jobs import campaign
-from jobs.cluster import placement, ray_access
+from jobs.cluster import placement, queue, ray_access
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, run_worker_group
 from jobs.cluster.failures import group_failure
+from jobs.cluster.queue_order import Entry
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.worker_group import WorkerRange
 from jobs.session import run_campaign
@@ -141,7 +142,7 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
     )
     said: list[str] = []
     with pytest.raises(ClusterError) as caught:
-        reserve_places(ClusterConfig(cpus_per_worker=2, start_timeout_s=4), "/runs/a", said.append, look)
+        reserve_places(ClusterConfig(cpus_per_worker=2, wait_s=4), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
     assert str(caught.value).startswith(f"{missing}\nwaited 4 s\ntype ")
     seconds, request = seen[0]
@@ -149,7 +150,7 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
     assert seconds < 3
     assert [dict(bundle.resources_bundle) for bundle in bundles] == [{"CPU": 2.0}]
     # Given up: whoever wants less gets it at once.
-    assert reserve_places(ClusterConfig(workers=3, start_timeout_s=4), "/runs/b", said.append)
+    assert reserve_places(ClusterConfig(workers=3, wait_s=4), "/runs/b", said.append)
 
 
 RIVAL = """
@@ -160,29 +161,45 @@ RIVAL = """
     def say(line):
         print(line, flush=True)
 
-    reserve_places(ClusterConfig(workers=2, start_timeout_s=60), "/runs/second", say)
+    run, workers, priority = sys.argv[1:]
+    reserve_places(ClusterConfig(workers=int(workers), priority=int(priority), wait_s=60), run, say)
     say("placed")
     sys.stdin.read()
 """
 
 
+def start_rival(run: str, workers: int, priority: int = 0) -> subprocess.Popen[str]:
+    """Another driver, which asks for its places, says so, and keeps them until it is killed."""
+    command = [sys.executable, "-c", textwrap.dedent(RIVAL), run, str(workers), str(priority)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def lines_until(rival: subprocess.Popen[str], last: str) -> list[str]:
+    assert rival.stdout is not None
+    lines: list[str] = []
+    while not lines or lines[-1] != last:
+        line = rival.stdout.readline()
+        assert line, f"the rival has ended: {lines}"
+        lines.append(line.rstrip("\n"))
+    return lines
+
+
 def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes) -> None:
-    two = ClusterConfig(workers=2, start_timeout_s=60)
+    two = ClusterConfig(workers=2, wait_s=60)
     held = reserve_places(two, "/runs/first")
-    command = [sys.executable, "-c", textwrap.dedent(RIVAL)]
-    rival = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    rival = start_rival("/runs/second", 2)
     try:
         assert rival.stdout is not None
         line = rival.stdout.readline()
         assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
-        # The next attempt of the first goes on where it was, and does not queue behind the second.
+        # The next attempt of the first goes on where it was, and does not queue behind the second, its equal.
         assert reserve_places(two, "/runs/first") == held
         placement.release()
         assert rival.stdout.readline() == "placed\n"
         said: list[str] = []
         with pytest.raises(ClusterError):
-            reserve_places(ClusterConfig(workers=2, start_timeout_s=4), "/runs/first", said.append)
+            reserve_places(ClusterConfig(workers=2, wait_s=4), "/runs/first", said.append)
         assert said[0].endswith("; held: 2 CPUs by /runs/second")
         rival.kill()
         assert reserve_places(two, "/runs/first")
@@ -191,8 +208,42 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         rival.wait()
 
 
+def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(nodes) -> None:
+    low = ClusterConfig(workers=NODES, wait_s=4)
+    reserve_places(low, "/runs/low")
+    # Told to make way for a driver that is not there any more: nobody does, and what it wrote is swept away.
+    dead = Entry("99000000", "/runs/dead", 9, 0.0, 1, {"CPU": 1})
+    queue.write(dead)
+    queue.put(queue.MARKS, ray.get_runtime_context().get_job_id(), dead.job)
+    assert not queue.reason_to_make_way()
+    assert [entry.run for entry in queue.read().entries] == ["/runs/low"]
+
+    huge = start_rival("/runs/huge", NODES + 1, priority=9)
+    high = start_rival("/runs/high", 2, priority=5)
+    try:
+        deadline = time.monotonic() + 60
+        while not queue.reason_to_make_way():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert queue.reason_to_make_way() == "/runs/high (priority 5) waits for these places"
+        said: list[str] = []
+        with pytest.raises(ClusterError):
+            reserve_places(low, "/runs/low", said.append)
+        assert "room for 1 of 3 workers of 1 CPUs; free: 1 CPUs on " in said[0]
+        assert said[0].endswith("; held: 2 CPUs by /runs/high")
+        lines = lines_until(high, "placed")
+        told = "/runs/low (priority 0) is to make way for this campaign (priority 5): it commits, and waits in the"
+        assert any(line.startswith(told) for line in lines)
+        # Who is told and does not wait any more is not kept from asking again: there is room for one.
+        assert reserve_places(ClusterConfig(wait_s=10), "/runs/low")
+    finally:
+        for rival in (huge, high):
+            rival.kill()
+            rival.wait()
+
+
 def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(nodes) -> None:
-    some = ClusterConfig(workers=WorkerRange(least=1, most=4), patience_s=1, start_timeout_s=30)
+    some = ClusterConfig(workers=WorkerRange(least=1, most=4), patience_s=1, wait_s=30)
     bundles: list[int] = []  # of the group that waits: what an autoscaler is told
     said: list[str] = []
 

@@ -27,9 +27,41 @@ from pipeline.monitoring.telemetry import (
     memory_gb,
     read_metrics,
 )
+from pipeline.process_group import Place, describe_network
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
 REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "expected"),
+    [
+        ("gloo", [("n1", "GLOO_SOCKET_IFNAME=eth0"), ("n2", "GLOO_SOCKET_IFNAME=eth0")], "gloo over eth0"),
+        (
+            "gloo",
+            [("n1", "GLOO_SOCKET_IFNAME=eth0"), ("n1", "GLOO_SOCKET_IFNAME=eth0"), ("n2", "GLOO_SOCKET_IFNAME=ib0")],
+            "gloo over eth0 on n1, ib0 on n2",
+        ),
+        (
+            "nccl",
+            [("n1", "GLOO_SOCKET_IFNAME=e"), ("n2", "GLOO_SOCKET_IFNAME=e")],
+            "NCCL over the interface that it picks",
+        ),
+        (
+            "nccl",
+            [("n1", "NCCL_SOCKET_IFNAME=ib0 NCCL_DEBUG=INFO"), ("n2", "NCCL_SOCKET_IFNAME=ib0")],
+            "NCCL over ib0; NCCL_DEBUG=INFO on n1, not set on n2",
+        ),
+        ("nccl", [(f"n{node}", f"NCCL_SOCKET_IFNAME=e{node}") for node in range(10)], None),
+    ],
+)
+def test_the_network_line_names_interfaces_and_settings(backend, settings, expected) -> None:
+    places = [Place(node, dict(word.split("=") for word in text.split())) for node, text in settings]
+    line = describe_network(backend, places).replace("; GLOO_SOCKET_IFNAME=e", "")
+    if expected is None:
+        shown = ", ".join(f"e{node} on n{node}" for node in range(8))
+        expected = f"NCCL over {shown} and 2 nodes more"
+    assert line == f"network: {expected}"
 
 
 def test_the_log_line_has_one_order_and_human_numbers():

@@ -32,6 +32,7 @@ __all__ = [
     "connect",
     "disconnect",
     "leave_nodes",
+    "must_make_way",
     "room_now",
     "run_worker_group",
     "wait_for_resources",
@@ -65,7 +66,7 @@ def wait_for_resources(
     """Return how many workers can start, when they can; what `on_tick`, called more than once a second, raises ends it.
 
     It is one of `worlds`, the largest first, or `cluster.world` without them. `run` is the name under which others see
-    who holds the resources. Raises ClusterError; see placement.reserve.
+    who holds the resources. Raises ClusterError; see queue.reserve.
     """
     # Processes of this machine start at once, or are refused.
     if cluster.backend == "processes":
@@ -83,9 +84,9 @@ def room_now(cluster: ClusterConfig) -> int:
     """
     if cluster.backend == "processes":
         return 0
-    from jobs.cluster import placement
+    from jobs.cluster import ray_backend
 
-    return placement.room_now(placement.share_of_worker(cluster))
+    return ray_backend.room_now(cluster)
 
 
 def leave_nodes(cluster: ClusterConfig, node_ids: list[str]) -> None:
@@ -96,6 +97,15 @@ def leave_nodes(cluster: ClusterConfig, node_ids: list[str]) -> None:
 
         for node_id in node_ids:
             ray_backend.leave_node(node_id)
+
+
+def must_make_way(cluster: ClusterConfig) -> bool:
+    """Tell whether another campaign of the cluster is to have the places of this one."""
+    if cluster.backend == "processes":
+        return False
+    from jobs.cluster import ray_backend
+
+    return ray_backend.must_make_way()
 
 
 def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:

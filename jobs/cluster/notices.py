@@ -7,6 +7,8 @@
        {"rank": 3, "node": "n1", "node_id": "4f1a…", "why": "its node is drained, gone in 25 s"}
 
 3. The supervisor reads it twice a second, has the workers commit, and starts the next attempt elsewhere.
+
+In the same way a worker group is told to make way for another campaign (queue.py), and waits for places again.
 """
 
 import json
@@ -18,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from jobs.cluster.worker_group import RankInfo, records
 
@@ -29,12 +31,13 @@ _told_to_leave = threading.Event()  # in a worker's process: SIGTERM has come
 
 
 class Notice(TypedDict):
-    """Tells that a node is about to leave."""
+    """Tells that a node is about to leave, or that the whole worker group is to make way for another campaign."""
 
     rank: int | None  # of a worker there; None where it is the node of the driver, which cannot move
     node: str
     node_id: str
     why: str
+    makes_way: NotRequired[bool]  # then it is of no node
 
 
 def notices(folder: Path) -> list[Notice]:

@@ -16,6 +16,7 @@ there is room for more, between two attempts.
 waiting for the cluster: room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 """
 
+import math
 import secrets
 import time
 from collections import Counter
@@ -86,7 +87,7 @@ def reserve(
     `worlds` are the numbers of workers that would do, the largest first; without them it is `cluster.world`. What this
     process holds already is returned at once, where it fits, none of its nodes is to be left, and there is no room for
     more. `on_tick` is called about four times a second; what it raises ends the wait. Raises ClusterError after
-    `start_timeout_s`, or at once where an embedded cluster will never have the room.
+    `wait_s`, or at once where an embedded cluster will never have the room.
     """
     refuse_what_never_fits(cluster, is_embedded)
     share = share_of_worker(cluster)
@@ -95,7 +96,7 @@ def reserve(
         # It does not grow: nobody has to wait for more.
         room_when_empty = room_for(share, ray_state.total_resources_per_node())
         worlds = [world for world in worlds if world <= room_when_empty]
-    request = Request(run, share, tuple(worlds), cluster.patience_s, cluster.start_timeout_s)
+    request = Request(run, share, tuple(worlds), cluster.patience_s, cluster.wait_s or math.inf)
     if not _holds(request):
         _ask(request, request.worlds[0])
     elif len(worlds) > 1:
@@ -131,6 +132,11 @@ def release() -> None:
         remove_placement_group(_reservations.pop().group)
 
 
+def group_id() -> str:
+    """Return the id of the placement group that this process has asked for; "" where there is none."""
+    return _reservations[0].group.id.hex() if _reservations else ""
+
+
 def forget() -> None:
     """Forget what this process held in a cluster that it has left; Ray has taken it back.
 
@@ -164,7 +170,7 @@ def refuse_what_never_fits(cluster: ClusterConfig, is_embedded: bool) -> None:
     share = share_of_worker(cluster)
     room = room_for(share, ray_state.total_resources_per_node())
     if room < cluster.least:
-        raise _too_small(f"room for {room} of {cluster.least} workers of {in_words(share)}", "this machine has no more")
+        raise too_small(f"room for {room} of {cluster.least} workers of {in_words(share)}", "this machine has no more")
 
 
 def _holds(request: Request) -> bool:
@@ -258,9 +264,7 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
     began = time.monotonic()
     deadline = began + request.timeout_s
     next_choice = min(began + request.patience_s, deadline)
-    next_word = began + FIRST_WORD_S
-    last_word = ""
-    said = began
+    words = Words(say)
     while placement_group_table(_reservations[0].group)["state"] != "CREATED":
         now = time.monotonic()
         if len(request.worlds) > 1 and now > next_choice:
@@ -268,19 +272,39 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
             if _choose(request, say):
                 deadline = max(deadline, next_choice)
         if now > deadline:
-            raise _too_small(_missing(request, request.worlds[-1]), f"waited {request.timeout_s:.0f} s")
-        # Who waits must be told for what, or a queue looks like a hang.
-        if now > next_word:
-            word = _missing(request, request.worlds[0])
+            raise too_small(missing(request.worlds[-1], request.share), f"waited {request.timeout_s:.0f} s")
+        if words.are_due():
+            word = missing(request.worlds[0], request.share)
             if len(request.worlds) > 1:
                 word += f"; fewer will do after {request.patience_s:g} s (cluster.patience_s)"
-            if word != last_word or now > said + SAME_WORD_S:
-                say(f"waiting for the cluster: {word}")
-                last_word = word
-                said = now
-            next_word = now + NEXT_WORD_S
+            words.tell(word)
         on_tick()
         time.sleep(POLL_S)
+
+
+class Words:
+    """Says what is waited for: not at once, when it has changed, and now and then. Or a queue looks like a hang."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.next_word = time.monotonic() + FIRST_WORD_S
+        self.last_word = ""
+        self.said = 0.0
+
+    def are_due(self) -> bool:
+        """Tell whether `tell` would say something new."""
+        return time.monotonic() > self.next_word
+
+    def tell(self, word: str) -> None:
+        """Say a word, where it is due."""
+        now = time.monotonic()
+        if now <= self.next_word:
+            return
+        if word != self.last_word or now > self.said + SAME_WORD_S:
+            self.say(f"waiting for the cluster: {word}")
+            self.last_word = word
+            self.said = now
+        self.next_word = now + NEXT_WORD_S
 
 
 def _choose(request: Request, say: Callable[[str], None]) -> bool:
@@ -291,14 +315,13 @@ def _choose(request: Request, say: Callable[[str], None]) -> bool:
     world = request.largest_in(room) or most
     if world != workers_held():
         if world < most:
-            say(f"goes on with {world} of up to {most} workers: {_missing(request, most)}")
+            say(f"goes on with {world} of up to {most} workers: {missing(most, request.share)}")
         _ask(request, world)
     return world < most
 
 
-def _missing(request: Request, workers: int) -> str:
+def missing(workers: int, share: Mapping[str, int]) -> str:
     """Say for how many workers there is room, what is free where, and which campaigns hold the rest."""
-    share = request.share
     leaving = set(draining_nodes())
     free = {}
     for node, resources in ray_state.available_resources_per_node().items():
@@ -360,5 +383,5 @@ def _some(texts: list[str]) -> str:
     return shown
 
 
-def _too_small(missing: str, reason: str) -> ClusterError:
+def too_small(missing: str, reason: str) -> ClusterError:
     return ClusterError(f"{missing}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")

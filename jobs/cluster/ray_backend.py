@@ -4,7 +4,7 @@
 2. Place: Ray Train puts one worker on each place, and tells all of them where rank 0 listens.
 3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise, and ends the
    attempt where a node was lost. A third asks Ray once a second which nodes are being drained, and leaves a notice
-   where workers are on one.
+   where workers are on one; a fourth, whether another campaign wants the places.
 4. Clear up: leave the cluster where `fit` has not ended by itself, and wait until no worker of this host is alive.
 5. Return rank 0's value, or raise the error of the worker that failed first.
 
@@ -31,7 +31,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore
 
-from jobs.cluster import notices, placement, worker_gauge
+from jobs.cluster import notices, placement, queue, worker_gauge
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
@@ -49,7 +49,16 @@ from jobs.cluster.worker_group import (
     worker_records,
 )
 
-__all__ = ["connect", "disconnect", "gpus_present", "leave_node", "reserve_places", "run_worker_group"]
+__all__ = [
+    "connect",
+    "disconnect",
+    "gpus_present",
+    "leave_node",
+    "must_make_way",
+    "reserve_places",
+    "room_now",
+    "run_worker_group",
+]
 
 TICK_S = 0.5
 CONTROLLER = "TrainController"  # the class of Train's own actor that starts and watches the workers
@@ -80,8 +89,8 @@ def run_worker_group(
 
     Raises ClusterError as well, where the cluster is missing, refuses us or is too small.
     """
-    # The supervisor has reserved the places already, and waited for them.
-    places = reserve_places(cluster, str(folder), on_tick=on_tick)
+    # The supervisor has waited for the places already, and has them.
+    places = placement.reserve(cluster, str(folder), connect(cluster).embedded, on_tick=on_tick)
     trainer = _make_trainer({"function": function, "task": task, "folder": folder, "cluster": cluster}, places)
     errors: list[BaseException] = []
     has_ended = threading.Event()
@@ -94,8 +103,10 @@ def run_worker_group(
     own_node = ray.get_runtime_context().get_node_id()
     watched = (folder, cluster.world, own_node, placement.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
+    watch_queue = threading.Thread(target=queue.watch, args=(folder, has_ended), daemon=True)
     fit.start()
     watch.start()
+    watch_queue.start()
     lost: WorkerGroupError | None = None
     try:
         while fit.is_alive() and lost is None:
@@ -134,9 +145,30 @@ def reserve_places(
     on_tick: Callable[[], None] = do_nothing,
     worlds: Sequence[int] = (),
 ) -> PlacementGroup:
-    """Connect, and return a place for every worker when there is room for all; see placement.reserve."""
+    """Connect, and return a place for every worker when it is this run's turn and there is room; see queue.reserve."""
     info = connect(cluster)
-    return placement.reserve(cluster, run, info.embedded, say, on_tick, worlds)
+    # Nobody else is in a cluster of this process's own.
+    if info.embedded:
+        return placement.reserve(cluster, run, info.embedded, say, on_tick, worlds)
+    return queue.reserve(cluster, run, say, on_tick, worlds)
+
+
+def must_make_way() -> bool:
+    """Tell whether another campaign is to have the places of this one."""
+    if not ray.is_initialized():
+        return False
+    try:
+        return queue.reason_to_make_way() != ""
+    except Exception:
+        # The head does not answer: then nobody is told anything.
+        return False
+
+
+def room_now(cluster: ClusterConfig) -> int:
+    """Return for how many workers a larger worker group would find room; who waits comes before who wants more."""
+    if queue.is_anybody_waiting():
+        return placement.workers_held()
+    return placement.room_now(placement.share_of_worker(cluster))
 
 
 def leave_node(node_id: str) -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,13 @@ class Job:
     @property
     def alive(self) -> bool:
         return self.status in ("PENDING", "RUNNING")
+
+    @property
+    def state(self) -> str:
+        """Ray's status, but PENDING while the driver waits in the queue for its workers' places."""
+        if self.status == "RUNNING":
+            return self.metadata.get("queue") or self.status
+        return self.status
 
 
 class RuntimeEnv(TypedDict):
@@ -135,10 +143,37 @@ def submit(
 
 
 def list_jobs() -> list[Job]:
-    """Return every job that was submitted here, the latest first."""
+    """Return every job that was submitted here: those that run, the queue in its order, then those that have ended.
+
+    Beyond the queue the latest stands first.
+    """
     # Jobs that were submitted without Patchline have no run.
     jobs = [job for job in _submitted_jobs(_connect()) if job.run]
-    return sorted(jobs, key=_start_time, reverse=True)
+    return sorted(jobs, key=_place_in_list)
+
+
+def described(job: Job) -> list[str]:
+    """Return a job's lines in the list: state, start, run, priority, how far it is; and what it waits for.
+
+    >>> described(job)
+    ["PENDING    2026-11-22 08:30  /runs/digits  priority 0  2 of 3 in the queue  (digits-001-4f1a)",
+     "           behind /runs/photographs; room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
+    """
+    told = job.metadata
+    parts = [f"{job.state:10} {_clock(job.started_s)[:-3]}", job.run]
+    if told.get("priority"):
+        parts.append(f"priority {told['priority']}")
+    if job.alive and told.get("position"):
+        parts.append(f"{told['position']} in the queue")
+    if job.status == "PENDING":
+        parts.append("its driver has not started")
+    # Of one that was preempted it is where it will go on.
+    if told.get("stage"):
+        parts.append(f"{told['stage']} {told.get('step', '')}".rstrip())
+    lines = ["  ".join([*parts, f"({job.id})"])]
+    if job.alive and told.get("waits_for"):
+        lines.append(f"{'':10} {told['waits_for']}")
+    return lines
 
 
 def status(run: str) -> Job:
@@ -303,6 +338,17 @@ def _job(details: JobDetails) -> Job:
 
 def _start_time(job: Job) -> float:
     return job.started_s
+
+
+def _place_in_list(job: Job) -> tuple[int, int, float]:
+    if not job.alive:
+        return 2, 0, -job.started_s
+    position = job.metadata.get("position", "")
+    if job.state == "RUNNING":
+        return 0, 0, -job.started_s
+    # "2 of 3"; one whose driver has not started has no position yet.
+    place = int(position.split()[0]) if position else sys.maxsize
+    return 1, place, -job.started_s
 
 
 def _jobs_of_run(client: JobSubmissionClient, run: str) -> list[Job]:

@@ -122,7 +122,9 @@ class ClusterConfig:
     gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
     max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
-    start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
+    start_timeout_s: float = 300.0  # how long the workers may take to start
+    priority: int = 0  # in the queue of a Ray cluster: the higher first, and it takes the places of lower ones
+    wait_s: float | None = None  # how long to wait in the queue for the workers' places; None: for ever
     patience_s: float = 60.0  # where `workers` is a range, how long to wait for more than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
 
@@ -135,6 +137,8 @@ class ClusterConfig:
             "max_restarts",
             "backoff_s",
             "start_timeout_s",
+            "priority",
+            "wait_s",
             "patience_s",
             "environment",
         ],
@@ -149,7 +153,7 @@ class ClusterConfig:
             at_least(self, 1, "workers")
         at_least(self, 1, "cpus_per_worker")
         at_least(self, 0, "gpus_per_worker max_restarts backoff_s patience_s")
-        more_than_0(self, "start_timeout_s")
+        more_than_0(self, "start_timeout_s wait_s")
         text = complaint(self.environment)
         if text:
             raise ConfigError(f"environment: {text}")

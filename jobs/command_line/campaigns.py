@@ -142,7 +142,8 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    if path.is_file():
+    # A submitted job has it in its environment (jobs/carried_recipe.py).
+    if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()
     if recipe not in recipes:

@@ -1,6 +1,5 @@
 """`patchline submit|logs|stop|list`: campaigns as jobs of a Ray cluster."""
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +8,7 @@ import typer
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import load_campaign, recipe_path
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
-
-ROOT = Path(__file__).parents[2]
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
 
 Variables = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
@@ -29,6 +26,7 @@ def submit(
     _debug: Debug = False,
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
+    from jobs.carried_recipe import VARIABLE, carried
     from jobs.cluster import submission
 
     variables = {}
@@ -39,13 +37,12 @@ def submit(
         variables[name] = value
     run = load_campaign(recipe, overrides).run  # a wrong recipe stops here, not on the cluster
     check_name(run.name, "a run", "give it another folder: run=runs/NAME")
-    # A job takes this checkout along and nothing else, so the recipe must lie in it.
-    path = recipe_path(recipe).resolve()
-    if not path.is_relative_to(ROOT):
-        raise UsageError(f"{recipe} lies outside {ROOT}, all that a job takes along\n  copy it into jobs/recipes")
-    # The run directory goes along as the absolute path that it is here, not relative to the job's own folder.
-    other_overrides = [item for item in overrides or [] if not item.startswith("run=")]
-    command = ["python", "-m", "jobs", "run", str(path.relative_to(ROOT)), *other_overrides, f"run={run}"]
+    # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
+    text, changed = carried(recipe_path(recipe), overrides or [], run, Path.cwd())
+    if changed:
+        print(f"relative paths are taken from {Path.cwd()}: {', '.join(changed)}")
+    variables[VARIABLE] = text
+    command = ["python", "-m", "jobs", "run", f"env:{VARIABLE}", f"run={run}"]
     if fresh:
         command.append("--fresh")
     submission.submit(str(run), command, environment=variables)
@@ -76,15 +73,14 @@ def stop(run: Run, _debug: Debug = False) -> None:
 
 @commands.command("list")
 def list_jobs(_debug: Debug = False) -> None:
-    """List the jobs on the cluster."""
+    """List the jobs on the cluster: who runs, who waits in the queue and for what, who has ended."""
     from jobs.cluster import submission
 
     jobs = submission.list_jobs()
     if not jobs:
         print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
     for job in jobs:
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_s))
-        print(f"{job.status:10} {started}  {job.run}  ({job.id})")
+        show(submission.described(job))
 
 
 def job_name(run: str) -> str:

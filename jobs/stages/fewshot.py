@@ -59,6 +59,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang
 
 DEFAULTS: Config | None = None
 INPUTS = ("init", "probe.train", "probe.test")
+FILES: tuple[str, ...] = ()
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:

@@ -20,4 +20,5 @@ DEFAULTS = TrainConfig(
     batch_size=512,
 )
 INPUTS = training.INPUTS
+FILES = training.FILES
 run = training.run

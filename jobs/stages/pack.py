@@ -84,6 +84,7 @@ class Config:
 
 DEFAULTS: Config | None = None
 INPUTS: tuple[str, ...] = ()
+FILES = ("sets.*.path", "sets.*.root", "sets.*.wnids", "sets.*.real")
 
 
 # Sources that need no more than their path.

@@ -6,4 +6,5 @@ from pipeline.training_config import TrainConfig
 Config = TrainConfig
 DEFAULTS = TrainConfig(passes=7)  # over JFT-300M (paper, table 3)
 INPUTS = training.INPUTS
+FILES = training.FILES
 run = training.run

@@ -23,6 +23,7 @@ class Config:
 
 DEFAULTS: Config | None = None
 INPUTS = ("init",)
+FILES: tuple[str, ...] = ()
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:

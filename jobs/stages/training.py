@@ -32,6 +32,7 @@ Resolve = Callable[[str | None], str | None]  # as Context.resolve
 LoadIndex = Callable[[str], Index | None]
 
 INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.train", "probe.test")
+FILES = ("deepspeed",)
 
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""A recipe that travels with a submitted job: from the submitter's folder, wherever that is, to the cluster's head.
+
+1. The recipe is read where `submit` was typed, with its overrides on top: environment variables and `~` are the
+   submitter's, as they were when the recipe was checked.
+2. Relative paths are taken from the submitter's folder, as `run` would take them. Left as they are they would point
+   into the folder into which Ray unpacks the checkout. The folder of the cache is none: it is absolute, or in the home
+   of each node.
+3. The text goes along in the job's environment, and its command reads it from there: `jobs run env:PATCHLINE_RECIPE`.
+
+A stage's key is the same as if the recipe had been run here: of inputs it holds the content and not the path. Only
+what a `pack` stage reads is in its key by path.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.campaign import KINDS
+from pipeline import config
+
+VARIABLE = "PATCHLINE_RECIPE"
+
+
+def carried(recipe: Path, overrides: list[str], run: Path, folder: Path) -> tuple[str, list[str]]:
+    """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`."""
+    values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
+    values["run"] = str(run)
+    changed: list[str] = []
+    for name, section in values.items():
+        if name in ("run", "cluster"):
+            continue
+        kind = KINDS[section.get("kind", name)]
+        for pattern in (*kind.INPUTS, *kind.FILES):
+            make_absolute(section, pattern.split("."), name, folder, changed)
+    return config.to_yaml(values), changed
+
+
+def make_absolute(section: Any, parts: list[str], where: str, folder: Path, changed: list[str]) -> None:
+    """Make the paths absolute that a pattern names in a section, where it has them; `changed` is told their keys."""
+    # What the section leaves to its defaults is no path.
+    if not isinstance(section, Mapping):
+        return
+    names = [parts[0]] if parts[0] != "*" else list(section)
+    for name in names:
+        value = section.get(name)
+        if len(parts) > 1:
+            make_absolute(value, parts[1:], f"{where}.{name}", folder, changed)
+        elif isinstance(value, str) and is_relative(value):
+            section[name] = os.path.abspath(folder / value)  # type: ignore[index]
+            changed.append(f"{where}.{name}")
+
+
+def is_relative(value: str) -> bool:
+    """Tell whether a value is a path that depends on the folder in which a command is typed."""
+    is_elsewhere = value.startswith(("@", "/")) or "://" in value
+    return not is_elsewhere

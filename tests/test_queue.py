@@ -1,0 +1,193 @@
+"""The queue of campaigns on one cluster: its order and who makes way, by tables made by hand, and for real."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from jobs.cluster.queue_order import Entry, ahead_of, victims_of, waiting
+from pipeline.monitoring.telemetry import read_metrics
+from tests.test_ray_nodes import ROOT, cluster, nodes  # the last two are fixtures
+
+NODES = {"n1": {"CPU": 4.0, "GPU": 2.0}, "n2": {"CPU": 4.0, "GPU": 2.0}}
+
+
+def entry(run: str, priority: int, since: float, workers: int, gpus: int = 0, places: str = "") -> Entry:
+    share = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
+    return Entry(f"job-{run}", run, priority, since, workers, share, places)
+
+
+def runs(entries: list[Entry]) -> str:
+    return "".join(entry.run for entry in entries)
+
+
+# ------------------------------------------------------------------------ the order
+
+
+def test_the_higher_priority_comes_first_and_among_equals_the_older() -> None:
+    queue = [
+        entry("a", 0, 10, 1),
+        entry("b", 5, 30, 1),
+        entry("c", 0, 5, 1),
+        entry("d", 5, 20, 1),
+        entry("e", -1, 1, 1),
+        entry("r", 9, 0, 1, places="pr"),
+    ]
+    assert runs(waiting(queue)) == "dbcae", "who runs does not wait"
+    assert runs(ahead_of(queue[0], queue, NODES)) == "dbc"
+    assert runs(ahead_of(queue[3], queue, NODES)) == ""
+    # The same for whoever looks, also where two are as old.
+    twins = [entry("y", 0, 10, 1), entry("x", 0, 10, 1)]
+    assert runs(waiting(twins)) == runs(waiting(twins[::-1])) == "xy"
+
+
+def test_what_never_fits_holds_up_nobody() -> None:
+    small = entry("s", 0, 10, 1)
+    # Nine CPUs of eight; five GPUs of four; two GPUs on one node fit twice and not three times.
+    for large in (entry("l", 5, 1, 9), entry("l", 5, 1, 5, gpus=1), entry("l", 5, 1, 3, gpus=2)):
+        assert ahead_of(small, [small, large], NODES) == []
+    # These fit, when the cluster is empty: the small one waits for them.
+    for large in (entry("l", 5, 1, 8), entry("l", 5, 1, 4, gpus=1), entry("l", 5, 1, 2, gpus=2)):
+        assert runs(ahead_of(small, [small, large], NODES)) == "l"
+
+
+# ------------------------------------------------------------------------ who makes way
+
+# Who runs: run → priority, since when, and its CPUs on the first and on the second node.
+RUNNING = {"a": (0, 10, 1, 1), "b": (0, 20, 2, 0), "c": (3, 5, 0, 2), "d": (7, 1, 1, 0)}  # one of four is free on n2
+
+
+@pytest.mark.parametrize(
+    ("priority", "workers", "cpus", "free", "expected"),
+    [
+        pytest.param(5, 1, 1, (0, 1), "", id="there is room"),
+        pytest.param(5, 2, 1, (0, 1), "b", id="the youngest of the lowest"),
+        pytest.param(5, 4, 1, (0, 1), "ba", id="as many as are needed"),
+        pytest.param(5, 7, 1, (0, 1), "bac", id="then the next priority"),
+        pytest.param(5, 8, 1, (0, 1), "", id="none where all lower ones would not do"),
+        pytest.param(9, 8, 1, (0, 1), "bacd", id="with the highest it would"),
+        pytest.param(0, 2, 1, (0, 1), "", id="none of its own priority"),
+        pytest.param(3, 4, 1, (0, 1), "ba", id="only lower ones"),
+        # A place for a worker of three CPUs is on one node: c alone would do, beside the one that is free.
+        pytest.param(5, 1, 3, (0, 1), "ba", id="the lowest first, although one higher would do"),
+        pytest.param(9, 1, 4, (0, 1), "ac", id="who is not needed beside the others is spared"),
+    ],
+)
+def test_who_makes_way(priority, workers, cpus, free, expected) -> None:
+    held: dict[str, Mapping[str, Mapping[str, float]]] = {}
+    entries = []
+    for run, (its_priority, since, on_n1, on_n2) in RUNNING.items():
+        entries.append(entry(run, its_priority, since, on_n1 + on_n2, places=f"p{run}"))
+        held[f"p{run}"] = {"n1": {"CPU": on_n1}, "n2": {"CPU": on_n2}}
+    mine = Entry("job-m", "m", priority, 99, workers, {"CPU": cpus})
+    room = {"n1": {"CPU": free[0]}, "n2": {"CPU": free[1]}}
+    assert sorted(runs(victims_of(mine, [*entries, mine], held, room))) == sorted(expected)
+
+
+# ------------------------------------------------------------------------ for real
+
+__all__ = ["cluster", "nodes"]
+
+# Campaigns on three nodes of one CPU: name → priority, workers, steps.
+CAMPAIGNS = {"a": (0, 3, 3000), "b": (5, 2, 60), "c": (0, 1, 60), "d": (10, 3, 60), "e": (5, 1, 60), "f": (0, 3, 60)}
+# In which order they have their places, by hand. `a` runs, and makes way for `b`; `c` would fit beside `b`, and `a` is
+# older. `a` again, and makes way for `d`, before `e` and `f` come. Then `e`, the highest; `a`, the oldest; `c`; `f`.
+PLACED = ["a", "b", "a", "d", "e", "a", "c", "f"]
+
+
+class Command:
+    """`python -m jobs.pretrain` in its own process, beside the cluster or on plain processes."""
+
+    def __init__(self, recipe: Path, folder: Path, name: str, *words: str) -> None:
+        priority, workers, steps = CAMPAIGNS[name]
+        self.run = folder / name
+        self.log = folder / f"{name}.log"
+        sizes = [f"cluster.workers={workers}", f"cluster.priority={priority}", f"pretrain.steps={steps}"]
+        # A batch that one, two and three workers can share.
+        sizes += ["pretrain.batch_size=24", "pretrain.log_every=1", "pretrain.save_every=100000"]
+        command = [sys.executable, "-m", "jobs.pretrain", str(recipe), f"run={self.run}", *sizes, *words]
+        with self.log.open("w") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def stage(self) -> Path:
+        (folder,) = self.run.glob("pretrain-*")
+        return folder
+
+    def step(self) -> int:
+        """The last step that was reported."""
+        lines = [line for folder in self.run.glob("pretrain-*") for line in read_metrics(folder)]
+        return lines[-1]["step"] if lines else 0
+
+    def until(self, claim: Callable[[], bool], timeout_s: float = 240.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not claim():
+            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.said
+            time.sleep(0.2)
+
+    def outcome(self) -> tuple[str, str]:
+        """The ledger and the sha256 of the weights, of a command that has ended well."""
+        assert self.process.wait(600) == 0, self.said
+        done = json.loads((self.stage / "done.json").read_text())
+        return done["ledger"], done["files"]["weights.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_six_campaigns_of_three_priorities_run_in_order_and_end_like_undisturbed_ones(nodes, recipe, tmp_path) -> None:
+    started: dict[str, Command] = {}
+
+    def start(name: str) -> Command:
+        started[name] = Command(recipe, tmp_path, name, "cluster.backend=ray")
+        return started[name]
+
+    try:
+        a = start("a")
+        a.until(lambda: a.step() >= 20)
+        b = start("b")
+        a.until(lambda: "makes way: " in a.said)
+        c = start("c")
+        c.until(lambda: "in the queue, behind " in c.said)
+        stopped_at = a.step()
+        a.until(lambda: a.step() >= stopped_at + 20)
+        d = start("d")
+        a.until(lambda: a.said.count("makes way: ") == 2)
+        e = start("e")
+        e.until(lambda: "in the queue, behind " in e.said)
+        f = start("f")
+        outcomes = {name: command.outcome() for name, command in started.items()}
+    finally:
+        for command in started.values():
+            command.process.kill()
+            command.process.wait()
+
+    claims = []
+    for name, command in started.items():
+        for path in (command.run / "attempts").glob("*.json"):
+            claims.append((json.loads(path.read_text())["time"], name))
+    assert [name for _, name in sorted(claims)] == PLACED
+    for command in (a, b, c, d, e, f):
+        assert not (command.stage / "incidents.txt").exists(), command.said
+        steps = [line["step"] for line in read_metrics(command.stage)]
+        assert steps == list(range(1, len(steps) + 1)), "every step once"
+    assert (
+        "makes way: " + str(b.run) + " (priority 5) waits for these places; waits in the queue, to go on from" in a.said
+    )
+    assert "resumed from step " in a.said
+    # The same campaigns alone, without Ray and without a queue.
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    for name in CAMPAIGNS:
+        alone = Command(recipe, folder, name, "cluster.backend=processes")
+        assert alone.outcome() == outcomes[name], name
