@@ -14,6 +14,7 @@ ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1
 Facts about Ray that a number or a variable here rests on were measured with 2.60.
 """
 
+import functools
 import os
 import secrets
 import signal
@@ -25,7 +26,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 import ray
 import ray._raylet
 from ray._private import ray_constants
+from ray._private.parameter import RayParams
 
 from data.errors import ClusterError
 from jobs.cluster import placement, reaper
@@ -181,16 +182,17 @@ def _loopback_only() -> Iterator[None]:
 
 @contextmanager
 def _any_agent_port() -> Iterator[None]:
-    """Let the agent of the cluster that the block starts listen on a port that is free; `ray.init` has no word for it.
+    """Let the agent of the cluster that the block starts listen on any free port, and not on 52365.
 
-    By default it is 52365, and where another Ray of this machine has that, the agent runs on without taking jobs.
+    `ray.init` has no option for it. Of two clusters on one machine that want the same port, the later one starts
+    without its agent's server: it says nothing, and then takes no jobs.
     """
-    theirs = ray._private.parameter.RayParams
-    ray._private.parameter.RayParams = partial(theirs, dashboard_agent_listen_port=0)
+    original = RayParams.__init__
+    RayParams.__init__ = functools.partialmethod(original, dashboard_agent_listen_port=0)
     try:
         yield
     finally:
-        ray._private.parameter.RayParams = theirs
+        RayParams.__init__ = original
 
 
 @contextmanager
