@@ -16,14 +16,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.errors import ConfigError
 from jobs.campaign import KINDS
+from jobs.cluster.environment import SECRET_VALUE
 from pipeline import config
 
 VARIABLE = "PATCHLINE_RECIPE"
 
 
 def carried(recipe: Path, overrides: list[str], run: Path, folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`."""
+    """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`.
+
+    Raises ConfigError where it holds a secret.
+    """
     values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
     values["run"] = str(run)
     changed: list[str] = []
@@ -33,7 +38,15 @@ def carried(recipe: Path, overrides: list[str], run: Path, folder: Path) -> tupl
         kind = KINDS[section.get("kind", name)]
         for pattern in (*kind.INPUTS, *kind.FILES):
             make_absolute(section, pattern.split("."), name, folder, changed)
-    return config.to_yaml(values), changed
+    text = config.to_yaml(values)
+    # An environment variable of the recipe stands there in clear now.
+    if SECRET_VALUE.search(text):
+        raise ConfigError(
+            f"{recipe} holds what looks like a secret: a key, a token, or a password in an address\n"
+            "  it would travel with the job, in clear to whoever lists the jobs\n"
+            "  leave it out: secrets belong to the nodes, their environment, instance role or mounted files"
+        )
+    return text, changed
 
 
 def make_absolute(section: Any, parts: list[str], where: str, folder: Path, changed: list[str]) -> None:

@@ -94,7 +94,8 @@ def numeric_fields() -> list[tuple[type, str, bool, bool]]:
             types = {hint, *get_args(hint)}
             for option in get_args(hint):
                 types.update(get_args(option))
-            if float in types or int in types:
+            # A priority may be any number: below the others' is one too.
+            if (float in types or int in types) and name != "priority":
                 fields.append((kind, name, float in types, "[" in str(hint)))
     return fields
 

@@ -18,10 +18,10 @@ import ray
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from ray.job_submission import JobSubmissionClient
 
-from data.errors import ClusterError, RunOwned, UsageError
+from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
 from jobs.campaign import KINDS
-from jobs.carried_recipe import VARIABLE
+from jobs.carried_recipe import VARIABLE, carried
 from jobs.cluster import job_metadata, submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT, explain
@@ -138,6 +138,53 @@ def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
     assert asked.returncode == 1
     assert f"ClusterError: the cluster at {dashboard} refuses us: " in asked.stderr
     assert "RAY_AUTH_TOKEN_PATH to a copy of the head's" in asked.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
+    dashboard, recipe, tmp_path, capsys
+) -> None:
+    """Their recipe lies outside the checkout, and the cluster has room for one of them."""
+    workers = os.cpu_count() or 1
+    words = [
+        "cluster.backend=ray",
+        f"cluster.workers={workers}",
+        f"pretrain.batch_size={4 * workers}",
+        f"finetune.batch_size={8 * workers}",
+    ]
+    low = tmp_path / "low"
+    high = tmp_path / "high"
+    said = ""
+
+    def until(text: str, command: list[str]) -> None:
+        nonlocal said
+        deadline = time.monotonic() + 240
+        said = ""
+        while text not in said:
+            assert time.monotonic() < deadline, said
+            time.sleep(0.5)
+            assert main(command) == 0
+            said = capsys.readouterr().out
+
+    long = ["pretrain.steps=100000", "pretrain.log_every=1", "pretrain.save_every=100000"]
+    assert main(["submit", str(recipe), f"run={low}", *words, *long]) == 0
+    until("step ", ["status", str(low)])
+    assert main(["submit", str(recipe), f"run={high}", *words, "cluster.priority=5"]) == 0
+    capsys.readouterr()
+    until(f"{low}  priority 0  1 of 1 in the queue", ["list"])
+    lines = said.splitlines()
+    assert lines[0].startswith("RUNNING ") and f"  {high}  priority 5" in lines[0]
+    assert lines[1].startswith("PENDING ")
+    assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {high}" in lines[2]
+    # It waits in the queue, and hears a stop there.
+    began = time.monotonic()
+    assert submission.stop(str(low), say=print).status == "STOPPED"
+    assert time.monotonic() - began < 30
+    assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
+    assert len(list(high.glob("*/done.json"))) == 4
+    provenance = json.loads(next(high.glob("finetune-*/provenance.json")).read_text())
+    assert provenance["command"].endswith(f"jobs run env:{VARIABLE} run={high}")
 
 
 # ------------------------------------------------------------------------ without a cluster
@@ -266,6 +313,10 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
         # What a pack stage reads is in its key by path; of all others the content counts.
         if stage.name in ("pretrain", "resize", "finetune"):
             assert there.stage(stage.name).key == stage.key
+    monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
+    secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
+    with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
+        carried(home / "mine.yaml", secret, here.run, home)
     assert main(["plan", "env:NOTHING"]) == 78
     assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 

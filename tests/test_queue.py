@@ -109,7 +109,12 @@ class Command:
         self.log = folder / f"{name}.log"
         sizes = [f"cluster.workers={workers}", f"cluster.priority={priority}", f"pretrain.steps={steps}"]
         # A batch that one, two and three workers can share.
-        sizes += ["pretrain.batch_size=24", "pretrain.log_every=1", "pretrain.save_every=100000"]
+        sizes += [
+            "pretrain.batch_size=24",
+            "finetune.batch_size=24",
+            "pretrain.log_every=1",
+            "pretrain.save_every=100000",
+        ]
         command = [sys.executable, "-m", "jobs.pretrain", str(recipe), f"run={self.run}", *sizes, *words]
         with self.log.open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}

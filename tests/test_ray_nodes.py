@@ -1,5 +1,6 @@
 """A real Ray cluster of several nodes on this machine: what fits where, who waits for whom, nodes that go."""
 
+import itertools
 import json
 import os
 import shutil
@@ -227,8 +228,10 @@ def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(
             time.sleep(0.1)
         assert queue.reason_to_make_way() == "/runs/high (priority 5) waits for these places"
         said: list[str] = []
+        looks: list[float] = []  # when a stop would have been heard
         with pytest.raises(ClusterError):
-            reserve_places(low, "/runs/low", said.append)
+            reserve_places(low, "/runs/low", said.append, lambda: looks.append(time.monotonic()))
+        assert max(after - before for before, after in itertools.pairwise(looks)) < 1
         assert "room for 1 of 3 workers of 1 CPUs; free: 1 CPUs on " in said[0]
         assert said[0].endswith("; held: 2 CPUs by /runs/high")
         lines = lines_until(high, "placed")

@@ -131,7 +131,7 @@ class Place:
     began: float = field(default_factory=time.monotonic)
     next_look: float = 0.0
     marked: set[str] = field(default_factory=set)  # drivers that were told to make way for this one
-    scene: tuple[str, ...] | None = None  # the places of all others when there was first no room; None: there is room
+    scene: tuple[str, ...] | None = None  # who had places when there was first no room; None: there is room
     scene_since: float = 0.0
 
     def wait_for_turn(self) -> None:
@@ -212,7 +212,7 @@ class Place:
         if placement.room_for(self.mine.share, free) >= self.mine.workers:
             self.scene = None
             return
-        scene = tuple(sorted(entry.places for entry in queue.entries))
+        scene = tuple(sorted(entry.places for entry in queue.entries if entry.places))
         if scene != self.scene:
             self.scene = scene
             self.scene_since = time.monotonic()
