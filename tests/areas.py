@@ -62,6 +62,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_layout.py",
         "test_monitoring.py",
         "test_ray_nodes.py",
+        "test_ways_in.py",
         "test_weights_commands.py",
     ),
     "whole runs": (
@@ -73,6 +74,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_readme.py",
         "test_resume.py",
         "test_short_ways.py",
+        "test_slurm.py",
     ),
 }
 
@@ -105,6 +107,7 @@ QUICK: tuple[str, ...] = (
     "test_context.py",
     "test_data_commands.py",
     "test_monitoring.py",
+    "test_ways_in.py",
     "test_weights_commands.py",
 )
 
