@@ -67,6 +67,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_preflight_command.py",
         "test_queue.py",
         "test_ray_nodes.py",
+        "test_ways_in.py",
         "test_weights_commands.py",
         "test_worlds.py",
     ),
@@ -79,6 +80,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_readme.py",
         "test_resume.py",
         "test_short_ways.py",
+        "test_slurm.py",
     ),
 }
 
@@ -111,6 +113,7 @@ QUICK: tuple[str, ...] = (
     "test_versions.py",
     "test_data_commands.py",
     "test_monitoring.py",
+    "test_ways_in.py",
     "test_weights_commands.py",
 )
 

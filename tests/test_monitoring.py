@@ -96,6 +96,10 @@ def test_the_metadata_of_a_job_tell_what_somebody_asks_first(stage) -> None:
     assert (texts["step"], texts["loss"], texts["images_per_s"]) == ("120/700", "2.8410", "41.2k")
     assert (texts["eta"], texts["workers"], texts["restarts"]) == ("3d04h", "8", "1")
     assert texts["last_checkpoint"].startswith("step 100 at 19")
+    # A stage that tells less, as few-shot does, leaves nothing of the one before on the page.
+    (stage / "metrics.jsonl").unlink()
+    without = metadata_of(Looker(stage)("waiting"))
+    assert without.keys() == texts.keys() and without["step"] == without["last_checkpoint"] == ""
 
 
 # ------------------------------------------------------------------------ the board

@@ -6,6 +6,9 @@ from jobs.cluster import job_metadata
 from jobs.monitoring.view import View
 from pipeline.monitoring.telemetry import amount, duration
 
+# What is read from the newest records; "" where there are none yet.
+OF_RECORDS = ("step", "loss", "images_per_s", "workers", "eta", "reported", "last_checkpoint")
+
 
 def show(view: View) -> None:
     """Bring the job's metadata up to date; nothing happens where this process is no submitted job."""
@@ -21,6 +24,8 @@ def metadata_of(view: View) -> dict[str, str]:
         "stage": view.stage,
         "key": view.key,
         "activity": f"{view.stage} is {view.state}",
+        # All of them always: what a stage does not tell must not be left from the one before.
+        **dict.fromkeys(OF_RECORDS, ""),
         "restarts": str(max(0, view.attempts - 1)),
         "incidents": str(view.incidents),
     }

@@ -1,0 +1,143 @@
+"""deploy/slurm/train.sbatch under a real Slurm on two hosts (tests/hosts.py): slurmctld, slurmd and munged.
+
+Debian's packages slurmctld, slurmd, slurm-client and munge; skipped where they, or root, are missing.
+"""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.hosts import ROOT, Network
+from tests.ray_hosts import PATIENCE
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
+LACK = ", ".join(program for program in PROGRAMS if shutil.which(program) is None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing()),
+    pytest.mark.skipif(LACK != "", reason=f"Slurm is not installed: {LACK}"),
+]
+
+NAMES = ("n0", "n1")
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost=n0
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=/tmp/munge.socket
+StateSaveLocation=/tmp/slurmctld
+SlurmdSpoolDir=/tmp/slurmd
+SlurmctldPidFile=/tmp/slurmctld.pid
+SlurmdPidFile=/tmp/slurmd.pid
+SlurmctldLogFile={shared}/slurmctld.log
+SlurmdLogFile={shared}/slurmd-%h.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName=n[0-1] CPUs=1 RealMemory=1000 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+# The hosts have no control groups; Slurm 22.05 can be told of none, and of a folder that looks like some.
+CGROUP_CONF = """
+CgroupPlugin=cgroup/v1
+CgroupMountpoint=/tmp/cgroup
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage that both hosts share, with the home of their user."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "home").mkdir()
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(shared=folder))
+    (folder / "cgroup.conf").write_text(CGROUP_CONF)
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def network(shared: Path) -> Iterator[Network]:
+    """Two hosts of a Slurm cluster."""
+    munged = (
+        f"munged --force --key-file={shared}/munge.key --socket=/tmp/munge.socket --pid-file=/tmp/munged.pid "
+        "--seed-file=/tmp/munged.seed --log-file=/tmp/munged.log"
+    )
+    conf = f"{shared}/slurm.conf"
+    with Network(shared) as network:
+        for name in NAMES:
+            network.boot(name).run(f"{munged} && mkdir -p /tmp/slurmctld /tmp/slurmd /tmp/cgroup/systemd")
+        network["n0"].run(f"slurmctld -f {conf}")
+        for name in NAMES:
+            network[name].run(f"slurmd -f {conf}")
+        wait_for(network, "sinfo -h -N -o %T", "idle\nidle", 60)
+        yield network
+
+
+def slurm(network: Network, command: str) -> str:
+    """Run a command of Slurm's on the first host, as a user whose home is shared."""
+    shared = network.shared
+    environment = {"HOME": str(shared / "home"), "SLURM_CONF": str(shared / "slurm.conf"), **PATIENCE}
+    return network["n0"].run(command, **environment)
+
+
+def wait_for(network: Network, command: str, text: str, timeout_s: float) -> None:
+    """Return when the command prints the text."""
+    deadline = time.monotonic() + timeout_s
+    printed = ""
+    while text not in printed:
+        assert time.monotonic() < deadline, f"{command}: {printed}"
+        time.sleep(1)
+        printed = slurm(network, command).strip()
+
+
+def log_of(shared: Path, job: str) -> str:
+    path = shared / f"patchline-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def submit(network: Network, run: str, options: str) -> str:
+    """Submit the script as its header says, with other limits; return the job's number."""
+    shared = network.shared
+    slurm(network, "test -e ~/.ray/auth_token || RAY_AUTH_MODE=token ray get-auth-token --generate")
+    words = f"jobs/recipes/digits.yaml run={shared}/{run} cluster.workers=2 pretrain.passes=120"
+    script = ROOT / "deploy" / "slurm" / "train.sbatch"
+    said = slurm(network, f"cd {ROOT} && sbatch {options} --output={shared}/patchline-%j.log {script} {words}")
+    (number,) = re.findall(r"Submitted batch job (\d+)", said)
+    return number
+
+
+@pytest.mark.timeout(3000)
+def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(network) -> None:
+    job = submit(network, "limit", "--time=5 --signal=B:USR1@150")
+    deadline = time.monotonic() + 2400
+    while "the campaign ended with exit code 0, start " not in (log := log_of(network.shared, job)):
+        assert time.monotonic() < deadline, log
+        assert "exit code 7" not in log.replace("exit code 75", ""), log
+        time.sleep(2)
+    assert "the time limit is near; the campaign is asked to commit" in log
+    assert f"the campaign ended with exit code 75, start 1 of job {job}" in log
+    assert re.search(r"attempt \d: resumed from step \d+ ", log)
+    wait_for(network, f"scontrol show job {job}", "JobState=COMPLETED", 120)
+
+
+@pytest.mark.timeout(1500)
+def test_a_job_that_is_told_to_end_commits_and_stays_out_of_the_queue(network) -> None:
+    job = submit(network, "told", "--time=60")
+    deadline = time.monotonic() + 600
+    while "checkpoint step 50 committed" not in log_of(network.shared, job):
+        assert time.monotonic() < deadline, log_of(network.shared, job)
+        time.sleep(1)
+    slurm(network, f"scancel --batch --signal=TERM {job}")
+    wait_for(network, f"scontrol show job {job}", "JobState=FAILED", 240)
+    state = slurm(network, f"scontrol show job {job}")
+    assert "ExitCode=75:0" in state and "Restarts=0" in state, state
+    assert "told to end; the campaign is asked to commit" in log_of(network.shared, job)
