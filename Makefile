@@ -3,13 +3,14 @@
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones, two at a time; says at the end how long each area took
-# make soak   the long tests
+# make soak   the long tests, then an hour of faults; MINUTES=5 makes it shorter, SEED=7 repeats one
 # make lint   style and types
 
 # The first of these that is new enough; another one: make env PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+MINUTES ?= 60
 STAMP := .venv/.installed
 
 # On a GPU only the wheel that is called exactly 2.13.0 has CUDA; elsewhere pip prefers 2.13.0+cpu where it finds one.
@@ -51,6 +52,7 @@ test: env
 
 soak: env
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m tests.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: env
 	$(BIN)/ruff check .

@@ -9,12 +9,17 @@ Only one line of the README belongs to the other machines: the one that joins th
 """
 
 import json
+import random
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import psutil
+
+from pipeline.monitoring.telemetry import read_metrics
 from tests.hosts import HOME, ROOT, Host, Network
 
 HEADING = "## Submit to a cluster"
@@ -94,6 +99,15 @@ class RayHosts:
             self.network.boot(name)
         self._start_nodes(list(names))
 
+    def drain(self, name: str, run: Path, stays_s: int) -> None:
+        """Give notice, as a pool of nodes that may be taken back does, to a host on which a worker of the run is."""
+        (node_id,) = {record["node_id"] for record in newest_records(run).values() if record["node"] == name}
+        self.head.run(
+            f"ray drain-node --address {self.address} --node-id {node_id} --reason DRAIN_NODE_REASON_PREEMPTION "
+            f"--reason-message 'taken back' --deadline-remaining-seconds {stays_s}",
+            RAY_AUTH_MODE="token",
+        )
+
     def _start_nodes(self, names: list[str]) -> None:
         token = self.head.run(f"cat {HOME}/.ray/auth_token").strip()
         command = in_session(readme_line(NODE_LINE)).replace("HEAD", self.head.name)
@@ -140,6 +154,11 @@ class Driver:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the driver had not ended after {timeout_s:.0f} s:\n{self.said}") from None
 
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the command on its host; the process here has only entered the host for it."""
+        for process in psutil.Process(self.process.pid).children():
+            process.terminate()
+
     def until(self, claim: Callable[[], bool], timeout_s: float) -> float:
         """Wait until a claim about the run is true; return the seconds. Raises TimeoutError, or where the run ends."""
         began = time.monotonic()
@@ -152,11 +171,37 @@ class Driver:
         return time.monotonic() - began
 
 
-def newest_nodes(run: Path) -> dict[int, str]:
-    """Return the host of each rank of pretraining's newest attempt."""
+def newest_records(run: Path) -> dict[int, dict[str, Any]]:
+    """Return what each rank of pretraining's newest attempt has left, as far as it has started."""
     folders = sorted(run.glob("pretrain-*/attempts/attempt-*"))
-    nodes = {}
+    records = {}
     for path in sorted(folders[-1].glob("rank-*.json")):
         record = json.loads(path.read_text())
-        nodes[record["rank"]] = record["node"]
-    return nodes
+        records[record["rank"]] = record
+    return records
+
+
+def newest_nodes(run: Path) -> dict[int, str]:
+    """Return the host of each rank of pretraining's newest attempt."""
+    return {rank: record["node"] for rank, record in newest_records(run).items()}
+
+
+def a_worker_host(driver: Driver, rng: random.Random) -> str:
+    """Return a host with a worker that is not the head."""
+    head = driver.cluster.names[0]
+    return rng.choice(sorted(node for node in newest_nodes(driver.run).values() if node != head))
+
+
+def has_reported(run: Path, step: int) -> Callable[[], bool]:
+    """Return the claim that some attempt of the run has reported the step."""
+
+    def look() -> bool:
+        return any(record["step"] >= step for folder in run.glob("pretrain-*") for record in read_metrics(folder))
+
+    return look
+
+
+def is_saving(run: Path, step: int | None = None) -> Callable[[], bool]:
+    """Return the claim that the save of this step, or of any, has begun and is not yet committed."""
+    number = "*" if step is None else f"{step:010d}"
+    return lambda: any(run.glob(f"pretrain-*/checkpoints/.tmp-{number}-*"))
