@@ -196,7 +196,7 @@ class Decoder:
 
         image = arrays.images[row]
         try:
-            labels = read_labels(raw_labels, self.index.classes, self.layout.max_labels)
+            labels = read_labels(raw_labels, self.index, self.layout.max_labels)
             left_encoded = self.leave_encoded and self.leave(row, encoded, key, image)
             if not left_encoded:
                 augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)

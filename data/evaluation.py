@@ -120,7 +120,7 @@ class EvaluationSet:
         """One sample of (key, image bytes, label bytes), preprocessed, or what is wrong with it."""
         key, encoded, raw_labels = stored
         try:
-            labels = read_labels(raw_labels, self.index.classes, self.max_labels)
+            labels = read_labels(raw_labels, self.index, self.max_labels)
             image = preprocess(decode(encoded), self.ops)
         except BadImage as error:
             shard, _ = place

@@ -23,6 +23,7 @@ import models
 from data.checks import check_name
 from data.errors import ConfigError, DataError
 from data.shards.index import Index, load_index
+from jobs import class_names
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
 from jobs.ownership import check_place
@@ -371,6 +372,7 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     when the stage is about to run, and then it asks again.
     """
     cfg = stage.config
+    class_names.check(campaign, stage)
     if isinstance(cfg, fewshot.Config):
         # One question is enough: ProbeConfig takes both sets or neither.
         require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")

@@ -24,6 +24,7 @@ class Context:
     say: Callable[[str], None]
     tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stopping: Callable[[], bool]  # somebody asked this process to end
+    class_names: tuple[str, ...] = ()  # of the outputs of the model, as far as anybody knows (jobs/class_names.py)
 
 
 def reference(value: str) -> tuple[str, str] | None:

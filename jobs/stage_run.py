@@ -26,6 +26,7 @@ from typing import Any
 
 import models
 from data.errors import ConfigError, DataError
+from jobs import class_names
 from jobs.campaign import Campaign, Stage, check_stage
 from jobs.context import Context, index_if_made, reference
 from jobs.stages import fewshot, pack, training
@@ -78,6 +79,7 @@ def run_stage(
         say=say,
         tick=tick,
         stopping=stopping,
+        class_names=class_names.of_stage(campaign, stage),
     )
     outcome = dict(stage.module.run(stage.config, context))
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.

@@ -18,9 +18,9 @@ from models.cost import (
 from models.families import Model, ModelConfig
 from models.initial import initialize
 from models.positions import resize_positions
-from models.transfer import TransferReport, transfer
+from models.transfer import TransferReport, keeps_head, transfer
 from models.vit import ViT, ViTConfig
-from models.weights.files import load, load_weights, save, save_weights
+from models.weights.files import load, load_class_names, load_weights, save, save_weights
 
 __all__ = [
     "Model",
@@ -37,7 +37,9 @@ __all__ = [
     "from_config",
     "from_dict",
     "initialize",
+    "keeps_head",
     "load",
+    "load_class_names",
     "load_weights",
     "macs_of",
     "masked",

@@ -192,6 +192,11 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
         raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
 
 
+def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
+    """Return whether the head of the source is carried over, and with it what its outputs mean."""
+    return not changed_prefixes(source, target, new_head)
+
+
 def changed_prefixes(source: ModelConfig, target: ModelConfig, new_head: bool) -> tuple[str, ...]:
     """Return beginnings of the names that are not carried over although both sides may have them."""
     if new_head or source.classes != target.classes:

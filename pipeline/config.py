@@ -276,11 +276,15 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
     """Return flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
 
     A class without tags of its own (the data package has none) carries `outer`, the tag of the field that holds it.
+    Fields in a class's LATER are left out while they are empty: they came after keys had been computed without them.
     """
+    later: tuple[str, ...] = getattr(type(config), "LATER", ())
     tag_of_field: Tags = getattr(type(config), "RESUME", {})
     values: dict[str, object] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if field.name in later and not value:
+            continue
         own = tag_of_field.get(field.name, outer)
         sections = _sections(field.name, value)
         for path, section in sections.items():

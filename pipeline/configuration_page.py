@@ -38,7 +38,7 @@ TYPES: dict[object, str] = {
     dict: "section",
     Any: "any value",
 }
-PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts", int | str: "whole numbers or texts"}
 UNITS = {"_s": "seconds", "_gb": "GiB", "_bytes": "bytes"}  # by the end of a key's name
 TOOL_COMMENTS = re.compile(r"#\s*(type: ignore|noqa)\S*")  # which are not for people
 HEADER = ["| key | default | values | on resume | meaning |", "|---|---|---|---|---|"]

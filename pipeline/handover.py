@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 from data.errors import DataError
 from data.files import naming, write_whole
-from models.weights.files import CONFIG, WEIGHTS
+from models.weights.files import CLASSES, CONFIG, WEIGHTS
 from pipeline.checkpoints.checkpoint import FileRecord
 
 SCHEMA = 2  # of a record; 1 had neither this entry nor a digest
 DONE = "done.json"
 PROVENANCE = "provenance.json"
-WEIGHT_FILES = (WEIGHTS, CONFIG)
+NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
+WEIGHT_FILES = (*NEEDED_FILES, CLASSES)
 # What stages leave in their folders for others to read. Logs are not among them: they grow, nothing is made of them.
 HANDED_ON = (*WEIGHT_FILES, "metrics.json", "report.txt", "stage.json", "task.json", PROVENANCE)
 SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
@@ -180,9 +181,10 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
     """
     began = time.monotonic()
     covering = covering_record(folder)
-    is_verified = covering is not None and set(WEIGHT_FILES) <= covering.files.keys()
+    is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
+        check_class_names(folder, covering)
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
@@ -191,6 +193,14 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
         say(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
     say_where_slow(began, weights["bytes"], folder, say)
     return CheckedWeights(weights["sha256"], is_verified)
+
+
+def check_class_names(folder: Path, covering: Covering) -> None:
+    """Raise DataError unless a folder has the class names that its record names, or none where it names none."""
+    if CLASSES in covering.files:
+        check_file(folder / CLASSES, covering.files[CLASSES], covering)
+    elif (folder / CLASSES).exists():
+        raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
 
 
 # ------------------------------------------------------------------------ what to say

@@ -14,7 +14,7 @@ Everything here is collective: all workers of the group do it together, and in t
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ class Job:
     init: str | None = None
     probe_train: str | None = None
     probe_test: str | None = None
+    class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
 
     @property

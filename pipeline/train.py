@@ -275,7 +275,8 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     last = checkpoint.committed(worker.saver.folder)[0]
     manifest = checkpoint.verify(last)
     weights = export(last, worker.model_config)
-    models.save_weights(weights, directory, worker.model_config, writing=whole_file)
+    names = worker.job.class_names
+    models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)
     spent = account_rows(MetricsIndex(directory).rows)
     values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
     worker.telemetry.report("effective", values, spent.line())

@@ -16,7 +16,7 @@ import torch
 import models
 from data.shards import packing
 from data.shards.index import load_index
-from data.shards.sources import Sample, digits
+from data.shards.sources import DIGITS, Sample, digits
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.command_line import campaigns
@@ -229,7 +229,7 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         "shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, image_size: 16}}}\n"
     )
 
-    def with_a_signal(cfg):
+    def with_a_signal(cfg, numbering):
         for number, sample in enumerate(digits(train=True, image_size=16)):
             if number == 350:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -245,7 +245,9 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
 
     assert main(["run", str(recipe)]) == 0
-    expected = packing.pack(digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100)
+    expected = packing.pack(
+        digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100, names=DIGITS
+    )
     assert load_index(folder / "train").digest == expected.digest
 
 
@@ -476,7 +478,7 @@ def test_other_training_data_at_the_same_path_is_no_reason_to_start_over_silentl
 def test_a_set_that_nothing_can_be_judged_by_is_refused(recipe, tmp_path, capsys):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("a.jpg"))
-    assert main(["index", str(tmp_path / "x.tar"), "--name", "x"]) == 0
+    assert main(["index", str(tmp_path / "x.tar"), "--name", "x"]) == 65
     assert main(["run", str(recipe), f"pretrain.data.evaluate={tmp_path}/x.index.json"]) == 65
     assert "0 samples, 0 classes: nothing to learn or to judge" in capsys.readouterr().err
 

@@ -120,7 +120,7 @@ def test_negative_infinite_and_undefined_numbers_are_refused_in_every_config(kin
 def test_the_numbers_of_a_recipe_are_all_found():
     """So that the test above cannot pass by looking at nothing."""
     fields = {f"{kind.__name__}.{field}" for kind, field, _, _ in numeric_fields()}
-    expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.keep ClusterConfig.backoff_s"
+    expected = "TrainConfig.stall_s DataConfig.lanes ProbeConfig.shots SetConfig.classes ClusterConfig.backoff_s"
     assert set(expected.split()) <= fields and len(fields) > 60
 
 

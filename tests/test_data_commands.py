@@ -19,7 +19,7 @@ import pytest
 
 from data.shards.index import load_index
 from data.shards.packing import pack
-from data.shards.sources import Sample, digits
+from data.shards.sources import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.progress import Progress
 
@@ -131,9 +131,12 @@ def test_what_cannot_be_packed_or_read_is_refused(photos, tmp_path, capsys, argu
 def test_existing_tars_are_indexed_beside_or_apart_from_them(photos, tmp_path, capsys):
     main(["pack", "folder", str(photos), str(tmp_path / "set"), "--shard-samples", "5"])
     made = load_index(tmp_path / "set").digest
-    (tmp_path / "set" / "set.index.json").unlink()
-    capsys.readouterr()
     assert main(["index", str(tmp_path / "set")]) == 0
+    assert load_index(tmp_path / "set").digest == made, "the names are those of the index that is made again"
+    (tmp_path / "set" / "set.index.json").unlink()
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    capsys.readouterr()
+    assert main(["index", str(tmp_path / "set"), "--names", str(tmp_path / "classes.txt")]) == 0
     assert "12 samples in 3 shards" in capsys.readouterr().out
     assert load_index(tmp_path / "set").digest == made
     tars = sorted(str(path) for path in (tmp_path / "set").glob("*.tar"))[:2]
@@ -178,12 +181,13 @@ def test_an_index_does_not_take_another_one_s_tables(photos, tmp_path, capsys):
 
 def test_what_indexing_passed_over_is_said(tmp_path, capsys):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
-        for name in ("a.tiff", "a.cls"):
+        image = next(digits(train=True, image_size=16)).image
+        for name, body in (("a.tiff", b"1"), ("a.cls", b"1"), ("b.jpg", image), ("b.cls", b"0")):
             info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"1"))
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
     assert main(["index", str(tmp_path)]) == 0
-    assert "refused: 1 × member type .tiff" in capsys.readouterr().out
+    assert "refused: 1 × member type .tiff, first a.tiff of x.tar" in capsys.readouterr().out
 
 
 def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp_path, capsys):
@@ -317,7 +321,7 @@ def test_a_stop_is_heard_within_a_second_while_a_stage_packs(tmp_path, number):
     assert status["exit_code"] == 75 and "stopped by" in status["message"]
     assert not list(tmp_path.glob("run/shards-*/train/.tmp-*")), "nothing half written stays"
     assert main(["run", str(recipe)]) == 0
-    whole = pack(digits(train=True, image_size=16), tmp_path / "whole", shard_samples=700)
+    whole = pack(digits(train=True, image_size=16), tmp_path / "whole", shard_samples=700, names=DIGITS)
     assert load_index(next(tmp_path.glob("run/shards-*")) / "train").digest == whole.digest
 
 

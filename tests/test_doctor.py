@@ -91,7 +91,7 @@ def test_faults_of_every_kind_are_found_with_exact_counts(sick):
     assert "sha256" in problems.pop("s4.tar")
     assert set(problems.values()) == {""}
     refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
-    assert report.duplicates == 1 and report.shards[1].refused == refused
+    assert report.duplicates == 1 and report.shards[1].refused.counts == refused
     assert report.shards[0].first_bad["truncated"] == "k1" and not report.ok
     assert report.shards[0].damaged == (1 if jpeg.library() else 0)
     text = "\n".join(report.lines())

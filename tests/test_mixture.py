@@ -148,7 +148,7 @@ def test_plan_counts_every_set_of_a_mixture(recipe, shards, capsys):
 def test_plan_and_run_alike_refuse_a_set_without_samples(recipe, shards, tmp_path, capsys):
     (tmp_path / "none").mkdir()
     tarfile.open(tmp_path / "none/0.tar", "w").close()
-    assert main(["index", str(tmp_path / "none"), "--classes", "10"]) == 0
+    assert main(["index", str(tmp_path / "none"), "--classes", "10"]) == 65
     sets = f"a: {{train: {shards}/train, weight: 3}}, b: {{train: {tmp_path}/none, weight: 1}}"
     for command in ("plan", "run"):
         overrides = ["pretrain.data.train=null", f"pretrain.data.mixture={{{sets}}}"]

@@ -30,12 +30,11 @@ from data.shards.sources import (
     cifar,
     class_folders,
     digits,
-    image_parquet,
     imagenet_train,
     imagenet_validation,
-    path_table,
     tars,
 )
+from data.shards.tables import image_parquet, path_table
 
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 

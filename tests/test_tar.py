@@ -2,13 +2,14 @@
 
 import io
 import tarfile
-from collections import Counter
 
 import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.shards.tar import members, parse_labels, walk
+from data.shards.labels import parse_labels
+from data.shards.refusals import Refusals
+from data.shards.tar import members, walk
 
 
 def tar_of(members: list[tuple[str, bytes]], format=tarfile.PAX_FORMAT, **fields) -> bytes:
@@ -37,7 +38,7 @@ NAMES = [
 def test_every_member_that_tarfile_reads_is_found_with_its_bytes(format):
     bodies = [(name, name.encode() * (number * 37)) for number, name in enumerate(NAMES)]
     data = tar_of(bodies, format)
-    read_members = [(name.decode(), data[at : at + size]) for name, at, size in members(data, "t", Counter())]
+    read_members = [(name.decode(), data[at : at + size]) for name, at, size in members(data, "t", Refusals())]
     assert read_members == bodies
 
 
@@ -55,7 +56,7 @@ def test_samples_are_grouped_as_webdataset_groups_them():
         (b"a/2", 0, 1),
         (b"b.c/3", 1, 0),
     ]
-    assert result.refused == {"member type .seg.png": 1}
+    assert result.refused.counts == {"member type .seg.png": 1}
 
 
 def test_a_label_in_cls_wins_over_json_and_repeated_members_are_counted():
@@ -63,13 +64,13 @@ def test_a_label_in_cls_wins_over_json_and_repeated_members_are_counted():
     result = walk(data, "t")
     _, image, size, label, _ = result.rows[0]
     assert (data[image : image + size], data[label : label + 1]) == (b"A", b"7")
-    assert result.refused == {"repeated member": 1}
+    assert result.refused.counts == {"repeated member": 1}
 
 
 def test_header_bombs_are_stepped_over():
     bomb = tar_of([("a.jpg", b"A")], pax_headers={"comment": "x" * 200_000, "path": "p" * 100_000})
     result = walk(bomb, "t")
-    assert result.refused["oversize extension header"] == 1 and len(result.rows) == 1
+    assert result.refused.counts["oversize extension header"] == 1 and len(result.rows) == 1
     digits = tar_of([("b.jpg", b"B")], pax_headers={"size": "9" * 5000})
     assert [row[0] for row in walk(digits, "t").rows] == [b"b"]
 
@@ -96,7 +97,7 @@ def test_links_devices_and_sparse_files_are_counted():
         )
     )
     result = walk(data + bytes(1024), "t")
-    assert not result.rows and result.refused == {"link, device or sparse member": 5}
+    assert not result.rows and result.refused.counts == {"link, device or sparse member": 5}
 
 
 @pytest.mark.parametrize("cut", [100, 600, 1100, 2048])

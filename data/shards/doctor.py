@@ -36,6 +36,7 @@ from data.images.jpeg import is_damaged
 from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, mapped
 from data.shards.labels import read_labels
+from data.shards.names import Names
 from data.shards.packing import pack
 from data.shards.report import GridImage, Report, ShardReport
 from data.shards.side_by_side import side_by_side
@@ -145,7 +146,7 @@ def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
     try:
         header = read_header(image)
         # As many labels as there are classes are allowed here: the report says which `max_labels` a run needs.
-        labels = read_labels(raw_labels, job.index.classes, job.index.classes)
+        labels = read_labels(raw_labels, job.index, job.index.classes)
         if job.decode:
             decode_whole(image)
             # libjpeg decodes some damaged files with no more than a warning; training uses them, so they are not bad.
@@ -156,7 +157,7 @@ def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
         return
     report.add_good(header, image, labels)
     if len(report.grid) < job.grid:
-        classes = ", ".join(map(str, labels))
+        classes = ", ".join(job.index.names[label] if job.index.names else str(label) for label in labels)
         report.grid.append(GridImage(f"{key[-24:]}: {classes}", image))
 
 
@@ -238,6 +239,7 @@ class PackOptions(TypedDict, total=False):
     shard_samples: int
     shard_bytes: int
     classes: int | None
+    names: Names
     restarts: bool
     workers: int
     report: Callable[[int, int], None] | None
@@ -257,6 +259,7 @@ def repair(
     remote shards by; where the storage does not answer, StorageError is raised. `options` go to `pack`.
     """
     options.setdefault("classes", index.classes)
+    options.setdefault("names", index.names)
     return pack(good_samples(index, unique, cache or CacheConfig()), directory, **options)
 
 
@@ -279,7 +282,7 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
                 try:
                     read_header(image)
                     decode_whole(image)
-                    labels = read_labels(raw_labels, index.classes, index.classes)
+                    labels = read_labels(raw_labels, index, index.classes)
                 except BadImage:
                     continue
                 if unique:

@@ -11,8 +11,9 @@ What holds a set together, from the sample up:
 1. each row of a table has a digest of its sample's bytes, which every read is compared with (`data.shards.reader`);
 2. each shard in the JSON has the sha256 of the tar, and that of its table, which is compared when it is opened;
 3. the seal is the sha256 of everything else in the JSON.
-The digest stands for the samples alone: see `digest_of`. Schema 1 had neither digests of samples and tables nor a
-seal; it is still read, and `Index.sees_rot` is then False.
+The digest stands for the samples and the class names alone: see `digest_of`. Schema 1 had neither digests of samples
+and tables nor a seal; it is still read, and `Index.sees_rot` is then False. An index with class names ("names", in the
+order of the ids) is of schema 3, so that older versions refuse it by its schema; one without is of schema 2 as before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -34,9 +36,11 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import write_whole
+from data.shards.names import Names, agreed, ids_of
 from data.shards.tar import Row
 
-SCHEMA = 2
+SCHEMA = 3
+NAMELESS_SCHEMA = 2  # of an index without class names
 OLDEST_SCHEMA = 1  # that is still read
 SUFFIX = ".index.json"
 PIECE = 16 << 20  # bytes of a tar that are hashed at once
@@ -63,13 +67,24 @@ class Index:
     digest: str
     directory: str  # where the tars are: a path, or a URL
     tables: Path = field(compare=False)  # where their tables are
-    refused: dict[str, int] = field(default_factory=dict, compare=False)  # members of the tars that were passed over
+    refused: dict[str, int] = field(default_factory=dict, compare=False)  # what was passed over: reason → how often
+    first_refused: dict[str, str] = field(default_factory=dict, compare=False)  # reason → the first, and its shard
+    names: Names = ()  # of the classes, in the order of their ids; may be more than `classes`; () where nobody knows
     name: str = field(default="", compare=False)  # of the JSON, without its suffix
 
     @property
     def sees_rot(self) -> bool:
         """Whether every sample that is read is compared with a digest of its own; not so in schema 1."""
         return all(shard.table for shard in self.shards)
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The class id of every name that a label may hold instead."""
+        return ids_of(self.names)
+
+    def class_name(self, label: int) -> str:
+        """What a class is called, or its id where nobody knows."""
+        return self.names[label] if label < len(self.names) else f"class {label}"
 
     @property
     def lack(self) -> str:
@@ -86,6 +101,7 @@ class Index:
         # A folder stands for the tars that lie in it, and not for those in folders of their own below it.
         if any("/" in shard.name for shard in self.shards) and not self.remote:
             tars = [self.location(number) for number in range(len(self.shards))]
+        # The names need not be given: they are taken over from the index that is made again.
         place = ["--output", str(self.tables), "--name", self.name]
         return shlex.join(["python", "-m", "jobs", "index", *tars, *place, "--classes", str(self.classes)])
 
@@ -174,7 +190,8 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     classes = max((index.classes for index in sets), default=0)
     class_counts = tuple(samples_of_class[label] for label in range(classes))
     digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
-    return JoinedIndex(tuple(shards), classes, class_counts, digest, "", Path(), sets=tuple(sets))
+    names = agreed([(str(index.tables), index.names) for index in sets], "data.mixture")
+    return JoinedIndex(tuple(shards), classes, class_counts, digest, "", Path(), names=names, sets=tuple(sets))
 
 
 def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
@@ -212,7 +229,7 @@ def emptied(index: Index, numbers: set[int]) -> Index:
     for number in numbers:
         # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
         shards[number] = replace(shards[number], samples=0, bytes=0)
-    return replace(index, shards=tuple(shards), digest=digest_of(shards, index.class_counts))
+    return replace(index, shards=tuple(shards), digest=digest_of(shards, index.class_counts, index.names))
 
 
 def shortest(sets: Sequence[Index], place: str) -> str:
@@ -257,6 +274,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
         directory = content["directory"]
+        names = tuple(content.get("names", ()))
         # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
         seal = content["seal"] if schema > 1 else content.get("seal", "")
     except (FileNotFoundError, NotADirectoryError):
@@ -268,7 +286,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.
     is_as_written = not seal or seal == seal_of(content)
-    if not is_as_written or digest != digest_of(shards, class_counts):
+    if not is_as_written or digest != digest_of(shards, class_counts, names):
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
     # A path is kept relative to the index, so that both can be moved together.
     if "://" not in directory:
@@ -281,6 +299,8 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         directory=directory,
         tables=path.parent.resolve(),
         refused=content.get("refused", {}),
+        first_refused=content.get("first_refused", {}),
+        names=names,
         name=path.name.removesuffix(SUFFIX),
     )
 
@@ -301,14 +321,17 @@ def the_only_index_in(folder: Path) -> Path:
     raise DataError(f"{folder}: expected one *{SUFFIX}, found {names}; {way_out}")
 
 
-def digest_of(shards: Iterable[Shard], class_counts: Iterable[int]) -> str:
+def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names = ()) -> str:
     """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
 
     The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
-    keeps its digest, and with it the keys of finished stages, its order and its ledger.
+    keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
+    there are any: a set without keeps the digest that it had before there were names.
     """
     rows = [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards]
-    content = [OLDEST_SCHEMA, rows, list(class_counts)]  # as schema 1 began it
+    content: list[object] = [OLDEST_SCHEMA, rows, list(class_counts)]  # as schema 1 began it
+    if names:
+        content.append(list(names))
     return sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -23,23 +23,23 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import IO
 from urllib.parse import urlsplit
 
-import numpy as np
 from braceexpand import braceexpand
 
-from data.checks import check_name, printable
+from data.checks import check_name
 from data.errors import DataError
 from data.shards.cache import Cache, CacheConfig
-from data.shards.index import SUFFIX, Index, Shard, digest_of_tar, load_index, mapped, table_name, write_table
+from data.shards.folders import check_nothing_beside
+from data.shards.index import SUFFIX, Index, load_index, table_name
 from data.shards.journal import Journal, Record
+from data.shards.look import IndexJob, index_shard
+from data.shards.names import Names
 from data.shards.remote import check_url, list_tars, redacted, size_of
 from data.shards.side_by_side import setting_at_error, side_by_side
-from data.shards.tar import parse_labels, walk
 
-MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 MOST_ERRORS = 20  # shards that are named when they cannot be used
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # how the journal of a packing begins, see `packing.pack`
 
@@ -52,24 +52,13 @@ class TarList:
     sizes: dict[str, int]
 
 
-@dataclass(frozen=True)
-class IndexJob:
-    """One tar to index, for a process of its own."""
-
-    cache: Cache | None  # what fetches it; None where it is here
-    directory: str
-    name: str
-    bytes: int
-    output: Path
-    classes: int | None
-
-
 def build_index(
     source: str | os.PathLike[str] | list[str],
     *,
     output: str | os.PathLike[str] | None = None,
     name: str | None = None,
     classes: int | None = None,
+    names: Names = (),
     workers: int = 1,
     at: str | None = None,
     report: Callable[[int, int], None] | None = None,
@@ -80,9 +69,10 @@ def build_index(
     A URL names a tar, many by `{000..999}` or (but for https) `*`, or a folder; each tar is fetched, looked at and
     forgotten. The JSON and the tables go to `output` (default: beside the shards, where these are here) as
     `<name>.index.json` (default: the folder's name); `at` is the URL that the shards will be read from, where that
-    is another one. `report` is told how many shards are done, of how many. `cache` says where a tar is kept while it
-    is looked at, and how patient fetching is. Raises DataError naming every tar that cannot be used and every label
-    ≥ `classes`, StorageError where the storage does not answer.
+    is another one. `names` are those of the classes, in the order of their ids, by which labels that are names are
+    read; without them, those of the index that this one replaces. `report` is told how many shards are done, of how
+    many. `cache` says where a tar is kept while it is looked at, and how patient fetching is. Raises DataError naming
+    every tar that cannot be used and every label ≥ `classes`, StorageError where the storage does not answer.
     """
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     urls = [path for path in sources if "://" in path]
@@ -100,14 +90,18 @@ def build_index(
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{SUFFIX}"
+    # A set that is indexed again stays the set that it was, with its digest.
+    names = names or names_before(path)
     check_tables(path, at or tars.directory, tars.sizes)
     check_stopped(path.with_name(path.name + ".partial"))
 
-    with Journal(path, classes, tars.directory) as journal:
+    # A shard that was read by other names is read again.
+    setting = tars.directory if not names else f"{tars.directory} {digest_of_names(names)}"
+    with Journal(path, classes, setting) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
-                jobs.append(IndexJob(fetcher if urls else None, tars.directory, tar, size, folder, classes))
+                jobs.append(IndexJob(fetcher if urls else None, tars.directory, tar, size, folder, classes, names))
         # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
         with (
             side_by_side(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
@@ -115,7 +109,20 @@ def build_index(
         ):
             record_all(results, journal)
         journal.keep(tars.sizes)
-        return journal.finish(at or tars.directory)
+        return journal.finish(at or tars.directory, names)
+
+
+def names_before(path: Path) -> Names:
+    """The class names of the index that is about to be replaced; none where there is none that can be read."""
+    try:
+        return load_index(path).names
+    except DataError:
+        return ()
+
+
+def digest_of_names(names: Names) -> str:
+    """The sha256 of a list of class names."""
+    return sha256(json.dumps(names).encode()).hexdigest()
 
 
 def record_all(results: Iterable[Record | str], journal: Journal) -> None:
@@ -187,6 +194,8 @@ def check_kept(url: str) -> None:
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     """Tars of a folder, or those that are listed; raises DataError where there are none, or one is missing."""
+    if not isinstance(source, list):
+        check_nothing_beside(source)
     paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
         raise DataError(f"{source}: {why_no_tars(source)}; name the folder that holds the shards")
@@ -261,52 +270,3 @@ def common_folder(urls: Sequence[str]) -> str:
     if len(shared) < 3:
         raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
     return "/".join(shared)
-
-
-# ------------------------------------------------------------------------------------------- one tar
-
-
-def index_shard(job: IndexJob) -> Record | str:
-    """Write one shard's table; returns its record, or what is wrong with it."""
-    place = f"{job.directory}/{job.name}"
-    try:
-        with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file:
-            return index_file(file, job.name, job.output, job.classes)
-    # Returned instead of raised, so that the other shards are looked at too.
-    except (DataError, OSError) as error:
-        return str(error)
-
-
-def index_file(file: IO[bytes], name: str, output: Path, classes: int | None) -> Record:
-    """Write the table of an open shard; returns its record. Raises DataError where it is no tar, or of a label."""
-    with mapped(file) as tar:
-        result = walk(tar, name)
-        table = result.table(tar)
-        class_counts, unlabelled = count_classes(tar, table, name, classes)
-        table_digest = write_table(output, name, table)
-        shard = Shard(name, len(table), len(tar), digest_of_tar(tar), table_digest)
-    return Record(shard, class_counts, result.refused + unlabelled)
-
-
-def count_classes(
-    tar: memoryview, table: np.ndarray, name: str, classes: int | None
-) -> tuple[Counter[int], Counter[str]]:
-    """Samples a class, and those without a usable label; raises DataError on a label ≥ `classes`."""
-    limit = classes or MAX_CLASSES
-    counts: Counter[int] = Counter()
-    unlabelled: Counter[str] = Counter()
-    for row in table:
-        raw = bytes(tar[row["label"] : row["label"] + row["label_size"]])
-        try:
-            labels = parse_labels(raw)
-        except ValueError:
-            # It stays a sample: training replaces it, and counts it as bad.
-            unlabelled["no label"] += 1
-            continue
-        if max(labels) >= limit:
-            raise DataError(
-                f"{name}: sample {printable(row['key'].decode('utf-8', 'replace'))} has label {max(labels)}, "
-                f"but there are {limit} classes (0 … {limit - 1})"
-            )
-        counts.update(set(labels))  # a label that is repeated counts once
-    return counts, unlabelled

@@ -5,8 +5,9 @@ How it is used, in order:
    temporary files of killed processes;
 2. `has` says which shards need no more work;
 3. `add` appends each shard as it is finished, one line of JSON:
-       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650}, {"member type .txt2": 3}, "e5f0…"]
-   its row in the index, its samples a class, its members that were passed over, by reason, and the sha256 of these;
+       [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"], {"0": 600, "1": 650},
+        {"member type .txt2": [3, "a.txt2"]}, "e5f0…"]
+   its row in the index, its samples a class, what was passed over (`refusals`), and the sha256 of these;
 4. `finish` writes the index from all of them and deletes the journal.
 """
 
@@ -23,7 +24,11 @@ from typing import NamedTuple
 import psutil
 
 from data.files import write_whole
-from data.shards.index import SCHEMA, SUFFIX, Index, Shard, digest_of, load_index, seal_of, shard_row
+from data.shards.index import NAMELESS_SCHEMA, SCHEMA, SUFFIX, Index, Shard, digest_of, load_index, seal_of, shard_row
+from data.shards.names import Names
+from data.shards.refusals import Refusals
+
+JOURNAL_SCHEMA = 2  # as the header of a journal begins
 
 
 class Record(NamedTuple):
@@ -31,7 +36,7 @@ class Record(NamedTuple):
 
     shard: Shard
     class_counts: Mapping[int, int]  # class → samples
-    refused: Mapping[str, int]  # reason → members of the tar that were passed over
+    refused: Refusals  # members of the tar that were passed over, and samples that nothing can be made of
 
 
 class Journal:
@@ -44,7 +49,7 @@ class Journal:
         self.path = path
         self.classes = classes
         self.partial = path.with_name(path.name + ".partial")
-        self.header = json.dumps([SCHEMA, classes, setting])
+        self.header = json.dumps([JOURNAL_SCHEMA, classes, setting])
         self.records: dict[str, Record] = {}  # shard name → record
 
     def __enter__(self) -> Journal:
@@ -89,13 +94,13 @@ class Journal:
                 return
             counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
             shard = Shard(*row)
-            self.records[shard.name] = Record(shard, counts, refused)
+            self.records[shard.name] = Record(shard, counts, Refusals.from_json(refused))
 
     def has(self, shard: str, size: int) -> bool:
         """Whether a shard of this name and size in bytes is finished."""
         return shard in self.records and self.records[shard].shard.bytes == size
 
-    def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Mapping[str, int]) -> None:
+    def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Refusals) -> None:
         """Record a finished shard."""
         record = Record(shard, class_counts, refused)
         self.records[shard.name] = record
@@ -106,18 +111,21 @@ class Journal:
         """Forget shards that an earlier try wrote but this one does not have."""
         self.records = {name: self.records[name] for name in shards}
 
-    def finish(self, directory: Path | str) -> Index:
-        """Write the index of all recorded shards, which lie in `directory`, and delete the journal."""
+    def finish(self, directory: Path | str, names: Names = ()) -> Index:
+        """Write the index of all recorded shards, which lie in `directory`, and delete the journal.
+
+        `names` are those of the classes, in the order of their ids, where they are known.
+        """
         shards = []
         samples = 0
         samples_of_class: Counter[int] = Counter()
-        refused: Counter[str] = Counter()
+        refused = Refusals()
         # By name, whatever order they were finished in: the numbers of the shards decide the order of samples.
         for _, record in sorted(self.records.items()):
             shards.append(record.shard)
             samples += record.shard.samples
             samples_of_class.update(record.class_counts)
-            refused.update(record.refused)
+            refused.add_all(record.refused, record.shard.name)
 
         classes = self.classes or max(samples_of_class, default=-1) + 1
         class_counts = [samples_of_class[label] for label in range(classes)]
@@ -126,14 +134,17 @@ class Journal:
         if "://" not in place:
             place = os.path.relpath(place, self.path.parent)
         content: dict[str, object] = {
-            "schema": SCHEMA,
+            "schema": SCHEMA if names else NAMELESS_SCHEMA,
             "directory": place,
             "samples": samples,
-            "digest": digest_of(shards, class_counts),
-            "refused": dict(refused),
+            "digest": digest_of(shards, class_counts, names),
+            "refused": dict(refused.counts),
+            "first_refused": refused.first,
             "class_counts": class_counts,
             "shards": list(map(shard_row, shards)),
         }
+        if names:
+            content["names"] = list(names)
         content["seal"] = seal_of(content)
         write_whole(self.path, json.dumps(content, indent=1))
         self.partial.unlink()
@@ -142,7 +153,7 @@ class Journal:
 
 def line_of(record: Record) -> str:
     """A record as the journal holds it, with its digest."""
-    content = [shard_row(record.shard), dict(record.class_counts), dict(record.refused)]
+    content = [shard_row(record.shard), dict(record.class_counts), record.refused.as_json()]
     return json.dumps([*content, digest_of_content(content)])
 
 

@@ -31,8 +31,9 @@ from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
 from data.shards.index import SUFFIX, Index, Shard, digest_of_tar, load_index, mapped, table_name, write_table
-from data.shards.indexing import MAX_CLASSES
 from data.shards.journal import Journal, Record
+from data.shards.look import MAX_CLASSES
+from data.shards.names import Names
 from data.shards.side_by_side import setting_at_error
 from data.shards.sources import Sample
 from data.shards.tar import walk
@@ -48,16 +49,17 @@ def pack(
     shard_samples: int = 10_000,
     shard_bytes: int = 1 << 30,
     classes: int | None = None,
+    names: Names = (),
     restarts: bool = False,
     workers: int = 1,
     report: Callable[[int, int], None] | None = None,
 ) -> Index:
     """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
 
-    `restarts` adds restart markers to JPEGs (see `data.images.jpeg`): the same pixels, cropped faster. `report` is
-    told the shards and samples finished so far. Safe to kill and run again with the same samples: finished
-    shards are kept, and those of another set of this name go. Raises DataError on a label ≥ `classes` (None: ≥ a
-    million), a repeated key in a shard, or no samples.
+    `names` are those of the classes, in the order of their ids. `restarts` adds restart markers to JPEGs (see
+    `data.images.jpeg`): the same pixels, cropped faster. `report` is told the shards and samples finished so far.
+    Safe to kill and run again with the same samples: finished shards are kept, and those of another set of this name
+    go. Raises DataError on a label ≥ `classes` (None: ≥ a million), a repeated key in a shard, or no samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
@@ -93,15 +95,15 @@ def pack(
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
         # An earlier try with other samples may have recorded shards that this one does not have.
         journal.keep(shard_names)
-        return replace_set(journal, directory)
+        return replace_set(journal, directory, names)
 
 
-def replace_set(journal: Journal, directory: Path) -> Index:
+def replace_set(journal: Journal, directory: Path, names: Names) -> Index:
     """Write the index, and delete what only the set that it replaces had."""
     # The old shards go last: after a kill in between, some tars are too many, and none that an index names is
     # missing.
     replaced = load_index(journal.path).shards if journal.path.exists() else ()
-    index = journal.finish(directory)
+    index = journal.finish(directory, names)
     shard_names = {shard.name for shard in index.shards}
     for shard in replaced:
         if shard.name not in shard_names:

@@ -13,6 +13,8 @@ import numpy as np
 from data.checks import printable
 from data.images.decode import Header
 from data.shards.index import Index
+from data.shards.names import some
+from data.shards.refusals import Refusals
 
 FEW_SHARDS = 16  # so few shards are no trouble if they are small
 SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request
@@ -49,7 +51,7 @@ class ShardReport:
     samples: int = 0
     problem: str = ""  # of the shard as a whole: missing, short, changed, no tar
     bad: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Refusals = field(default_factory=Refusals)
     classes: Counter[int] = field(default_factory=Counter)
     most_labels: int = 0  # of one sample
     damaged: int = 0  # JPEGs that decode, with warnings
@@ -96,11 +98,11 @@ class Report:
         return total
 
     @property
-    def refused(self) -> Counter[str]:
+    def refused(self) -> Refusals:
         """Members of the tars that were passed over, by reason."""
-        total: Counter[str] = Counter()
+        total = Refusals()
         for shard in self.shards:
-            total.update(shard.refused)
+            total.add_all(shard.refused, shard.name)
         return total
 
     @property
@@ -128,6 +130,8 @@ class Report:
         """The report for a terminal: one fact a line, always in the same order; advice for so many workers."""
         size = sum(shard.size for shard in self.shards)
         lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
+        if not self.index.sees_rot:
+            lines.append(self.index.lack)
         lines += self.problem_lines()
         lines += self.label_lines()
         lines.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
@@ -146,9 +150,7 @@ class Report:
                 first_bad.setdefault(reason, printable(f"{key} of {shard.name}"))
         for reason, count in self.bad.most_common():
             lines.append(f"bad: {count} × {reason}, first {first_bad[reason]}")
-        for reason, count in self.refused.most_common():
-            lines.append(f"refused: {count} × {reason}")
-        return lines
+        return lines + self.refused.lines()
 
     def label_lines(self) -> list[str]:
         """What a run must be told of samples with several labels, if there are any."""
@@ -163,6 +165,8 @@ class Report:
         line = f"classes: {self.index.classes}, empty {len(empty)}"
         if empty:
             line += f" (first: {empty[:8]})"
+        if self.index.names:
+            line += f", called {some(self.index.names)}"
         if not self.classes:
             return [line]
         counts = sorted(self.classes.values())

@@ -1,7 +1,8 @@
-"""Where samples come from: folders, tables, tars, parquet, ImageNet's and CIFAR's own files, digits.
+"""Where samples come from: folders, tars, ImageNet's and CIFAR's own files, digits (tables: `data.shards.tables`).
 
-A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of
-their names, so that a shard mixes classes whatever order the files were in. Nothing is unpickled.
+A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of their names,
+so that a shard mixes classes whatever order the files were in. Nothing is unpickled. A function `…_classes` beside a
+source gives the names of its classes, in the order of its ids.
 
     photos/train/cat/1.jpg                  Sample("cat/1", Path("photos/train/cat/1.jpg"), (0,), "jpg")
     photos/train/dog/7.png          →       Sample("dog/7", Path("photos/train/dog/7.png"), (1,), "png")
@@ -9,27 +10,28 @@ their names, so that a shard mixes classes whatever order the files were in. Not
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
-from data.shards.index import mapped
-from data.shards.tar import IMAGES, members, parse_labels, walk
+from data.shards.folders import check_nothing_beside
+from data.shards.index import SUFFIX, load_index, mapped
+from data.shards.labels import NO_NAMES, parse_labels, why_no_label
+from data.shards.names import Names, Numbering
+from data.shards.refusals import Refusals
+from data.shards.tar import IMAGES, members, walk
 
-IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
-LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
-TABLE_LABEL_COLUMNS = ("label", "labels", "cls")  # of a table of paths
 MOST_KINDS = 10  # of files that were passed over, that a warning names
+CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")  # of CIFAR-10 and of CIFAR-100's fine labels
+DIGITS: Names = tuple("0123456789")  # what the digits' classes are called
 CIFAR_PIXELS = 3 * 32 * 32  # bytes of one image: planes of red, green and blue
 
 
@@ -64,7 +66,16 @@ class Entry(NamedTuple):
     labels: tuple[int, ...]
 
 
-# ------------------------------------------------------------------------------------ folders and tables
+def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
+    """The samples with their classes numbered so; those of classes that are left out are left out."""
+    for sample in samples:
+        labels = numbering.labels(sample.labels, sample.key)
+        # A sample without labels stays as it is: whoever writes it refuses it by name.
+        if labels or not sample.labels:
+            yield replace(sample, labels=labels) if labels != sample.labels else sample
+
+
+# ----------------------------------------------------------------------------------------------- folders
 
 
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -94,54 +105,14 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     yield from read_files(root, entries)
 
 
-def folder_classes(root: str | os.PathLike[str]) -> list[str]:
+def folder_classes(root: str | os.PathLike[str]) -> Names:
     """The class names of a folder of class folders, in the order of their ids; raises DataError where it has none."""
     names = []
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
     if not names:
         raise DataError(f"{root}: expected one sub-folder a class, found none")
-    return names
-
-
-def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> Iterator[Sample]:
-    """Samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
-
-    A label is a class id, or several of them with spaces or commas between, or a list. Raises DataError where a
-    column is missing, a label is none or a file is no image; `root` is by default the table's own folder.
-    """
-    path = Path(path)
-    rows = read_rows(path)
-    columns = list(rows[0]) if rows else []
-    label_column = first_of(TABLE_LABEL_COLUMNS, columns)
-    if label_column is None or "path" not in columns:
-        raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
-    entries = []
-    for row in rows:
-        name = str(row["path"])
-        try:
-            # Through text, because a CSV has only that: parquet's numbers and lists read the same as `7` and `[3,
-            # 17]`.
-            labels = parse_labels(str(row[label_column]).encode())
-        except ValueError as error:
-            raise DataError(f"{path}: {printable(name)}: {error}") from None
-        entries.append(Entry(name, labels))
-    yield from read_files(path.parent if root is None else root, entries)
-
-
-def read_rows(path: Path) -> list[dict[str, object]]:
-    """The rows of a CSV or parquet file, each by column; raises DataError where a CSV is not UTF-8."""
-    if path.suffix == ".parquet":
-        from pyarrow import parquet
-
-        with naming_parquet(path):
-            return parquet.read_table(path).to_pylist()
-    try:
-        # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a column's name.
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            return list(csv.DictReader(file))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    return tuple(names)
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterator[Sample]:
@@ -178,37 +149,59 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------- tars and parquet
+# -------------------------------------------------------------------------------------------------- tars
 
 
-def tars(source: str | os.PathLike[str] | Sequence[str]) -> Iterator[Sample]:
+def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES) -> Iterator[Sample]:
     """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
 
-    Samples without a label are left out; raises DataError where no sample has one.
+    `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are left
+    out and counted in a warning; raises DataError where no sample has both.
     """
-    is_labelled = False
+    left_out = Refusals()
+    is_usable = False
     for path in tars_of(source):
         with open(path, "rb") as file, mapped(file) as tar:
             for row in walk(tar, str(path)).rows:
-                try:
-                    labels = parse_labels(bytes(tar[row.label : row.label + row.label_size]))
-                # The index and the doctor count what has no label; here it is left out.
-                except ValueError:
-                    continue
-                is_labelled = True
-                encoded = bytes(tar[row.image : row.image + row.image_size])
                 key = row.key.decode("utf-8", "replace")
+                raw = bytes(tar[row.label : row.label + row.label_size])
+                try:
+                    labels = parse_labels(raw, ids)
+                except ValueError:
+                    left_out.add(why_no_label(raw), f"{key} of {path.name}")
+                    continue
+                if not row.image_size:
+                    left_out.add("no image", f"{key} of {path.name}")
+                    continue
+                is_usable = True
+                encoded = bytes(tar[row.image : row.image + row.image_size])
                 # Keys may begin anew in every tar: the tar's name tells them apart.
                 yield Sample(f"{path.name.removesuffix('.tar')}/{key}", encoded, labels, kind_of(encoded))
-    if not is_labelled:
-        raise DataError(f"{source}: no sample has a label: class ids in a .cls, or as `label` in a .json")
+    lines = [line.removeprefix("refused: ") for line in left_out.lines()]
+    if not is_usable:
+        raise DataError(
+            f"{source}: no sample has a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
+            "  expected class ids in a .cls, or as `label` in a .json\n"
+            "  labels that are names are read by a list of them: --names FILE, in a recipe names: FILE"
+        )
+    if lines:
+        logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
+
+
+def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
+    """The class names in the one index beside the tars of a folder; none where there is none, or several."""
+    if not isinstance(source, str | os.PathLike) or not Path(source).is_dir():
+        return ()
+    indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
+    return load_index(indexes[0]).names if len(indexes) == 1 else ()
 
 
 def tars_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
     """The tars of a folder, the tar itself, or those that are listed; raises DataError where there are none."""
-    if isinstance(source, str | os.PathLike):
-        return files_of(source, "*.tar")
-    return list(map(Path, source))
+    if not isinstance(source, str | os.PathLike):
+        return list(map(Path, source))
+    check_nothing_beside(source)
+    return files_of(source, "*.tar")
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
@@ -229,57 +222,6 @@ def kind_of(encoded: bytes) -> str:
     return "jpg"
 
 
-def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
-
-    Raises DataError where a column is missing, an image is not embedded or a label is none.
-    """
-    from pyarrow import parquet
-
-    for path in files_of(source, "*.parquet"):
-        with naming_parquet(path):
-            columns = parquet.read_schema(path).names
-        image_column = first_of(IMAGE_COLUMNS, columns)
-        label_column = first_of(LABEL_COLUMNS, columns)
-        if not image_column or not label_column:
-            raise DataError(f"{path}: expected columns image and label, found {', '.join(columns)}")
-        stem = path.stem.replace(".", "_")
-        for row_number, row in enumerate(parquet_rows(path, [image_column, label_column])):
-            image = row[image_column]
-            encoded = image["bytes"] if isinstance(image, dict) else image
-            if encoded is None:
-                raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
-            try:
-                labels = parse_labels(str(row[label_column]).encode())
-            except ValueError as error:
-                raise DataError(f"{path}: row {row_number}: {error}") from None
-            yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
-
-
-def parquet_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet file, each by column."""
-    from pyarrow import parquet
-
-    with naming_parquet(path):
-        # A few rows at a time: a file may hold more images than fit the memory.
-        for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
-            yield from batch.to_pylist()
-
-
-@contextmanager
-def naming_parquet(path: Path) -> Iterator[None]:
-    """Raise DataError, which names the file, where pyarrow cannot read it."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (ArrowException, OSError) as error:
-        # An error of the operating system has a number, and says enough; pyarrow's own of a torn file has none.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise DataError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
-
-
 # ----------------------------------------------------------------------------------------------- ImageNet
 
 
@@ -287,14 +229,21 @@ def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
     """ILSVRC2012_img_train.tar as distributed, a tar of one tar a class; ids follow the sorted wnids."""
     with open(tar, "rb") as file, mapped(file) as outer:
         images: list[tuple[str, int, int, int]] = []  # name, offset in the outer tar, bytes, class
-        for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(tar), Counter()))):
+        for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(tar), Refusals()))):
             class_tar = outer[class_offset : class_offset + class_size]
-            for member, offset, size in members(class_tar, f"{tar}: {class_name.decode()}", Counter()):
+            for member, offset, size in members(class_tar, f"{tar}: {class_name.decode()}", Refusals()):
                 images.append((member.decode(), class_offset + offset, size, label))
         # The inner tars hold one class each: by the hash of their names, the images of all classes mix.
         for name, offset, size, label in sorted(images, key=by_hash_of_first):
             key = name.partition(".")[0]
             yield Sample(key, bytes(outer[offset : offset + size]), (label,))
+
+
+def imagenet_train_classes(tar: str | os.PathLike[str]) -> Names:
+    """The wnids of ILSVRC2012_img_train.tar, sorted: the names of its inner tars."""
+    with open(tar, "rb") as file, mapped(file) as outer:
+        inner = sorted(members(outer, str(tar), Refusals()))
+    return tuple(name.decode().removesuffix(".tar") for name, _, _ in inner)
 
 
 def by_hash_of_first(image: tuple[str, int, int, int]) -> bytes:
@@ -305,9 +254,14 @@ def by_hash_of_first(image: tuple[str, int, int, int]) -> bytes:
 def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
     """ILSVRC2012_img_val.tar with a text file of one wnid a line, in the order of the image names."""
     truth = Path(wnids).read_text().split()
-    class_ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
+    class_ids = {wnid: label for label, wnid in enumerate(imagenet_validation_classes(wnids))}
     labels = [(class_ids[wnid],) for wnid in truth]
     return labelled_images(tar, labels, wnids)
+
+
+def imagenet_validation_classes(wnids: str | os.PathLike[str]) -> Names:
+    """The wnids of the validation images, each once, sorted."""
+    return tuple(sorted(set(Path(wnids).read_text().split())))
 
 
 def imagenet_real(tar: str | os.PathLike[str], real: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -328,7 +282,7 @@ def labelled_images(
     """
     with open(tar, "rb") as file, mapped(file) as content:
         # The labels come in the order of the names, which need not be the order of the tar.
-        images = sorted(members(content, str(tar), Counter()))
+        images = sorted(members(content, str(tar), Refusals()))
         if len(images) != len(labels):
             raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
         for (name, offset, size), image_labels in zip(images, labels, strict=True):
@@ -360,6 +314,15 @@ def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
             pixels = planes.transpose(1, 2, 0)[..., ::-1]  # H, W, BGR: what OpenCV encodes
             encoded = cv2.imencode(".png", np.ascontiguousarray(pixels))[1].tobytes()
             yield Sample(f"{path.stem}-{number:05d}", encoded, (label,), "png")
+
+
+def cifar_classes(folder: str | os.PathLike[str]) -> Names:
+    """The class names that CIFAR's archives hold beside the images; none where they have been left out."""
+    for name in CIFAR_NAMES:
+        path = Path(folder, name)
+        if path.is_file():
+            return tuple(path.read_text().split())
+    return ()
 
 
 def digits(

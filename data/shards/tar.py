@@ -5,7 +5,8 @@ How a tar becomes a table, in order:
 2. `split_name` cuts a name at the first dot of its last part: before it stands the sample's key, after it the
    extension;
 3. consecutive members with the same key are one sample; `Walk.add` keeps the offsets of its image and its label;
-4. `Walk.table` turns these rows into one array, with a digest of each sample's bytes (`sample_digest`), which
+4. an image and a label of one key that lie apart in the tar are put together (`joined`);
+5. `Walk.table` turns these rows into one array, with a digest of each sample's bytes (`sample_digest`), which
    `data.shards.index` saves beside the shard.
 
     train-000000.tar                      rows (key, image, image_size, label, label_size)
@@ -14,14 +15,13 @@ How a tar becomes a table, in order:
       a/dog.jpg    900 bytes at 6656  →   (b"a/dog", 6656, 900, 0, 0)
 
 Nothing is written, decoded or run. Only plain files with allowed extensions are looked at; links, devices,
-sparse files and anything that would unpickle are counted as refused and stepped over.
+sparse files and anything that would unpickle are counted as refused and stepped over. A tar ends with zeros: more of
+them than any writer puts there, or anything after them, is an error, since nobody who reads tars would look for it.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
+from data.shards.refusals import Refusals
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
@@ -38,6 +39,8 @@ MAX_EXTENSION = 1 << 16  # bytes of one PAX or long-name header: real ones are u
 MAX_KEY = 512  # bytes; the tables hold keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
+USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
+LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for tapes alone
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 # One row of a shard's table: where the bytes are, and their digest. A size of 0 says that the sample has no such
@@ -60,7 +63,7 @@ class Walk:
     """What one pass over a tar found."""
 
     rows: list[Row] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)  # members that were passed over, by reason
+    refused: Refusals = field(default_factory=Refusals)  # members that were passed over, by reason
     broken: str = ""  # why the walk stopped before the tar's end
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
@@ -69,11 +72,14 @@ class Walk:
         label, label_size = first_of(LABELS, parts)
         # The sample stays without a label, so that it is counted as bad and not lost in silence.
         if label_size > MAX_LABEL:
-            self.refused["label too large"] += 1
+            self.refused.add("label too large", shown(key))
             label, label_size = ABSENT
-        has_content = image_size > 0 or label_size > 0
-        if has_content and image_size < MAX_IMAGE:
+        if image_size >= MAX_IMAGE:
+            self.refused.add("image too large", shown(key))
+        elif image_size > 0 or label_size > 0:
             self.rows.append(Row(key, image, image_size, label, label_size))
+        elif any(extension in parts for extension in IMAGES + LABELS):
+            self.refused.add("empty sample", shown(key))
 
     def table(self, tar: memoryview | bytes) -> np.ndarray:
         """The rows as a structured array with fields `image image_size label label_size digest key`.
@@ -114,6 +120,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
         if not lenient:
             raise
         result.broken = str(error)
+    result.rows = joined(result.rows)
     return result
 
 
@@ -125,7 +132,7 @@ def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
         for member, offset, size in members(tar, name, result.refused):
             member_key, extension = split_name(member)
             if len(member_key) > MAX_KEY:
-                result.refused["name too long"] += 1
+                result.refused.add("name too long", shown(member))
                 continue
             # Another key begins another sample: the one before is complete.
             if member_key != key:
@@ -134,15 +141,40 @@ def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
                 key = member_key
                 parts = {}
             if extension not in IMAGES + LABELS + IGNORED:
-                result.refused[f"member type .{extension[:16]}"] += 1
+                result.refused.add_type(extension, shown(member))
             elif extension in parts:
-                result.refused["repeated member"] += 1
+                result.refused.add("repeated member", shown(member))
             else:
                 parts[extension] = (offset, size)
     finally:
         # The last sample has no successor that would complete it; neither has the one before a cut.
         if key is not None:
             result.add(key, parts)
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with an image and a label of one key that lie apart put together, where the image stands."""
+    # As nearly always, there is nothing to join: a tar in which each sample lies together costs one look.
+    if all(row.image_size and row.label_size for row in rows):
+        return list(rows)
+    labels: dict[bytes, list[int]] = {}  # key → numbers of its rows that are a label alone
+    for number, row in enumerate(rows):
+        if not row.image_size:
+            labels.setdefault(row.key, []).append(number)
+    taken: set[int] = set()
+    whole = list(rows)
+    for number, row in enumerate(rows):
+        # A key that comes twice has two images and two labels: the first belongs to the first.
+        if not row.label_size and labels.get(row.key):
+            label = labels[row.key].pop(0)
+            whole[number] = row._replace(label=rows[label].label, label_size=rows[label].label_size)
+            taken.add(label)
+    return [row for number, row in enumerate(whole) if number not in taken]
+
+
+def shown(name: bytes) -> str:
+    """The name of a member or a sample as text."""
+    return name.decode("utf-8", "replace")
 
 
 def first_of(extensions: tuple[str, ...], parts: dict[str, tuple[int, int]]) -> tuple[int, int]:
@@ -163,10 +195,11 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 # --------------------------------------------------------------------------------------------- the format
 
 
-def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterator[tuple[bytes, int, int]]:
+def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every plain file; reads ustar, GNU long names, PAX paths and sizes.
 
-    Raises DataError where the tar is cut short or a header is none; `name` is the tar's, for the message.
+    Raises DataError where the tar is cut short, a header is none, or anything may lie behind its end; `name` is the
+    tar's, for the message.
     """
     position = 0
     long_name: bytes | None = None  # told by an extension header, for the member that follows it
@@ -177,6 +210,7 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterat
             raise DataError(f"{name}: cut short at byte {position}; copy or pack it again")
         # A block of zeros ends a tar.
         if header == bytes(BLOCK):
+            check_end(tar, name, position)
             return
         size = read_number(header[124:136], name, position) if long_size is None else long_size
         check_header(header, name, position)
@@ -192,7 +226,7 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterat
         kind = header[156:157]
         if kind in (b"L", b"x", b"g"):
             if size > MAX_EXTENSION:
-                refused["oversize extension header"] += 1
+                refused.add("oversize extension header", shown(member_name(header)))
             elif kind == b"L":
                 long_name = bytes(tar[start : start + size]).rstrip(b"\0")
             elif kind == b"x":
@@ -203,10 +237,36 @@ def members(tar: memoryview | bytes, name: str, refused: Counter[str]) -> Iterat
             yield long_name or member_name(header), start, size
         # Folders are nothing to look at, and nothing to report.
         elif kind != b"5":
-            refused["link, device or sparse member"] += 1
+            refused.add("link, device or sparse member", shown(long_name or member_name(header)))
         # What an extension header told was about this one member.
         long_name = None
         long_size = None
+
+
+def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
+    """Raise DataError where something follows a tar's end, or more zeros than its writer would have put there."""
+    # Every reader stops at the first block of zeros: whatever lies behind it would be lost without a word.
+    for start in range(position, len(tar), BLOCK):
+        if bytes(tar[start : start + BLOCK]).strip(b"\0"):
+            raise DataError(
+                f"{name}: the tar ends at byte {position}, and {len(tar) - start:,} bytes more follow at byte {start}\n"
+                "  expected one tar: these may be several, one appended to the other, which no reader looks into\n"
+                "  cut it there, or extract it with `tar --ignore-zeros -xf` and pack the files again"
+            )
+    padding = len(tar) - position
+    if padding <= USUAL_PADDING:
+        return
+    # A writer that was told to use larger records fills the last one, so that the size is a multiple of it.
+    record = 32
+    while record <= LARGEST_RECORD:
+        if len(tar) % (record * BLOCK) == 0 and padding <= (2 + record) * BLOCK:
+            return
+        record *= 2
+    raise DataError(
+        f"{name}: nothing but zeros from byte {position} to its end, {padding:,} of {len(tar):,} bytes\n"
+        f"  expected {USUAL_PADDING:,} at most after the last member: a copy that broke off may have left these\n"
+        "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
+    )
 
 
 def padded(size: int) -> int:
@@ -274,40 +334,3 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
             size = int(value)
         body = body[length:]
     return long_name, size
-
-
-# --------------------------------------------------------------------------------------------- labels
-
-
-def parse_labels(raw: bytes) -> tuple[int, ...]:
-    """Class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
-
-    Raises ValueError where there is none, or where one is no whole number ≥ 0.
-    """
-    text = raw.decode("utf-8", "replace").strip()
-    values = json_labels(text) if text[:1] in ("[", "{") else text.replace(",", " ").split()
-    labels = tuple(int(value) for value in values if is_class_id(value))
-    if not labels or len(labels) < len(values):
-        raise ValueError(f"{text[:40]!r} holds no class ids")
-    return labels
-
-
-def is_class_id(value: object) -> bool:
-    """Whether a value is a whole number ≥ 0, or a text of digits alone."""
-    if isinstance(value, str):
-        # int() would take `1_000` and `+3`, and digits of other scripts.
-        return value.isascii() and value.isdigit()
-    # isinstance would take true and false for numbers.
-    return type(value) is int and value >= 0
-
-
-def json_labels(text: str) -> list:
-    """The values that JSON text gives as labels, whatever they are; raises ValueError where it is no JSON."""
-    try:
-        content = json.loads(text)
-    # A few thousand brackets are enough for Python's parser to give up with this, which is no ValueError.
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if isinstance(content, dict):
-        content = content.get("labels", content.get("label", content.get("cls", [])))
-    return content if isinstance(content, list) else [content]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from data.errors import ExitCode
+from data.errors import ExitCode, UsageError
 from jobs.command_line.words import Debug, make_group, show
 
 SOURCES = (
@@ -23,6 +23,15 @@ NewFolder = Annotated[str, typer.Argument(help="Where the shards and their index
 Split = Annotated[str, typer.Option(help="cifar, digits: train or test.")]
 Root = Annotated[str | None, typer.Option(help="table: what its paths are relative to; else the table's folder.")]
 Wnids = Annotated[str | None, typer.Option(help="imagenet-validation: text file of one wnid a line.")]
+ClassList = Annotated[
+    str | None, typer.Option("--names", metavar="FILE", help="Class names, one a line, in the order of their ids.")
+]
+ClassesOf = Annotated[
+    str | None, typer.Option(metavar="INDEX", help="Number the classes as another set does, by name.")
+]
+Rename = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=NAME", help="A class of the source, and what the numbering calls it.")
+]
 Real = Annotated[str | None, typer.Option(help="imagenet-validation: real.json instead, with all labels of each.")]
 ShardSamples = Annotated[int, typer.Option(min=1, help="Samples of a shard, at most.")]
 ShardBytes = Annotated[int, typer.Option(min=1, help="Bytes of a shard's images, at most; 1 GiB.")]
@@ -62,6 +71,9 @@ def pack(
     root: Root = None,
     wnids: Wnids = None,
     real: Real = None,
+    names: ClassList = None,
+    classes_of: ClassesOf = None,
+    rename: Rename = None,
     shard_samples: ShardSamples = 10_000,
     shard_bytes: ShardBytes = 1 << 30,
     restarts: Restarts = False,
@@ -81,6 +93,9 @@ def pack(
         "root": root,
         "wnids": wnids,
         "real": real,
+        "names": names,
+        "classes_of": classes_of,
+        "rename": pairs(rename or []),
     }
     summary = pack_images(
         described,
@@ -95,6 +110,17 @@ def pack(
     show(summary)
 
 
+def pairs(words: list[str]) -> dict[str, str]:
+    """Read `NAME=NAME` words; raises UsageError on one without an equals sign."""
+    names = {}
+    for word in words:
+        before, equals, after = word.partition("=")
+        if not (before and equals and after):
+            raise UsageError(f"--rename {word}: expected the source's name and the new one\n  type: --rename kitty=cat")
+        names[before] = after
+    return names
+
+
 @commands.command()
 def index(
     tars: Tars,
@@ -102,14 +128,27 @@ def index(
     at: Location = None,
     name: Name = None,
     classes: Classes = None,
+    names: ClassList = None,
+    classes_of: ClassesOf = None,
     cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Index existing WebDataset tars, unchanged."""
+    """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
     from jobs.commands.data import index_tars
 
-    show(index_tars(tars, output=output, at=at, name=name, classes=classes, workers=workers, cache=cache))
+    summary = index_tars(
+        tars,
+        output=output,
+        at=at,
+        name=name,
+        classes=classes,
+        names=names,
+        classes_of=classes_of,
+        workers=workers,
+        cache=cache,
+    )
+    show(summary)
 
 
 @data_commands.command()

@@ -15,6 +15,10 @@ NewFolder = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What the file cannot tell, as heads=3.")
 ]
+ClassList = Annotated[
+    str | None,
+    typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
+]
 OurFolder = Annotated[str, typer.Argument(help="Our weights: a stage's folder, or what `import` wrote.")]
 Target = Annotated[str, typer.Argument(help="The file (npz) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
@@ -27,11 +31,17 @@ commands = make_group()
 
 
 @commands.command("import")
-def import_foreign(path: ForeignPath, directory: NewFolder, overrides: Overrides = None, _debug: Debug = False) -> None:
+def import_foreign(
+    path: ForeignPath,
+    directory: NewFolder,
+    overrides: Overrides = None,
+    names: ClassList = None,
+    _debug: Debug = False,
+) -> None:
     """Write official, timm or transformers weights as ours."""
     from jobs.commands.weights import import_weights
 
-    show(import_weights(path, directory, overrides or []))
+    show(import_weights(path, directory, overrides or [], names))
 
 
 @commands.command()

@@ -216,11 +216,20 @@ def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     model = models.from_dict(stage_record.values["model"])
     target = target.resolve()
     target.mkdir(parents=True, exist_ok=True)
-    models.save_weights(export(folder, model), target, model, writing=whole_file)
+    names = class_names_of(folder.parents[1])
+    models.save_weights(export(folder, model), target, model, writing=whole_file, class_names=names)
     # A stage's own done.json speaks for its folder, and finds weights of another step there.
     if not (target / handover.DONE).exists():
         handover.record_weights(target, {"exported": str(folder), "code": code_version()})
     yield f"step {step_of(folder)}: weights.safetensors and model.json in {target}"
+
+
+def class_names_of(stage_folder: Path) -> list[str]:
+    """Return the class names that a stage hands on with its weights; none where it knows none."""
+    task = stage_folder / "task.json"
+    if not task.exists():
+        return []
+    return handover.read_record(task).values["job"].get("class_names", [])
 
 
 def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:

@@ -12,20 +12,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from data.checks import printable
 from data.errors import DataError, Preempted, UsageError
 from data.shards.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
 from data.shards.index import Index, load_index
 from data.shards.indexing import build_index
+from data.shards.look import look
+from data.shards.names import Names, check_unmistakable, read_class_list, some
 from data.shards.packing import pack
 from data.shards.page import write_page
+from data.shards.refusals import refusal_lines
 from jobs.progress import Progress
-from jobs.stages.pack import SetConfig, expected_samples, samples_of
+from jobs.stages.sets import SetConfig, expected_samples, numbering_of, samples_of
 from pipeline import config
 
 
 def pack_images(
-    source: Mapping[str, str | None],
+    source: Mapping[str, object],
     directory: Path,
     *,
     name: str | None,
@@ -39,11 +43,13 @@ def pack_images(
     refuse_file(directory)
     # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
     cfg = config.build(SetConfig, source, "pack")
+    numbering = numbering_of(cfg, name or directory.name)
     with stoppable(), Progress("samples", expected_samples(cfg)) as progress:
         index = pack(
-            samples_of(cfg),
+            samples_of(cfg, numbering),
             directory,
             name=name or directory.name,
+            names=numbering.names,
             shard_samples=shard_samples,
             shard_bytes=shard_bytes,
             classes=classes,
@@ -61,10 +67,15 @@ def index_tars(
     at: str | None,
     name: str | None,
     classes: int | None,
+    names: str | None,
+    classes_of: str | None,
     workers: int,
     cache: str | None,
 ) -> list[str]:
-    """Index existing tars, unchanged; the same call again goes on after a kill."""
+    """Index existing tars, unchanged; the same call again goes on after a kill.
+
+    Raises DataError where nothing of them can be used, after the index has been written.
+    """
     if output is not None:
         refuse_file(Path(output))
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
@@ -75,12 +86,49 @@ def index_tars(
             output=output,
             name=name,
             classes=classes,
+            names=listed_names(names, classes_of),
             workers=workers,
             at=at,
             report=progress.of,
             cache=cache_config(cache),
         )
-    return summary(index)
+    lines = summary(index)
+    refuse_useless(index, lines)
+    return lines
+
+
+def listed_names(names: str | None, classes_of: str | None) -> Names:
+    """Return the class names of a class list or of another set, whichever is given; none where neither is."""
+    if names and classes_of:
+        raise UsageError("--names and --classes-of are two numberings of the classes\n  expected one of them")
+    if names:
+        listed = read_class_list(names)
+        check_unmistakable(listed, names)
+        return listed
+    if not classes_of:
+        return ()
+    listed = load_index(classes_of).names
+    if not listed:
+        raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
+    return listed
+
+
+def refuse_useless(index: Index, lines: list[str]) -> None:
+    """Raise DataError, with what indexing has to say, where nothing of a set can be trained on or judged."""
+    tried, failed = look(index)
+    reason = ""
+    if index.samples == 0:
+        reason = "0 samples"
+    elif failed == tried:
+        reason = "no image among the samples that were decoded"
+    elif not index.classes:
+        reason = "no sample has a label that a run could use"
+    if reason:
+        raise DataError(
+            "\n".join([*lines, f"{index.tables}: nothing of it can be used: {reason}"])
+            + "\n  expected samples of an image (jpg, png, webp) and a label (cls, json)"
+            + "\n  labels that are names are read by a list of them: --names FILE"
+        )
 
 
 def refuse_file(target: Path) -> None:
@@ -180,22 +228,26 @@ def spreads(report: Report) -> list[str]:
         high = spread.quantile(0.99)
         lines.append(f"{name}: 1 % {low:g}, median {median:g}, 99 % {high:g}")
     ranked = report.classes.most_common()
-    lines.append(f"most: {class_counts(ranked[:5])}")
+    lines.append(f"most: {class_counts(report.index, ranked[:5])}")
     rarest_first = ranked[::-1]
-    lines.append(f"least: {class_counts(rarest_first[:5])}")
+    lines.append(f"least: {class_counts(report.index, rarest_first[:5])}")
     return lines
 
 
-def class_counts(rows: list[tuple[int, int]]) -> str:
-    return ", ".join(f"class {label} {count:,}" for label, count in rows)
+def class_counts(index: Index, rows: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{printable(index.class_name(label))} {count:,}" for label, count in rows)
 
 
 def summary(index: Index) -> list[str]:
-    """Say what a set holds and where it lies, and what indexing refused."""
+    """Say what a set holds and where it lies, what its classes are called, and what indexing passed over."""
     lines = [
         f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
         f"digest {index.digest[:12]}, in {index.tables}"
     ]
-    for reason, count in index.refused.items():
-        lines.append(f"refused: {count} × {reason}")
+    if index.names:
+        lines.append(f"class names: {some(index.names)}")
+    lines += refusal_lines(index.refused, index.first_refused)
+    tried, failed = look(index)
+    if failed:
+        lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")
     return lines

@@ -15,6 +15,7 @@ import models
 from data.decoder import images_per_cpu_s
 from data.order import shares as shares_of
 from data.shards.index import Index
+from jobs import class_names
 from jobs.campaign import Campaign, Stage, index_of
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
@@ -58,6 +59,8 @@ def plan(campaign: Campaign) -> list[str]:
         if stage.name in would_run:
             for message in stage.missing:
                 lines.append(f"  MISSING {message}")
+        for line in class_names.lines(campaign, stage):
+            lines.append(f"  {line}")
         if isinstance(stage.config, TrainConfig):
             lines += training_lines(campaign, stage, stage.config)
     return lines

@@ -19,6 +19,7 @@ from torch import Tensor
 import models
 from data.errors import DataError, UsageError
 from data.files import whole_file, write_whole
+from data.shards.names import read_class_list, some
 from models.weights.files import CONFIG
 from pipeline import handover
 from pipeline.config import differences, require
@@ -31,17 +32,30 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
-def import_weights(path: str, directory: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Write foreign weights into a folder that a recipe's `init:` can name; returns the report."""
+def import_weights(
+    path: str, directory: str, overrides: Sequence[str] = (), class_list: str | None = None
+) -> list[str]:
+    """Write foreign weights into a folder that a recipe's `init:` can name; returns the report.
+
+    `class_list` is a file of the class names, in the order of the outputs; else they are what the weights' own file
+    says.
+    """
     refuse_existing(directory)
     refuse_missing(path)
     changes = overrides_of(overrides)
     verification = verified(path)
     model = load(path, changes)
-    models.save(model, directory, writing=whole_file)
+    names = class_names(path) if class_list is None else read_class_list(class_list)
+    if len(names) > model.config.classes:
+        raise DataError(
+            f"{class_list or path}: {len(names):,} class names, the model has {model.config.classes:,} classes\n"
+            "  expected a name for each class, in the order of the outputs: --names FILE"
+        )
+    models.save(model, directory, writing=whole_file, class_names=names)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
     handover.record_weights(Path(directory), record)
-    return [*described(model, path), *verification, *numerics(model), f"written  {directory}"]
+    lines = [*described(model, path), *named(model, names), *verification, *numerics(model)]
+    return [*lines, f"written  {directory}"]
 
 
 def export_weights(directory: str, path: str, format: str) -> list[str]:
@@ -52,11 +66,12 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
     refuse_unfinished(Path(directory))
     verification = verified(directory)
     model = load(directory, {})
+    names = class_names(directory)
     config = model.config
     with warnings.catch_warnings(record=True) as inexact:
         warnings.simplefilter("always")
         try:
-            models.save(model, path, format, writing=whole_file)
+            models.save(model, path, format, writing=whole_file, class_names=names)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
     if format == "hf":
@@ -71,7 +86,9 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
         handover.record_weights(Path(path), record)
-    lines = [*described(model, directory), *verification, *numerics(model)]
+    lines = [*described(model, directory), *named(model, names), *verification, *numerics(model)]
+    if names and format == "npz":
+        lines.append("INEXACT  an .npz has no place for class names")
     for warning in inexact:
         lines.append(f"INEXACT  {warning.message}")
     lines += read_back(model, exported)
@@ -179,6 +196,26 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
         return models.load(path, **changes)
     except UNREADABLE as error:
         raise DataError(f"cannot load {path}: {error}") from None
+
+
+def class_names(path: str) -> tuple[str, ...]:
+    """Return the class names of the weights behind a path. Raises DataError where they cannot be read."""
+    try:
+        return models.load_class_names(path)
+    except UNREADABLE as error:
+        raise DataError(f"cannot read the class names of {path}: {error}") from None
+
+
+def named(model: models.Model, names: Sequence[str]) -> list[str]:
+    """Say what the classes are called; where nobody knows, that their labels are taken on trust."""
+    if not model.config.classes:
+        return []
+    if not names:
+        return ["classes  without names: nobody can tell whether a set numbers them as these weights do"]
+    line = f"classes  {some(names)}"
+    if len(names) < model.config.classes:
+        line += f"; the other {model.config.classes - len(names):,} have no names"
+    return [line]
 
 
 def described(model: models.Model, path: str) -> list[str]:

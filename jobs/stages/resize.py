@@ -33,7 +33,8 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     handover.check_weights(Path(folder), context.say)
     weights, source = models.load_weights(folder)
     weights, report = models.transfer(weights, source, context.model)
-    models.save_weights(weights, context.directory, context.model, writing=whole_file)
+    names = context.class_names
+    models.save_weights(weights, context.directory, context.model, writing=whole_file, class_names=names)
     write_whole(context.directory / "report.txt", f"{report}\n")
     for line in str(report).splitlines():
         context.say(line)

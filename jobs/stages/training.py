@@ -128,6 +128,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         init=init,
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
+        class_names=context.class_names,
         claimed=time.time(),
     )
     # Workers live in other folders than the driver, to which a path in a recipe is relative.

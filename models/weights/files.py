@@ -1,6 +1,6 @@
 """Weights in and out of files: our own directory, and by `load` and `save` those of others.
 
-    weights.safetensors + model.json    ours: what passes from stage to stage
+    weights.safetensors + model.json    ours: what passes from stage to stage; classes.json: what the classes are called
     *.npz                               vit_jax, big_vision, BiT
     model.safetensors + config.json     timm, Hugging Face
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from models.weights import timm as weights_timm
 
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
+CLASSES = "classes.json"  # the names of the classes, a list in the order of the outputs; only where they are known
 THEIR_WEIGHTS = "model.safetensors"
 THEIR_CONFIG = "config.json"
 # How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
@@ -50,10 +51,12 @@ def save_weights(
     directory: str | Path,
     config: ModelConfig | None = None,
     writing: Writing = nullcontext,
+    class_names: Sequence[str] = (),
 ) -> None:
     """Write a model, or a state dict with its config: the tensors first, model.json last.
 
-    Raises ValueError where the state dict comes without its config or does not fit it.
+    `class_names` are those of the classes, in the order of the outputs, as far as they are known. Raises ValueError
+    where the state dict comes without its config or does not fit it.
     """
     if isinstance(model_or_state, nn.Module):
         state = model_or_state.state_dict()
@@ -67,6 +70,13 @@ def save_weights(
     directory.mkdir(parents=True, exist_ok=True)
     # model.json comes last: a save that was cut off in a new directory has none, and is refused.
     write_tensors(directory / WEIGHTS, state, writing)
+    names = list(class_names[: config.classes])
+    if names:
+        with writing(directory / CLASSES) as target:
+            target.write_text(json.dumps(names, indent=0, ensure_ascii=False) + "\n")
+    else:
+        # Those of the weights that were here before would be taken for these weights'.
+        (directory / CLASSES).unlink(missing_ok=True)
     with writing(directory / CONFIG) as target:
         target.write_text(json.dumps(catalog.to_dict(config), indent=2) + "\n")
 
@@ -100,6 +110,28 @@ def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]
     state = load_file(directory / WEIGHTS)
     check_weights(state, config)
     return state, config
+
+
+def load_class_names(path: str | Path) -> tuple[str, ...]:
+    """Return the class names of any supported file or directory, in the order of the outputs; none where it has none.
+
+    They are in classes.json of ours, in `id2label` of Hugging Face's config.json, in `label_names` of timm's. Raises
+    ValueError where they are no list of texts.
+    """
+    path = Path(path)
+    directory = path if path.is_dir() else path.parent
+    if ".npz" in path.name:
+        return ()
+    if (directory / CONFIG).is_file():
+        names = json.loads((directory / CLASSES).read_text()) if (directory / CLASSES).is_file() else []
+    elif (directory / THEIR_CONFIG).is_file():
+        described = json.loads((directory / THEIR_CONFIG).read_text())
+        names = weights_hf.class_names(described) or weights_timm.class_names(described)
+    else:
+        names = []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"the class names of {directory} are no list of texts")
+    return tuple(names)
 
 
 def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
@@ -155,20 +187,27 @@ def load_foreign(file: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor]
     return weights_timm.load(stored, described, overrides)
 
 
-def save(model: Model, path: str | Path, format: str = "safetensors", writing: Writing = nullcontext) -> None:
+def save(
+    model: Model,
+    path: str | Path,
+    format: str = "safetensors",
+    writing: Writing = nullcontext,
+    class_names: Sequence[str] = (),
+) -> None:
     """Write the model so that its readers compute the same logits; ValueError where that cannot be.
 
-    format: safetensors (our directory), npz (an official file), timm or hf (a directory they open).
+    format: safetensors (our directory), npz (an official file, which has no place for class names), timm or hf (a
+    directory they open).
     """
     path = Path(path)
     if format == "safetensors":
-        save_weights(model, path, writing=writing)
+        save_weights(model, path, writing=writing, class_names=class_names)
     elif format == "npz":
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path) as target:
             weights_npz.save(model.state_dict(), model.config, target)
     elif format in DIRECTORIES:
-        tensors, described = DIRECTORIES[format].save(model.state_dict(), model.config)
+        tensors, described = DIRECTORIES[format].save(model.state_dict(), model.config, class_names)
         path.mkdir(parents=True, exist_ok=True)
         write_tensors(path / THEIR_WEIGHTS, tensors, writing)
         with writing(path / THEIR_CONFIG) as target:

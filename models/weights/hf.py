@@ -13,6 +13,7 @@ How a file is read:
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -86,27 +87,48 @@ def load(
     return weights_map.read(stored, config, their_layout), config
 
 
-def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], str]:
+def class_names(described: ForeignConfig) -> list[str]:
+    """Return the class names of a config.json, in the order of the outputs; none where it has but placeholders."""
+    names: list[str] = []
+    try:
+        # JSON's keys are texts; the numbers of a whole table go from 0 on without a gap.
+        for number, name in sorted((int(number), name) for number, name in described.get("id2label", {}).items()):
+            if number != len(names) or name == placeholder(number):
+                break
+            names.append(name)
+    except (ValueError, AttributeError, TypeError):
+        return []
+    return names
+
+
+def placeholder(number: int) -> str:
+    """Return what transformers calls a class that has no name."""
+    return f"LABEL_{number}"
+
+
+def save(
+    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for transformers: a classifier, or without classes a ViTModel."""
     reasons = obstacles(config)
     if reasons:
         raise ValueError(f"transformers' ViT has no {', no '.join(reasons)}; save as npz or safetensors")
     assert isinstance(config, ViTConfig)
-    described = fields_of(config)
+    described = fields_of(config, class_names)
     # Theirs is always a learned table with an entry for the class token: slots=1.
     state, config = weights_map.with_learned_positions(state, config, slots=1)
     tensors = weights_map.write(state, config, layout(classifier=config.classes > 0))
     return tensors, json.dumps(described, indent=2) + "\n"
 
 
-def fields_of(config: ViTConfig) -> ForeignConfig:
+def fields_of(config: ViTConfig, class_names: Sequence[str]) -> ForeignConfig:
     """Return the fields of transformers.ViTConfig that make it this model."""
-    # Classes have no names here: these are the names transformers itself gives.
     names: dict[int, str] = {}
     numbers: dict[str, int] = {}
     for number in range(config.classes):
-        names[number] = f"LABEL_{number}"
-        numbers[f"LABEL_{number}"] = number
+        names[number] = class_names[number] if number < len(class_names) else placeholder(number)
+        # ImageNet has two classes that are called crane: the name leads to the first.
+        numbers.setdefault(names[number], number)
     return {
         "architectures": ["ViTForImageClassification" if config.classes else "ViTModel"],
         "model_type": "vit",

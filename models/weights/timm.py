@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -109,7 +110,16 @@ def with_class_token_as_register(stored: dict[str, Tensor]) -> dict[str, Tensor]
     return moved
 
 
-def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], str]:
+def class_names(described: ForeignConfig) -> list[str]:
+    """Return the class names of a config.json, in the order of the outputs: those that timm itself would take."""
+    names = described.get("label_names") or described.get("pretrained_cfg", {}).get("label_names") or []
+    # timm writes a dict where numbers are missing, and then the place of a name in it says nothing.
+    return list(names) if isinstance(names, list) else []
+
+
+def save(
+    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
     reasons = obstacles(config)
     if reasons:
@@ -133,6 +143,9 @@ def save(state: dict[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tenso
             "classifier": "head",
         },
     }
+    # Beside the others and not in `pretrained_cfg`, as timm's own `save_for_hf` writes it; for all classes or for none.
+    if config.classes and len(class_names) >= config.classes:
+        described["label_names"] = list(class_names[: config.classes])
     # The number of entries stays: timm's no_embed_class says whether prefix tokens have any.
     state, config = weights_map.with_learned_positions(state, config, config.position_slots)
     return weights_map.write(state, config, LAYOUT), json.dumps(described, indent=2) + "\n"

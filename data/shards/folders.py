@@ -1,0 +1,45 @@
+"""Which tars a folder holds; whatever lies beside them and would be left out is an error, not a silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from data.checks import printable
+from data.errors import DataError
+
+# What tars are called when they have been compressed; they are read from the middle, which no compression allows.
+COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
+MOST_SHOWN = 3  # names that an error shows of many
+
+
+def check_nothing_beside(folder: str | os.PathLike[str]) -> None:
+    """Raise DataError where a folder of tars has compressed ones too, or folders with tars in them."""
+    if not Path(folder).is_dir():
+        return
+    compressed = []
+    below = []
+    for path in sorted(Path(folder).glob("[!.]*")):
+        if path.name.endswith(COMPRESSED):
+            compressed.append(path.name)
+        elif path.is_dir():
+            below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))[:MOST_SHOWN]]
+    if compressed:
+        raise DataError(
+            f"{folder}: {some(compressed)} would be left out: compressed tars\n"
+            "  expected tars that samples can be read from the middle of: uncompress them (gzip -d, zstd -d), "
+            f"or name those that you mean: {folder}/*.tar"
+        )
+    if below:
+        raise DataError(
+            f"{folder}: {some(below)} would be left out: they lie in folders of their own\n"
+            f"  expected tars in the folder itself; name them all: {folder}/*.tar {folder}/*/*.tar"
+        )
+
+
+def some(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
+    text = ", ".join(map(printable, names[:MOST_SHOWN]))
+    if len(names) > MOST_SHOWN:
+        text += f" and {len(names) - MOST_SHOWN} more"
+    return text

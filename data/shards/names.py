@@ -1,0 +1,272 @@
+"""Class names: which class an id stands for, the same in every set that is used together.
+
+1. A source knows its names (`data.shards.sources`), or a class list gives them (`read_class_list`), in the order of
+   their ids.
+2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
+   becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
+3. The index keeps the names; `disagreement` compares those of two sets, or of a set and of weights.
+
+    number(("bird", "kitty"), ("airplane", "bird", "cat"), rename={"kitty": "cat"}).ids    {0: 1, 1: 2}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from data.checks import printable
+from data.errors import DataError
+
+Names = tuple[str, ...]
+MOST_SHOWN = 5  # names that an error shows of many
+
+
+# ------------------------------------------------------------------------------------------- class lists
+
+
+def read_class_list(path: str | os.PathLike[str]) -> Names:
+    """The class names of a file, in the order of their ids; raises DataError where it holds none.
+
+    One name a line; or a `.jsonl` of a JSON text, or an object with `name`, a line; or a `.json`: a list of names, or
+    {"0": name, …} as Hugging Face's `id2label`.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        names = names_in(text, path.suffix)
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such class list; expected a file of one class name a line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; expected one class name a line, in the order of their ids") from None
+    return names
+
+
+def names_in(text: str, suffix: str) -> Names:
+    """The names in the text of a class list; raises ValueError where one is missing or is none."""
+    if suffix == ".json":
+        content = json.loads(text)
+        if isinstance(content, dict):
+            content = [content.get(str(label)) for label in range(len(content))]
+    else:
+        lines = text.rstrip().splitlines()
+        content = [json.loads(line) for line in lines] if suffix == ".jsonl" else [line.strip() for line in lines]
+    if not isinstance(content, list) or not content:
+        raise ValueError("it names no classes")
+    names = []
+    for label, entry in enumerate(content):
+        name = entry.get("name") if isinstance(entry, dict) else entry
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"class {label} has no name")
+        names.append(name)
+    return tuple(names)
+
+
+def check_unmistakable(names: Sequence[str], path: str) -> None:
+    """Raise DataError where a name is a number, and not its own id: as a label it would be taken for another class."""
+    for label, name in enumerate(names):
+        if name.isascii() and name.isdigit() and int(name) != label:
+            raise DataError(
+                f"{path}: class {label} is called {name}, which as a label is the id of class {int(name)}\n"
+                "  expected names that are no numbers, or ids in the labels: leave the class list out"
+            )
+
+
+def ids_of(names: Iterable[str]) -> dict[str, int]:
+    """The id of every name that stands for one class alone and is no number, which a label would mean as an id."""
+    ids: dict[str, int] = {}
+    repeated = set()
+    for label, name in enumerate(names):
+        if name in ids:
+            repeated.add(name)
+        ids[name] = label
+    return {name: label for name, label in ids.items() if name not in repeated and not name.isdigit()}
+
+
+# ------------------------------------------------------------------------------------- another numbering
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """How a source's class ids become those that are written."""
+
+    names: Names = ()  # of the ids that are written; none where nobody knows them
+    ids: Mapping[int, int] | None = None  # of the source → written; others are left out; None: all, as they are
+    known: int | None = None  # ids of the source are below; None: unknown
+
+    def labels(self, labels: Sequence[int], key: str) -> tuple[int, ...]:
+        """What is written for the labels of a sample; raises DataError on an id that has no name."""
+        if self.known is not None and max(labels, default=0) >= self.known:
+            raise DataError(
+                f"sample {printable(key)} has label {max(labels)}, and there are {self.known} class names\n"
+                f"  expected labels from 0 to {self.known - 1}: are these the class names of this set?"
+            )
+        if self.ids is None:
+            return tuple(labels)
+        return tuple(self.ids[label] for label in labels if label in self.ids)
+
+
+def number(
+    own: Names,
+    wanted: Names = (),
+    *,
+    rename: Mapping[str, str] | None = None,
+    keep: Sequence[int | str] | None = None,
+    name: str = "the set",
+    giver: str = "the class list",
+) -> Numbering:
+    """Say how a source with its `own` names is numbered as `wanted` says; without `wanted`, as it numbers itself.
+
+    Ids of a source without names are taken for those of `wanted`. `rename` and `keep` speak of the source's classes;
+    `name` and `giver` say which sets are meant. Raises DataError naming the classes that `wanted` lacks.
+    """
+    rename = rename or {}
+    check_known(rename, own, f"{name}: rename")
+    if not own:
+        kept = kept_ids(wanted, keep, name)
+        return Numbering(wanted, None if kept is None else {label: label for label in kept}, len(wanted) or None)
+
+    renamed = [rename.get(entry, entry) for entry in own]
+    kept = kept_ids(renamed, keep, name)
+    if kept is None:
+        kept = list(range(len(own)))
+    if not wanted:
+        # Two classes that are now called alike have become one; all others keep their order.
+        wanted = merged(own, renamed) if rename else own
+
+    places = Places.of(wanted)
+    ids: dict[int, int] = {}
+    lacking = []
+    for label in kept:
+        place = places.id_of(renamed[label], label)
+        if place is None:
+            lacking.append(renamed[label])
+        else:
+            ids[label] = place
+    if lacking:
+        raise DataError(
+            f"{name}: {giver} lacks {len(lacking)} of its {len(own)} classes: {some(lacking)}\n"
+            f"  expected classes of {giver}: {some(wanted)}\n"
+            f"  rename them (rename: {{{json.dumps(lacking[0], ensure_ascii=False)}: …}}), choose others (keep: […]), "
+            "or pack this set by itself, with a numbering of its own"
+        )
+    is_as_it_was = all(label == place for label, place in ids.items()) and len(ids) == len(own)
+    return Numbering(wanted, None if is_as_it_was else ids, len(own))
+
+
+class Places(NamedTuple):
+    """Where names stand in a list."""
+
+    names: Names
+    ids: dict[str, int]  # the first id of each name
+    repeated: set[str]
+
+    @staticmethod
+    def of(names: Names) -> Places:
+        """The places of these names."""
+        ids: dict[str, int] = {}
+        repeated = set()
+        for label, name in enumerate(names):
+            if name in ids:
+                repeated.add(name)
+            ids.setdefault(name, label)
+        return Places(names, ids, repeated)
+
+    def id_of(self, name: str, label: int) -> int | None:
+        """The id of a name that has `label` where it comes from; None where it has none, or several."""
+        # Of two classes with one name (ImageNet has two cranes) the one is meant that stands at the same place.
+        if label < len(self.names) and self.names[label] == name:
+            return label
+        if name in self.repeated:
+            return None
+        return self.ids.get(name)
+
+
+def merged(own: Names, renamed: Sequence[str]) -> Names:
+    """The names after renaming, where a class that was given another one's name is that one."""
+    names: list[str] = []
+    new_names = {after for before, after in zip(own, renamed, strict=True) if before != after}
+    for name in renamed:
+        if name not in new_names or name not in names:
+            names.append(name)
+    return tuple(names)
+
+
+def kept_ids(names: Sequence[str], keep: Sequence[int | str] | None, name: str) -> list[int] | None:
+    """The ids of the classes to keep, each given by id or by name; None for all. Raises DataError on an unknown one."""
+    if keep is None:
+        return None
+    check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
+    beyond = [entry for entry in keep if names and isinstance(entry, int) and entry >= len(names)]
+    if beyond:
+        raise DataError(
+            f"{name}: keep has class {beyond[0]}, and there are {len(names)} classes (0 … {len(names) - 1})"
+        )
+    ids = {entry for entry in keep if isinstance(entry, int)}
+    for label, class_name in enumerate(names):
+        if class_name in keep:
+            ids.add(label)
+    return sorted(ids)
+
+
+def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Raise DataError unless all of these are names of the source."""
+    unknown = [name for name in wanted if name not in names]
+    if not unknown:
+        return
+    there_are = f"expected some of its {len(names)} classes: {some(names)}"
+    if not names:
+        there_are = "nobody knows its class names: give class ids, or the names in a file (names: FILE)"
+    raise DataError(f"{what} has {some(unknown)}, no class of this source\n  {there_are}")
+
+
+# ------------------------------------------------------------------------------------------- comparing
+
+
+def disagreement(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Where two lists of names give one id to two classes, as text; "" where they do not, or where one is empty."""
+    different = []
+    for label, (our_name, their_name) in enumerate(zip(ours, theirs, strict=False)):
+        if our_name != their_name:
+            different.append(f"class {label} is {shown(our_name)} and {shown(their_name)}")
+    if not different:
+        return ""
+    more = f", … {len(different)} in all" if len(different) > 3 else ""
+    return "; ".join(different[:3]) + more
+
+
+def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
+    """The longest of several lists of names, each with what it is of; raises DataError where two do not agree."""
+    longest: Sequence[str] = ()
+    place = ""
+    for other_place, names in named:
+        problem = disagreement(longest, names)
+        if problem:
+            raise DataError(
+                f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
+                "  expected one name for each class id\n"
+                "  pack or index one again, numbered as the other: --classes-of INDEX (in a recipe classes_of)\n"
+                "  or --names FILE (in a recipe names): the classes.json of weights is such a file"
+            )
+        if len(names) > len(longest):
+            longest = names
+            place = other_place
+    return tuple(longest)
+
+
+def some(names: Sequence[str]) -> str:
+    """A few names, and how many there are."""
+    text = ", ".join(map(shown, names[:MOST_SHOWN]))
+    if len(names) > MOST_SHOWN:
+        text += f", … ({len(names):,} in all)"
+    return text
+
+
+def shown(name: str) -> str:
+    """A name in quotes, without anything that a terminal would act on."""
+    return f"'{printable(name[:80])}'"

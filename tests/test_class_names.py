@@ -1,0 +1,405 @@
+"""Class names travel with sets and weights, and the same id means the same class wherever two of them meet."""
+
+import io
+import json
+import tarfile
+from hashlib import sha256
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import models
+from data.errors import DataError
+from data.evaluation import EvaluationSet
+from data.shards.doctor import check, repair
+from data.shards.index import join, load_index, seal_of
+from data.shards.names import number, read_class_list
+from data.shards.packing import pack
+from data.shards.reader import Reader
+from data.shards.sources import Sample
+from jobs.__main__ import main
+from jobs.stages.sets import SetConfig, source_names
+from pipeline import config
+
+
+def picture(value: int) -> bytes:
+    return cv2.imencode(".jpg", np.full((16, 16, 3), value, np.uint8))[1].tobytes()
+
+
+def class_folders(root: Path, names: str, images: int = 3) -> Path:
+    """A folder of class folders; every image has a colour of its own."""
+    for number_, name in enumerate(names.split()):
+        (root / name).mkdir(parents=True)
+        for image in range(images):
+            (root / name / f"{root.name}-{name}-{image}.jpg").write_bytes(picture(40 * number_ + 10 * image))
+    return root
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, body in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return path
+
+
+def labels_by_class(folder: Path) -> dict[str, set[bytes]]:
+    """What the tars of a set say of every class, by the folder in the samples' keys."""
+    index = load_index(folder)
+    reader = Reader(index)
+    labels: dict[str, set[bytes]] = {}
+    for shard, samples in enumerate(index.shard_samples):
+        for sample in range(samples):
+            key, _, label = reader.read(shard, sample)
+            labels.setdefault(key.split("/")[-2], set()).add(label)
+    return labels
+
+
+def recipe_of(tmp_path: Path, sets: str, more: str = "") -> str:
+    path = tmp_path / "pack.yaml"
+    path.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{{sets}}}}}\n{more}")
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------- packing
+
+
+def test_two_splits_of_one_recipe_number_their_classes_alike(tmp_path, capsys):
+    """The measured case: *cat* was 2 in train and 1 in test, and accuracy was quietly wrong."""
+    class_folders(tmp_path / "train", "airplane bird cat")
+    class_folders(tmp_path / "test", "bird cat")
+    sets = f"test: {{path: {tmp_path}/test}}, train: {{path: {tmp_path}/train}}"
+    assert main(["run", recipe_of(tmp_path, sets)]) == 0
+    assert "test: classes are numbered as those of train" in capsys.readouterr().out
+    (packed,) = (tmp_path / "run").glob("shards-*")
+    assert labels_by_class(packed / "train") == {"airplane": {b"0"}, "bird": {b"1"}, "cat": {b"2"}}
+    assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
+    assert load_index(packed / "test").names == ("airplane", "bird", "cat")
+
+
+def test_a_set_follows_another_one_s_numbering_by_command_and_says_which_classes_that_one_lacks(tmp_path, capsys):
+    class_folders(tmp_path / "train", "airplane bird cat")
+    class_folders(tmp_path / "test", "bird kitty")
+    assert main(["pack", "folder", f"{tmp_path}/train", f"{tmp_path}/a"]) == 0
+    command = ["pack", "folder", f"{tmp_path}/test", f"{tmp_path}/b", "--classes-of", f"{tmp_path}/a"]
+    capsys.readouterr()
+    assert main(command) == 65
+    said = capsys.readouterr().err
+    assert "lacks 1 of its 2 classes: 'kitty'" in said and "'airplane', 'bird', 'cat'" in said and "rename" in said
+    assert main([*command, "--rename", "kitty=cat"]) == 0
+    assert labels_by_class(tmp_path / "b") == {"bird": {b"1"}, "kitty": {b"2"}}
+    assert "class names: 'airplane', 'bird', 'cat'" in capsys.readouterr().out
+    assert main([*command, "--rename", "puppy=cat"]) == 65
+    assert "rename has 'puppy', no class of this source" in capsys.readouterr().err
+    assert main([*command, "--rename", "kitty"]) == 64
+
+
+def test_classes_are_kept_by_name_and_keep_their_ids(tmp_path, capsys):
+    class_folders(tmp_path / "train", "airplane bird cat dog")
+    sets = f"train: {{path: {tmp_path}/train, keep: [cat, 1]}}"
+    assert main(["run", recipe_of(tmp_path, sets)]) == 0
+    (packed,) = (tmp_path / "run").glob("shards-*")
+    assert labels_by_class(packed / "train") == {"bird": {b"1"}, "cat": {b"2"}}
+    assert main(["run", recipe_of(tmp_path, sets.replace("cat", "cow"))]) == 65
+    assert "keep has 'cow', no class of this source" in capsys.readouterr().err
+    assert main(["run", recipe_of(tmp_path, sets.replace("cat", "-1"))]) == 78
+
+
+def test_a_set_of_another_pack_stage_gives_the_numbering(tmp_path):
+    class_folders(tmp_path / "train", "airplane bird cat")
+    class_folders(tmp_path / "test", "bird cat")
+    more = f'later: {{kind: pack, sets: {{test: {{path: {tmp_path}/test, classes_of: "@shards/train"}}}}}}'
+    assert main(["run", recipe_of(tmp_path, f"train: {{path: {tmp_path}/train}}", more)]) == 0
+    (packed,) = (tmp_path / "run").glob("later-*")
+    assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
+
+
+def test_renaming_merges_classes_and_two_classes_of_one_name_stay_apart():
+    merged = number(("cat", "kitty", "dog"), rename={"kitty": "cat"})
+    assert merged.names == ("cat", "dog") and merged.ids == {0: 0, 1: 0, 2: 1}
+    cranes = ("crane", "heron", "crane")
+    assert number(cranes).ids is None and number(cranes, cranes).ids is None
+    with pytest.raises(DataError, match=r"lacks 1 of its 1 classes: 'crane'"):
+        number(("crane",), ("heron", "crane", "crane"))
+    with pytest.raises(DataError, match=r"sample a has label 3, and there are 2 class names"):
+        number((), ("a", "b")).labels((3,), "a")
+
+
+# -------------------------------------------------------------------------------- who knows which names
+
+
+def features(names: list[str], nested: bool = False) -> dict[bytes, bytes]:
+    """The metadata that Hugging Face's `datasets` writes into a parquet file's schema."""
+    label: dict = {"names": names, "_type": "ClassLabel"}
+    if nested:
+        label = {"feature": label, "_type": "List"}
+    return {b"huggingface": json.dumps({"info": {"features": {"label": label}}}).encode()}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("parquet-features", ("tench", "goldfish")),
+        ("parquet-nested", ("tench", "goldfish")),
+        ("parquet-texts", ("goldfish", "tench")),
+        ("table", ("goldfish, Carassius auratus", "tench")),
+        ("imagenet-train", ("n01440764", "n01443537")),
+        ("imagenet-validation", ("n01440764", "n01443537")),
+        ("cifar", ("airplane", "automobile")),
+        ("tars", ("tench", "goldfish")),
+        ("digits", tuple("0123456789")),
+    ],
+)
+def test_sources_know_their_class_names(tmp_path, source, names):
+    rows = [{"image": {"bytes": picture(n), "path": None}, "label": n} for n in range(2)]
+    kind, _, variant = source.partition("-")
+    path = tmp_path / kind
+    options: dict[str, str] = {}
+    if kind == "parquet":
+        if variant != "features":
+            rows = [row | {"label": [row["label"]] if variant == "nested" else ("tench", "goldfish")[n]}
+                    for n, row in enumerate(rows)]  # fmt: skip
+        table = pyarrow.Table.from_pylist(rows)
+        if variant != "texts":
+            table = table.replace_schema_metadata(features(["tench", "goldfish"], variant == "nested"))
+        path.mkdir()
+        parquet.write_table(table, path / "train-0.parquet")
+    elif source == "table":
+        (tmp_path / "a.jpg").write_bytes(picture(1))
+        path.write_text('path,label\na.jpg,tench\na.jpg,"goldfish, Carassius auratus"\n')
+        path = path.rename(tmp_path / "table.csv")
+    elif source == "imagenet-train":
+        inner = write_tar(tmp_path / "inner.tar", [("x.JPEG", picture(1))]).read_bytes()
+        write_tar(path, [("n01443537.tar", inner), ("n01440764.tar", inner)])
+    elif source == "imagenet-validation":
+        write_tar(path, [("v0.JPEG", picture(1)), ("v1.JPEG", picture(2))])
+        (tmp_path / "wnids.txt").write_text("n01443537\nn01440764\n")
+        options["wnids"] = str(tmp_path / "wnids.txt")
+    elif source == "cifar":
+        path.mkdir()
+        (path / "data_batch_1.bin").write_bytes(bytes(3073))
+        (path / "batches.meta.txt").write_text("airplane\nautomobile\n\n")
+    elif source == "tars":
+        pack([Sample(f"s{n}", picture(n), (n,)) for n in range(2)], path, name="tars", names=("tench", "goldfish"))
+    name = source if source.startswith("imagenet") else kind
+    cfg = SetConfig(name, None if kind == "digits" else str(path), **options)  # type: ignore[arg-type]
+    assert source_names(cfg) == names
+    if source == "parquet-texts":
+        assert main(["pack", "parquet", str(path), str(tmp_path / "set")]) == 0
+        assert load_index(tmp_path / "set").names == names and load_index(tmp_path / "set").class_counts == (1, 1)
+
+
+def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
+    (tmp_path / "a.jpg").write_bytes(picture(1))
+    (tmp_path / "table.csv").write_text("path,label\na.jpg,3\na.jpg,cat\n")
+    assert main(["pack", "table", f"{tmp_path}/table.csv", f"{tmp_path}/set"]) == 65
+    assert "some labels are class ids (3), others are names ('cat')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "names"),
+    [
+        ("a.txt", "tench\ngoldfish\n\n", ("tench", "goldfish")),
+        ("a.json", '{"1": "goldfish", "0": "tench"}', ("tench", "goldfish")),
+        ("a.json", '["tench", "goldfish"]', ("tench", "goldfish")),
+        ("a.jsonl", '{"name": "tench"}\n"goldfish"\n', ("tench", "goldfish")),
+        ("a.txt", "tench\n\ngoldfish\n", "class 1 has no name"),
+        ("a.json", '{"2": "goldfish", "0": "tench"}', "class 1 has no name"),
+        ("a.txt", "", "it names no classes"),
+        ("a.json", "tench", "expected one class name a line"),
+    ],
+)
+def test_class_lists_are_read_in_every_form(tmp_path, name, text, names):
+    (tmp_path / name).write_text(text)
+    if isinstance(names, tuple):
+        assert read_class_list(tmp_path / name) == names
+    else:
+        with pytest.raises(DataError, match=names):
+            read_class_list(tmp_path / name)
+
+
+# ----------------------------------------------------------------------------- labels that are names
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A tar whose labels are names, in a .cls and in a .json, with their list beside it."""
+    labels = [
+        ("0.cls", b"tench"),
+        ("1.json", b'{"label": "great white shark"}'),
+        ("2.cls", b"1"),
+        ("3.cls", b"tench\n"),
+    ]
+    members = []
+    for name, label in labels:
+        members += [(f"{name[0]}.jpg", picture(int(name[0]))), (name, label)]
+    (tmp_path / "tars").mkdir()
+    write_tar(tmp_path / "tars" / "t.tar", members)
+    (tmp_path / "classes.txt").write_text("goldfish\ngreat white shark\ntench\n")
+    return tmp_path / "tars"
+
+
+def test_labels_that_are_names_are_read_through_a_class_list(texts, tmp_path, capsys):
+    assert main(["index", str(texts), "--names", f"{tmp_path}/classes.txt"]) == 0
+    index = load_index(texts)
+    assert index.class_counts == (0, 2, 2) and index.names == ("goldfish", "great white shark", "tench")
+    batches = list(EvaluationSet(index, "resize(16)", batch_size=4))
+    assert batches[0].labels[:, 0].tolist() == [2, 1, 1, 2] and all(batches[0].mask)
+    report = check(index)
+    assert report.ok and report.classes == {1: 2, 2: 2}
+    assert repair(index, tmp_path / "mended", name="m").names == index.names
+    assert main(["pack", "tars", str(texts), f"{tmp_path}/packed"]) == 0, "by the names of the index beside them"
+    assert load_index(tmp_path / "packed").class_counts == (0, 2, 2)
+    assert main(["data", "stats", str(texts)]) == 0
+    assert "most: tench 2, great white shark 2" in capsys.readouterr().out
+
+
+def test_a_name_that_no_list_has_and_a_list_that_cannot_be_meant_are_refused(texts, tmp_path, capsys):
+    assert main(["index", str(texts)]) == 0, "one of the labels is an id"
+    assert "refused: 3 × label is a text that no class list has, first 0 of t.tar" in capsys.readouterr().out
+    (tmp_path / "few.txt").write_text("goldfish\ntench\n")
+    assert main(["index", str(texts), "--names", f"{tmp_path}/few.txt"]) == 65
+    assert "sample 1 is labelled 'great white shark', which is none of the 2 class names" in capsys.readouterr().err
+    (tmp_path / "numbers.txt").write_text("7\n1\n")
+    assert main(["index", str(texts), "--names", f"{tmp_path}/numbers.txt"]) == 65
+    assert "class 0 is called 7, which as a label is the id of class 7" in capsys.readouterr().err
+    assert main(["pack", "tars", str(texts), f"{tmp_path}/p", "--names", f"{tmp_path}/classes.txt"]) == 0
+    assert main(["pack", "tars", str(texts), f"{tmp_path}/q", "--names", f"{tmp_path}/nowhere.txt"]) == 65
+
+
+# -------------------------------------------------------------------------------------------- the index
+
+
+def test_names_are_in_the_digest_and_sealed_and_a_set_without_keeps_the_digest_that_it_had(tmp_path):
+    samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
+    named = pack(samples, tmp_path / "named", name="set", names=("cat", "dog", "cow"))
+    nameless = pack(samples, tmp_path / "nameless", name="set")
+    (shard,) = nameless.shards
+    described = [1, [[shard.name, shard.samples, shard.bytes, shard.sha256]], [1, 1]]
+    assert nameless.digest == sha256(json.dumps(described).encode()).hexdigest()
+    assert named.digest == sha256(json.dumps([*described, ["cat", "dog", "cow"]]).encode()).hexdigest()
+    path = tmp_path / "named" / "set.index.json"
+    content = json.loads(path.read_text())
+    assert content["schema"] == 3 and json.loads((tmp_path / "nameless/set.index.json").read_text())["schema"] == 2
+    content["names"][0] = "cow"
+    content["seal"] = seal_of(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="its digest does not match its contents"):
+        load_index(path)
+
+
+def test_sets_that_call_an_id_differently_are_not_joined(tmp_path):
+    samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
+    sets = [
+        pack(samples, tmp_path / f"{n}", name="set", names=names)
+        for n, names in enumerate([("cat", "dog"), (), ("cat", "dog", "cow"), ("dog", "cat")])
+    ]
+    assert join(sets[:3], [1, 1, 1]).names == ("cat", "dog", "cow")
+    with pytest.raises(DataError, match=r"class 0 is 'cat' and 'dog'; class 1 is 'dog' and 'cat'"):
+        join(sets, [1, 1, 1, 1])
+
+
+def test_a_recipe_that_says_nothing_of_names_keeps_the_key_that_it_had():
+    forbidden = config.tagged(SetConfig(source="digits"), "forbid")
+    assert set(forbidden) == {"source", "path", "root", "wnids", "real", "split", "keep", "image_size", "classes"}
+    more = config.tagged(SetConfig(source="digits", rename={"0": "zero"}), "forbid")
+    assert set(more) - set(forbidden) == {"rename"}
+
+
+# ------------------------------------------------------------------------------- campaigns and weights
+
+STAGES = """
+cluster: {{workers: 1, backend: processes}}
+pretrain:
+  data: {{train: {a}/a, evaluate: {b}, augment: {{crop: none}}}}
+  model: {{name: mu/8, image_size: 16, classes: 4}}
+  loss: softmax
+  steps: 2
+  batch_size: 4
+  micro_batch: 4
+  precision: fp32
+  optim: {{schedule: {{warmup_steps: 1}}}}
+resize: {{init: "@pretrain", image_size: 24}}
+more:
+  kind: finetune
+  init: "@resize"
+  new_head: {new_head}
+  data: {{train: {c}}}
+  model: {{classes: 4}}
+  steps: 2
+  batch_size: 4
+  micro_batch: 4
+  precision: fp32
+  optim: {{schedule: {{warmup_steps: 1}}}}
+fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
+"""
+
+
+@pytest.fixture
+def three_sets(tmp_path: Path) -> Path:
+    """Sets of the same samples: `a` and `b` call them alike, `c` otherwise, `d` not at all."""
+    samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
+    named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
+    for name, names in named.items():
+        counted = samples if name != "b" else samples[:2]
+        pack(counted, tmp_path / name, name=name, names=names)
+    return tmp_path
+
+
+def campaign(folder: Path, b: str = "b", c: str = "a", new_head: str = "false") -> str:
+    text = STAGES.format(a=folder, b=folder / b, c=folder / c, new_head=new_head)
+    path = folder / "stages.yaml"
+    path.write_text(f"run: {folder}/run\n{text}")
+    return str(path)
+
+
+def test_plan_refuses_sets_whose_names_do_not_agree_and_says_whose_labels_are_taken_on_trust(three_sets, capsys):
+    assert main(["plan", campaign(three_sets)]) == 0
+    assert "names   'airplane', 'bird', 'cat'" in capsys.readouterr().out
+    assert main(["plan", campaign(three_sets, b="c")]) == 65
+    said = capsys.readouterr().err
+    assert "pretrain: data.train" in said and "class 0 is 'airplane' and 'bird'; class 1 is 'bird' and 'cat'" in said
+    assert "--classes-of" in said
+    assert main(["plan", campaign(three_sets, c="c")]) == 65
+    assert "more: the weights @resize and data.train" in capsys.readouterr().err, "the head is kept"
+    assert main(["plan", campaign(three_sets, c="c", new_head="true")]) == 65
+    assert "fewshot: probe.train" in capsys.readouterr().err, "a head of its own has names of its own; a probe has two"
+    assert main(["plan", campaign(three_sets, b="d")]) == 0
+    assert f"none in data.evaluate ({three_sets}/d): labels are taken on trust" in capsys.readouterr().out
+
+
+def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets, tmp_path, capsys):
+    recipe = campaign(three_sets)
+    Path(recipe).write_text(Path(recipe).read_text().partition("more:")[0])
+    assert main(["run", recipe]) == 0
+    (resized,) = (tmp_path / "run").glob("resize-*")
+    expected = ["airplane", "bird", "cat"]
+    assert json.loads((resized / "classes.json").read_text()) == expected
+    assert "classes.json" in json.loads((resized / "done.json").read_text())["files"]
+    for format in ("hf", "safetensors"):
+        assert main(["export", str(resized), f"{tmp_path}/{format}", "--format", format]) == 0
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described["id2label"] == {"0": "airplane", "1": "bird", "2": "cat", "3": "LABEL_3"}
+    assert described["label2id"]["cat"] == 2
+    assert main(["import", f"{tmp_path}/hf", f"{tmp_path}/again"]) == 0
+    assert json.loads((tmp_path / "again" / "classes.json").read_text()) == expected
+    assert "classes  'airplane', 'bird', 'cat'; the other 1 have no names" in capsys.readouterr().out
+    (tmp_path / "list.txt").write_text("one\ntwo\nthree\nfour\n")
+    assert main(["import", f"{tmp_path}/hf", f"{tmp_path}/named", "--names", f"{tmp_path}/list.txt"]) == 0
+    assert models.load_class_names(tmp_path / "named") == ("one", "two", "three", "four")
+    assert models.load_class_names(tmp_path / "safetensors") == tuple(expected)
+    models.save(models.load(resized), tmp_path / "timm", "timm", class_names=[*expected, "cow"])
+    assert json.loads((tmp_path / "timm" / "config.json").read_text())["label_names"] == [*expected, "cow"]
+    assert models.load_class_names(tmp_path / "timm") == (*expected, "cow")
+    (pretrained,) = (tmp_path / "run").glob("pretrain-*")
+    assert main(["checkpoints", "export", str(pretrained), "--to", f"{tmp_path}/half"]) == 0
+    assert json.loads((tmp_path / "half" / "classes.json").read_text()) == expected
+    names = resized / "classes.json"
+    names.write_text(names.read_text().replace("cat", "cow"))
+    assert main(["plan", recipe]) == 65
+    assert "classes.json has changed: its sha256 is" in capsys.readouterr().err
