@@ -215,18 +215,18 @@ def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(
     # Told to make way for a driver that is not there any more: nobody does, and what it wrote is swept away.
     dead = Entry("99000000", "/runs/dead", 9, 0.0, 1, {"CPU": 1})
     queue.write(dead)
-    queue.put(queue.MARKS, ray.get_runtime_context().get_job_id(), dead.job)
-    assert not queue.reason_to_make_way()
+    queue.put(queue.MARKS, queue.own_job(), dead.job)
+    assert not queue.reason_to_make_way(queue.own_job())
     assert [entry.run for entry in queue.read().entries] == ["/runs/low"]
 
     huge = start_rival("/runs/huge", NODES + 1, priority=9)
     high = start_rival("/runs/high", 2, priority=5)
     try:
         deadline = time.monotonic() + 60
-        while not queue.reason_to_make_way():
+        while not queue.reason_to_make_way(queue.own_job()):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert queue.reason_to_make_way() == "/runs/high (priority 5) waits for these places"
+        assert queue.reason_to_make_way(queue.own_job()) == "/runs/high (priority 5) waits for these places"
         said: list[str] = []
         looks: list[float] = []  # when a stop would have been heard
         with pytest.raises(ClusterError):

@@ -87,7 +87,7 @@ def run_worker_group(
     own_node = ray.get_runtime_context().get_node_id()
     watched = (folder, cluster.world, own_node, placement.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
-    watch_queue = threading.Thread(target=queue.watch, args=(folder, has_ended), daemon=True)
+    watch_queue = threading.Thread(target=queue.watch, args=(folder, queue.own_job(), has_ended), daemon=True)
     fit.start()
     watch.start()
     watch_queue.start()
@@ -129,7 +129,7 @@ def must_make_way() -> bool:
     if not ray.is_initialized():
         return False
     try:
-        return queue.reason_to_make_way() != ""
+        return queue.reason_to_make_way(queue.own_job()) != ""
     except Exception:
         # The head does not answer: then nobody is told anything.
         return False
