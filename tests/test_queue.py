@@ -112,6 +112,7 @@ class Command:
         sizes += [
             "pretrain.batch_size=24",
             "finetune.batch_size=24",
+            "finetune.micro_batch=4",
             "pretrain.log_every=1",
             "pretrain.save_every=100000",
         ]
