@@ -266,10 +266,10 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
             if _choose(request, say):
                 deadline = max(deadline, next_choice)
         if now > deadline:
-            raise _too_small(_missing(request, request.worlds[-1]), f"waited {request.timeout_s:.0f} s")
+            raise _too_small(_missing(request.worlds[-1], request.share), f"waited {request.timeout_s:.0f} s")
         # Who waits must be told for what, or a queue looks like a hang.
         if now > next_word:
-            word = _missing(request, request.worlds[0])
+            word = _missing(request.worlds[0], request.share)
             if len(request.worlds) > 1:
                 word += f"; fewer will do after {request.patience_s:g} s (cluster.patience_s)"
             if word != last_word or now > said + SAME_WORD_S:
@@ -289,20 +289,20 @@ def _choose(request: Request, say: Callable[[str], None]) -> bool:
     world = request.largest_in(room) or most
     if world != workers_held():
         if world < most:
-            say(f"goes on with {world} of up to {most} workers: {_missing(request, most)}")
+            say(f"goes on with {world} of up to {most} workers: {_missing(most, request.share)}")
         _ask(request, world)
     return world < most
 
 
-def _missing(request: Request, workers: int) -> str:
+def _missing(workers: int, share: Mapping[str, int]) -> str:
     """Say for how many workers there is room, what is free where, and which campaigns hold the rest."""
-    share = request.share
     leaving = set(draining_nodes())
     free = {}
     for node, resources in ray_state.available_resources_per_node().items():
         if node not in leaving:
             free[node] = resources
-    parts = [f"room for {min(room_for(share, free), workers)} of {workers} workers of {in_words(share)}"]
+    room = min(room_for(share, _open_to_us(set())), workers)
+    parts = [f"room for {room} of {workers} workers of {in_words(share)}"]
     room_when_empty = room_for(share, ray_state.total_resources_per_node())
     if room_when_empty < workers:
         parts.append(f"even when the cluster is empty it has room for {room_when_empty}")
