@@ -14,7 +14,7 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -53,6 +53,7 @@ __all__ = [
     "reserve_places",
     "room_now",
     "run_worker_group",
+    "stay_on_nodes",
 ]
 
 TICK_S = 0.5
@@ -145,6 +146,13 @@ def room_now(cluster: ClusterConfig) -> int:
 def leave_node(node_id: str) -> None:
     """Have the next attempt placed without a node that has given notice."""
     placement.avoid(node_id)
+
+
+def stay_on_nodes(node_ids: Set[str]) -> None:
+    """Have the next attempts placed without any other node."""
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] not in node_ids:
+            placement.avoid(node["NodeID"])
 
 
 # ------------------------------------------------------------------------ placing the workers
