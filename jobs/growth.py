@@ -1,25 +1,89 @@
-"""Tells when an attempt that has fewer workers than it might have is to make room for a larger one.
+"""On how many workers a stage's next attempt may run, and when an attempt is to make room for a larger one.
 
 1. A thread asks every few seconds for how many workers the cluster has room, because a head that is away answers late.
 2. Nodes that have joined must stay for `patience_s`: only then is there a larger world.
 3. The first commit after that is the moment: the workers are asked to stop, which loses no step, and the next attempt
    takes the places that are there then.
 4. Where it does not get them, nothing is tried again for ten minutes: another campaign was faster, or nodes come and
-   go.
+   go. The same where the larger attempt ends without a commit: a node that has joined may be broken. A run that did
+   well with fewer workers must not end by it, and goes on with those, on their nodes.
 
-    with Growth((4, 3), 60.0, room, last_step) as growth: …  # an attempt of two workers
-    growth.is_due()  →  True                                 # after a commit, 60 s after a third node has joined
+    sizes = Sizes((4, 3, 2))
+    with Growth(sizes.larger_than(2), 60.0, room, last_step) as growth: …  # an attempt of two workers
+    growth.is_due()  →  True                            # after a commit, 60 s after a third node has joined
     growth.wanted    →  3
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 
 LOOK_S = 3.0  # between two questions for how many workers there is room
-AGAIN_S = 600.0  # before growing is tried again where the places did not come
+AGAIN_S = 600.0  # before growing is tried again where it failed; doubles with each failure
+LONGEST_AGAIN_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Proven:
+    """Tells on how many workers and on which nodes an attempt has committed."""
+
+    world: int
+    nodes: Set[str]
+
+
+class Sizes:
+    """Knows, from attempt to attempt of a stage, which worlds the next one may have.
+
+    `worlds` are those that the stage allows, the largest first; `clock` returns seconds.
+    """
+
+    def __init__(self, worlds: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.worlds = worlds
+        self.clock = clock
+        self.limit = worlds[0]  # the next attempt has no more
+        self.proven: Proven | None = None  # the last attempt that has committed
+        self.wanted = 0  # the world for which the attempt before was stopped
+        self.not_before = 0.0  # when growing may be tried, on the clock
+        self.failures = 0  # to grow
+
+    def open_worlds(self) -> list[int]:
+        """Return the worlds that the next attempt may have, the largest first."""
+        return [world for world in self.worlds if world <= self.limit]
+
+    def larger_than(self, world: int) -> list[int]:
+        """Return the worlds that an attempt of `world` workers might have instead."""
+        return [other for other in self.worlds if other > world]
+
+    def begins(self, world: int) -> None:
+        """Take down that an attempt has places for so many workers."""
+        if world < self.wanted:
+            self.put_off()
+        self.wanted = 0
+
+    def grows(self, wanted: int) -> None:
+        """Take down that an attempt was stopped for a larger one."""
+        self.wanted = wanted
+        self.limit = self.worlds[0]
+
+    def has_committed(self, world: int, nodes: Set[str]) -> None:
+        """Take down that an attempt has committed."""
+        self.proven = Proven(world, nodes)
+
+    def fall_back(self, world: int) -> Proven | None:
+        """Return to which attempt to go back from one that ended without a commit; None where it was not larger."""
+        if self.proven is None or world <= self.proven.world:
+            return None
+        self.limit = self.proven.world
+        self.put_off()
+        return self.proven
+
+    def put_off(self) -> None:
+        """Try no growing for a while."""
+        self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
+        self.failures += 1
 
 
 class Growth:

@@ -21,11 +21,13 @@ then the next attempt begins with the wait in the queue.
 
 It raises WorkerGroupError instead: write the incident down, and then, first match wins:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
-b. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it.
-c. The exception is the one of the attempt before, or `max_restarts` attempts have failed in a row, and there was no new
+b. The attempt had more workers than the last that has committed, and made no checkpoint: the next has fewer again, at
+   once, because a node that has joined may be broken.
+c. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it.
+d. The exception is the one of the attempt before, or `max_restarts` attempts have failed in a row, and there was no new
    checkpoint meanwhile: StageFailed.
-d. Somebody wants this process to end: Preempted.
-e. Otherwise wait, and start the next attempt from the newest checkpoint. There is no wait after a new checkpoint;
+e. Somebody wants this process to end: Preempted.
+f. Otherwise wait, and start the next attempt from the newest checkpoint. There is no wait after a new checkpoint;
    else it is `backoff_s`, doubled with every attempt.
 """
 
@@ -38,12 +40,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
-from jobs.cluster.backends import leave_nodes, must_make_way, room_now, wait_for_resources, worker_group_runner
+from jobs.cluster.backends import (
+    leave_nodes,
+    must_make_way,
+    room_now,
+    stay_on_nodes,
+    wait_for_resources,
+    worker_group_runner,
+)
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
 from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord
 from jobs.context import Context
-from jobs.growth import AGAIN_S, Growth
+from jobs.growth import Growth, Sizes
 from jobs.ownership import claim_attempt
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.watchdog import Watch
@@ -84,17 +93,14 @@ def supervise(
     run_worker_group = worker_group_runner(context.cluster)
     attempts_without_progress = 0
     last_cause = ""
-    wanted_world = 0  # for which the attempt before was stopped
-    grow_after = 0.0  # on the monotonic clock
+    sizes = Sizes(worlds)
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
         heed_stop = partial(end_if_asked, context)
-        world = wait_for_resources(context.cluster, str(context.run), context.say, heed_stop, worlds)
+        world = wait_for_resources(context.cluster, str(context.run), context.say, heed_stop, sizes.open_worlds())
         cluster = dataclasses.replace(context.cluster, workers=world)
-        # Room that was gone when it was wanted may come and go: an attempt costs more than it would bring.
-        if world < wanted_world:
-            grow_after = time.monotonic() + AGAIN_S
-        growth = growth_of(context, world, worlds, grow_after)
+        sizes.begins(world)
+        growth = growth_of(context, sizes, world)
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context.directory)
@@ -112,9 +118,11 @@ def supervise(
                 value = run_worker_group(function, task, cluster=cluster, folder=folder, on_tick=look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            wanted_world = growth.wanted or 0
+            made_progress = last_step(context.directory) > step_before
+            if made_progress:
+                sizes.has_committed(world, nodes_of(folder, world))
             if is_move(context, folder, growth, error):
-                move(context, folder, growth, world)
+                move(context, folder, growth, sizes, world)
                 continue
             # Asked for by whoever wants this process to end.
             if isinstance(error, Preempted):
@@ -129,17 +137,19 @@ def supervise(
         if any(word in failure.cause for word in OUT_OF_MEMORY):
             failure.cause += LESS_MEMORY
 
-        # a and b: a worker knew what it wanted. The message is its exception's, without the exception's name.
+        # a to c: a worker knew what it wanted. The message is its exception's, without the exception's name.
         message = failure.cause.partition(": ")[2]
         # A stop that was asked for is no incident.
         if failure.exit_code == ExitCode.PREEMPTED:
             raise Preempted(message)
         write_incident(context, failure)
+        if not made_progress and fall_back(context, failure, sizes, world):
+            continue
         if failure.exit_code is not None:
             raise StageFailed(f"{context.name}: {message}", failure.exit_code)
 
-        # c: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
-        if last_step(context.directory) > step_before:
+        # d: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
+        if made_progress:
             attempts_without_progress = 0
         else:
             attempts_without_progress += 1
@@ -150,7 +160,7 @@ def supervise(
         if same_again or attempts_without_progress > context.cluster.max_restarts:
             raise no_progress(context, failure, attempts_without_progress)
 
-        # d and e
+        # e and f
         prepare_restart(context, failure, attempts_without_progress)
 
 
@@ -229,11 +239,11 @@ def end_if_stuck(context: Context, watch: Watch, written: Mapping[int, WorkerRec
 # ------------------------------------------------------------------------ when a node is about to leave, or has joined
 
 
-def growth_of(context: Context, world: int, worlds: Sequence[int], not_before: float) -> Growth:
+def growth_of(context: Context, sizes: Sizes, world: int) -> Growth:
     """Return what tells when an attempt of `world` workers is to end for a larger one."""
-    larger = [other for other in worlds if other > world]
     room = partial(room_now, context.cluster)
-    return Growth(larger, context.cluster.patience_s, room, partial(last_step, context.directory), not_before)
+    step = partial(last_step, context.directory)
+    return Growth(sizes.larger_than(world), context.cluster.patience_s, room, step, sizes.not_before)
 
 
 def is_move(context: Context, folder: Path, growth: Growth, end: WorkerGroupError | Preempted) -> bool:
@@ -242,13 +252,14 @@ def is_move(context: Context, folder: Path, growth: Growth, end: WorkerGroupErro
     return end.exit_code == ExitCode.PREEMPTED and was_asked and not context.stopping()
 
 
-def move(context: Context, folder: Path, growth: Growth, world: int) -> None:
+def move(context: Context, folder: Path, growth: Growth, sizes: Sizes, world: int) -> None:
     """Say which node is left, or how many workers are wanted, and from where the next attempt starts.
 
     Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
     """
     given = notices(folder)
-    if not given:
+    if growth.wanted is not None and not given:
+        sizes.grows(growth.wanted)
         context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
         return
     if all(notice.get("makes_way") for notice in given):
@@ -264,6 +275,11 @@ def move(context: Context, folder: Path, growth: Growth, world: int) -> None:
     context.say(f"{text}; moving to other nodes, from {restart_point(context)}")
 
 
+def nodes_of(folder: Path, world: int) -> set[str]:
+    """Return Ray's ids of the nodes on which the workers of an attempt have started."""
+    return {record.get("node_id", "") for record in records(folder, world).values()}
+
+
 # ------------------------------------------------------------------------ after a failure
 
 
@@ -276,6 +292,20 @@ def write_incident(context: Context, failure: WorkerGroupError) -> None:
     except OSError as refused:
         # A full disk may be the incident itself: say it, and let the supervisor go on.
         context.say(f"the incident log could not be written ({refused}): {failure}")
+
+
+def fall_back(context: Context, failure: WorkerGroupError, sizes: Sizes, world: int) -> bool:
+    """Have the next attempt go back to the workers and nodes of the last that committed, where this one had more.
+
+    Tells whether that is so.
+    """
+    proven = sizes.fall_back(world)
+    if proven is None or context.stopping():
+        return False
+    stay_on_nodes(context.cluster, proven.nodes)
+    start = restart_point(context)
+    context.say(f"{failure}; no commit with {world} workers: back to {proven.world} on their nodes, from {start}")
+    return True
 
 
 def no_progress(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> StageFailed:

@@ -36,6 +36,7 @@ from jobs.cluster.backends import (
 from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_group import REFRESHED_AT_A_LOOK, SeenRecords, do_nothing, records, worker_file
 from jobs.context import Context
+from jobs.growth import Sizes
 from jobs.session import run_campaign, warn_of_unused_gpus
 from jobs.supervisor import growth_of, look_at_attempt
 from pipeline.monitoring.watchdog import Watch
@@ -403,7 +404,7 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     folder.mkdir()
     asked: list[Path] = []
     watch = Watch(folder, world=2, stall_s=60)
-    growth = growth_of(context, 2, [2], 0.0)
+    growth = growth_of(context, Sizes([2]), 2)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
         look_at_attempt(context, watch, SeenRecords(folder), growth, 1, asked.append)
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))

@@ -94,7 +94,7 @@ def test_who_makes_way(priority, workers, cpus, free, expected) -> None:
 __all__ = ["cluster", "nodes"]
 
 # Campaigns on three nodes of one CPU: name → priority, workers, steps.
-CAMPAIGNS = {"a": (0, 3, 3000), "b": (5, 2, 60), "c": (0, 1, 60), "d": (10, 3, 60), "e": (5, 1, 60), "f": (0, 3, 60)}
+CAMPAIGNS = {"a": (0, 3, 1000), "b": (5, 2, 60), "c": (0, 1, 60), "d": (10, 3, 60), "e": (5, 1, 60), "f": (0, 3, 60)}
 # In which order they have their places, by hand. `a` runs, and makes way for `b`; `c` would fit beside `b`, and `a` is
 # older. `a` again, and makes way for `d`, before `e` and `f` come. Then `e`, the highest; `a`, the oldest; `c`; `f`.
 PLACED = ["a", "b", "a", "d", "e", "a", "c", "f"]
@@ -112,6 +112,7 @@ class Command:
         sizes += [
             "pretrain.batch_size=24",
             "finetune.batch_size=24",
+            "finetune.micro_batch=4",
             "pretrain.log_every=1",
             "pretrain.save_every=100000",
         ]
@@ -169,7 +170,7 @@ def test_six_campaigns_of_three_priorities_run_in_order_and_end_like_undisturbed
         d = start("d")
         a.until(lambda: a.said.count("makes way: ") == 2)
         e = start("e")
-        e.until(lambda: "in the queue, behind " in e.said)
+        e.until(lambda: "waiting for the cluster: " in e.said)
         f = start("f")
         outcomes = {name: command.outcome() for name, command in started.items()}
     finally:

@@ -35,7 +35,10 @@ from jobs.cluster.failures import group_failure
 from jobs.cluster.queue_order import Entry
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.worker_group import WorkerRange
+from jobs.context import Context
 from jobs.session import run_campaign
+from jobs.stages.training import touch_stop_file
+from jobs.supervisor import attempt_folder, supervise
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
 
@@ -215,18 +218,18 @@ def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(
     # Told to make way for a driver that is not there any more: nobody does, and what it wrote is swept away.
     dead = Entry("99000000", "/runs/dead", 9, 0.0, 1, {"CPU": 1})
     queue.write(dead)
-    queue.put(queue.MARKS, ray.get_runtime_context().get_job_id(), dead.job)
-    assert not queue.reason_to_make_way()
+    queue.put(queue.MARKS, queue.own_job(), dead.job)
+    assert not queue.reason_to_make_way(queue.own_job())
     assert [entry.run for entry in queue.read().entries] == ["/runs/low"]
 
     huge = start_rival("/runs/huge", NODES + 1, priority=9)
     high = start_rival("/runs/high", 2, priority=5)
     try:
         deadline = time.monotonic() + 60
-        while not queue.reason_to_make_way():
+        while not queue.reason_to_make_way(queue.own_job()):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert queue.reason_to_make_way() == "/runs/high (priority 5) waits for these places"
+        assert queue.reason_to_make_way(queue.own_job()) == "/runs/high (priority 5) waits for these places"
         said: list[str] = []
         looks: list[float] = []  # when a stop would have been heard
         with pytest.raises(ClusterError):
@@ -283,6 +286,79 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         assert placement.workers_held() == 4
     finally:
         nodes.cluster.remove_node(joined)
+
+
+@pytest.mark.slow
+def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
+    some = ClusterConfig(workers=WorkerRange(least=1, most=3), patience_s=1, start_timeout_s=60)
+    said: list[str] = []
+    held = reserve_places(some, "/runs/a", said.append, worlds=(3, 2, 1))
+    row = placement.placement_group_table(held)
+    nodes.kill(row["bundles_to_node_id"][0])
+    wait_until(lambda: placement.placement_group_table(held)["state"] == "RESCHEDULING", 60)
+    began = time.monotonic()
+    reserve_places(some, "/runs/a", said.append, worlds=(3, 2, 1))
+    assert 1 <= time.monotonic() - began < 8
+    assert placement.workers_held() == 2
+    assert said == [
+        "goes on with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; even when the cluster is empty it has "
+        "room for 2"
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp_path) -> None:
+    some = ClusterConfig(workers=WorkerRange(least=3, most=4), patience_s=1, max_restarts=0)
+    said: list[str] = []
+    joined: list[Any] = []
+
+    def tick(folder: Path, attempt: int) -> None:
+        if attempt == 1 and len(records(folder)) == 3 and not joined:
+            joined.append(nodes.cluster.add_node(num_cpus=1, **nodes.options))
+        if attempt == 3 and len(records(folder)) == 3:
+            (tmp_path / "finish").touch()
+
+    context = Context(
+        name="pretrain",
+        run=tmp_path,
+        directory=tmp_path / "pretrain-1",
+        key="1",
+        cluster=some,
+        resolve=lambda value: value,
+        model=None,
+        say=said.append,
+        tick=tick,
+        stopping=lambda: False,
+    )
+
+    def task(attempt: int) -> dict[str, Any]:
+        return {
+            "most": 3,
+            "finish": str(tmp_path / "finish"),
+            "checkpoints": str(context.directory / "checkpoints"),
+            "folder": str(attempt_folder(context.directory, attempt)),
+        }
+
+    try:
+        value = supervise(
+            worker_functions.commit_until_told,
+            task,
+            context,
+            worlds=(4, 3),
+            stall_s=600,
+            ask_to_stop=touch_stop_file,
+        )
+    finally:
+        for node in joined:
+            nodes.cluster.remove_node(node)
+    attempts = [records(attempt_folder(context.directory, number)) for number in (1, 2, 3)]
+    assert [len(workers) for workers in attempts] == [3, 4, 3]
+    assert joined[0].node_id in {worker["node_id"] for worker in attempts[1]}
+    assert joined[0].node_id not in {worker["node_id"] for worker in attempts[2]}
+    assert value["step"] > 1
+    assert any(line.startswith("growing from 3 to 4 workers, from step ") for line in said)
+    (back,) = (line for line in said if "RuntimeError: this node is broken" in line)
+    assert "; no commit with 4 workers: back to 3 on their nodes, from step " in back
 
 
 # ------------------------------------------------------------------------ one call is one attempt

@@ -8,7 +8,7 @@ from data.errors import ConfigError
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.cluster.worker_group import ClusterConfig, WorkerRange
-from jobs.growth import Growth
+from jobs.growth import Growth, Proven, Sizes
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.training_config import TrainConfig
 
@@ -170,3 +170,24 @@ def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
     growth = Growth((4,), 0.0, no_answer, lambda: 0)
     growth.watch()
     assert asked == [None] and growth.larger_world() is None
+
+
+def test_after_a_larger_attempt_that_made_no_commit_the_world_goes_back_and_growing_waits_longer_each_time() -> None:
+    now = [0.0]
+    sizes = Sizes((8, 4, 2), clock=lambda: now[0])
+    sizes.begins(8)
+    assert sizes.fall_back(8) is None, "nothing smaller has committed: it is a failure as any other"
+    sizes.has_committed(4, {"a", "b"})
+    assert sizes.fall_back(4) is None
+    sizes.grows(8)
+    sizes.begins(8)
+    assert sizes.fall_back(8) == Proven(4, {"a", "b"})
+    assert sizes.open_worlds() == [4, 2] and sizes.larger_than(4) == [8]
+    assert sizes.not_before == 600
+    now[0] = 1000.0
+    sizes.grows(8)
+    assert sizes.open_worlds() == [8, 4, 2]
+    sizes.begins(4)
+    assert sizes.not_before == 1000 + 1200, "the places did not come"
+    sizes.begins(2)
+    assert sizes.not_before == 1000 + 1200, "fewer than before is no growth that failed"

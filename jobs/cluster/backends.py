@@ -9,7 +9,8 @@ disconnect()
 Ray takes seconds to import, so only a function that needs it imports it.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from jobs.cluster.worker_group import (
     Task,
     WorkerFunction,
     WorkerGroupError,
+    WorkerRange,
     do_nothing,
 )
 
@@ -35,6 +37,7 @@ __all__ = [
     "must_make_way",
     "room_now",
     "run_worker_group",
+    "stay_on_nodes",
     "wait_for_resources",
     "worker_group_runner",
 ]
@@ -68,6 +71,11 @@ def wait_for_resources(
     It is one of `worlds`, the largest first, or `cluster.world` without them. `run` is the name under which others see
     who holds the resources. Raises ClusterError; see queue.reserve.
     """
+    if len(worlds) > 1:
+        # A stage may need more workers than the campaign would do with: nobody has to know the difference.
+        cluster = dataclasses.replace(cluster, workers=WorkerRange(least=worlds[-1], most=worlds[0]))
+    elif worlds:
+        cluster = dataclasses.replace(cluster, workers=worlds[0])
     # Processes of this machine start at once, or are refused.
     if cluster.backend == "processes":
         return processes.largest_world(cluster, worlds or (cluster.world,))
@@ -106,6 +114,14 @@ def must_make_way(cluster: ClusterConfig) -> bool:
     from jobs.cluster import ray_backend
 
     return ray_backend.must_make_way()
+
+
+def stay_on_nodes(cluster: ClusterConfig, node_ids: Set[str]) -> None:
+    """Have the next attempts placed on these nodes alone, where they have the room."""
+    if cluster.backend == "ray":
+        from jobs.cluster import ray_backend
+
+        ray_backend.stay_on_nodes(node_ids)
 
 
 def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:

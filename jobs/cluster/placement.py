@@ -327,7 +327,8 @@ def missing(workers: int, share: Mapping[str, int]) -> str:
     for node, resources in ray_state.available_resources_per_node().items():
         if node not in leaving:
             free[node] = resources
-    parts = [f"room for {min(room_for(share, free), workers)} of {workers} workers of {in_words(share)}"]
+    room = min(room_for(share, _open_to_us(set())), workers)
+    parts = [f"room for {room} of {workers} workers of {in_words(share)}"]
     room_when_empty = room_for(share, ray_state.total_resources_per_node())
     if room_when_empty < workers:
         parts.append(f"even when the cluster is empty it has room for {room_when_empty}")

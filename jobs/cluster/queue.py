@@ -81,7 +81,7 @@ def reserve(
     Places that this process has already are returned at once, unless it is to make way, or there is room for more that
     nobody waits for. Raises ClusterError after `wait_s`, and what `on_tick`, called about four times a second, raises.
     """
-    job = ray.get_runtime_context().get_job_id()
+    job = own_job()
     since = _first_asked.setdefault(run, time.time())
     share = placement.share_of_worker(cluster)
     worlds = worlds or (cluster.world,)
@@ -253,12 +253,12 @@ class Place:
 # ------------------------------------------------------------------------ making way
 
 
-def watch(folder: Path, has_ended: threading.Event) -> None:
-    """Leave a notice in an attempt's folder when its campaign is to make way for another, until `has_ended`."""
+def watch(folder: Path, job: str, has_ended: threading.Event) -> None:
+    """Leave a notice in an attempt's folder when this driver, `job`, is to make way for another, until `has_ended`."""
     while not has_ended.wait(LOOK_S):
         # The head may be away, and the run directory may stutter: the next look asks again.
         with suppress(Exception):
-            reason = reason_to_make_way()
+            reason = reason_to_make_way(job)
             if reason:
                 give_notice(folder, {"rank": 0, "node": "", "node_id": "", "why": reason, "makes_way": True})
                 return
@@ -269,9 +269,13 @@ def is_anybody_waiting() -> bool:
     return waiting(read().entries) != []
 
 
-def reason_to_make_way() -> str:
-    """Return for whom this campaign is to make way; "" where it is not. Any thread may ask."""
-    job = ray.get_runtime_context().get_job_id()
+def own_job() -> str:
+    """Return Ray's id of this driver. For the main thread: without a connection Ray would start a cluster to answer."""
+    return ray.get_runtime_context().get_job_id()
+
+
+def reason_to_make_way(job: str) -> str:
+    """Return for whom a driver is to make way; "" where it is not. Any thread may ask."""
     # Nearly always there is none, and then the queue need not be read.
     if _client().internal_kv_get(MARKS + job.encode(), NAMESPACE, timeout=TIMEOUT_S) is None:
         return ""

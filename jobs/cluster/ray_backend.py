@@ -15,7 +15,7 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -58,6 +58,7 @@ __all__ = [
     "reserve_places",
     "room_now",
     "run_worker_group",
+    "stay_on_nodes",
 ]
 
 TICK_S = 0.5
@@ -103,7 +104,7 @@ def run_worker_group(
     own_node = ray.get_runtime_context().get_node_id()
     watched = (folder, cluster.world, own_node, placement.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
-    watch_queue = threading.Thread(target=queue.watch, args=(folder, has_ended), daemon=True)
+    watch_queue = threading.Thread(target=queue.watch, args=(folder, queue.own_job(), has_ended), daemon=True)
     fit.start()
     watch.start()
     watch_queue.start()
@@ -158,7 +159,7 @@ def must_make_way() -> bool:
     if not ray.is_initialized():
         return False
     try:
-        return queue.reason_to_make_way() != ""
+        return queue.reason_to_make_way(queue.own_job()) != ""
     except Exception:
         # The head does not answer: then nobody is told anything.
         return False
@@ -174,6 +175,13 @@ def room_now(cluster: ClusterConfig) -> int:
 def leave_node(node_id: str) -> None:
     """Have the next attempt placed without a node that has given notice."""
     placement.avoid(node_id)
+
+
+def stay_on_nodes(node_ids: Set[str]) -> None:
+    """Have the next attempts placed without any other node."""
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] not in node_ids:
+            placement.avoid(node["NodeID"])
 
 
 # ------------------------------------------------------------------------ placing the workers

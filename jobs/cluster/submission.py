@@ -276,6 +276,8 @@ def _connect() -> JobSubmissionClient:
     # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log.
     for name in RAY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It warns at every upload that `.venv` is left out, which EXCLUDES names.
+    logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
     # Tried first, because Ray's client takes a minute to fail, and its message says less.
     if address not in ("", "auto"):
         require_reachable(address)
