@@ -39,6 +39,7 @@ from jobs.cluster.worker_group import (
     do_nothing,
     meeting_place,
     rank_zero_value,
+    require_folder,
     serve_store,
     worker_records,
 )
@@ -233,6 +234,7 @@ def _worker(spec: WorkerSpec) -> None:
         gpus=spec["cluster"].gpus_per_worker,
         node_id=ray.get_runtime_context().get_node_id(),
     )
+    require_folder(spec["folder"])
     threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])

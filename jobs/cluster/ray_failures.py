@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from data.errors import ClusterError
 from jobs.cluster import placement
 from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_group import WorkerGroupError, WorkerRecord, oom_kills, records
@@ -35,6 +36,11 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     written = records(folder, world)
     deaths = {}
     for rank, worker_error in worker_errors.items():
+        # Where the folder is not there on its node, a worker cannot write down how it ended.
+        raised = getattr(worker_error, "_base_exc", None)
+        if rank not in written and isinstance(raised, ClusterError):
+            cause = f"{type(raised).__name__}: {raised}"
+            return WorkerGroupError(rank, "another node", cause, exit_code=raised.exit_code, kind=type(raised).__name__)
         deaths[rank] = describe_death(worker_error, written.get(rank))
     # When a whole node dies, its peers raise before Ray knows of it, and Train ends the attempt because of them.
     for rank, record in written.items():

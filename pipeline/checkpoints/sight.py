@@ -18,6 +18,7 @@ from data.files import size_text
 SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
 POLL_S = 0.1
 SOON_S = 1.0  # a wait beyond it is said
+SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
 @dataclass(frozen=True)
