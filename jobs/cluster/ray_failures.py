@@ -37,10 +37,10 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     deaths = {}
     for rank, worker_error in worker_errors.items():
         # Where the folder is not there on its node, a worker cannot write down how it ended.
-        raised = getattr(worker_error, "_base_exc", None)
-        if rank not in written and isinstance(raised, ClusterError):
-            cause = f"{type(raised).__name__}: {raised}"
-            return WorkerGroupError(rank, "another node", cause, exit_code=raised.exit_code, kind=type(raised).__name__)
+        if rank not in written and isinstance(worker_error, ClusterError):
+            kind = type(worker_error).__name__
+            exit_code = worker_error.exit_code
+            return WorkerGroupError(rank, "another node", f"{kind}: {worker_error}", exit_code=exit_code, kind=kind)
         deaths[rank] = describe_death(worker_error, written.get(rank))
     # When a whole node dies, its peers raise before Ray knows of it, and Train ends the attempt because of them.
     for rank, record in written.items():
