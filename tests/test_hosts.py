@@ -427,3 +427,56 @@ def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shar
         assert "restarting" not in driver.said
         assert slow_steps < 40, "the run had ended before the minute was over"
         assert_same(run, twin)
+
+
+# ------------------------------------------------------------------------ preflight
+
+
+def preflight(cluster: RayHosts, run: Path, *overrides: str) -> tuple[int, str]:
+    """Type `python -m jobs preflight` on the head; return the exit code and what it printed."""
+    recipe = cluster.network.shared / "preflight.yaml"
+    recipe.write_text(drives.RECIPE)
+    words = ["python", "-m", "jobs", "preflight", str(recipe), f"run={run}", "cluster.backend=ray", *overrides]
+    log = cluster.network.shared / "preflight.log"
+    with log.open("w") as output:
+        process = cluster.head.start(words, output, RAY_ADDRESS=cluster.address, OMP_NUM_THREADS="1")
+        code = process.wait(AGAIN_S)
+    print(log.read_text())
+    return code, log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluster, shared) -> None:
+    cluster.network["h2"].slow(delay_s=0.1, loss=0.0, seed=SEED)
+    try:
+        code, said_then = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
+    finally:
+        cluster.network["h2"].mend()
+    assert code == 0, said_then
+    warning = re.search(
+        r"^WARN links +all 3 pairs of workers; slowest \d–\d \((\w+), (\w+)\).*\n +→ (.*)", said_then, re.M
+    )
+    assert warning is not None and "h2" in warning.groups()[:2], said_then
+    assert warning[3].startswith("look at h2's cable")
+    code, said_now = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
+    assert code == 0 and re.search("^OK   links", said_now, re.M) and "on 3 nodes" in said_now
+    assert re.search(r"^OK   clocks      within [\d.]+ m?s of the driver's", said_now, re.M)
+    assert not (shared / "preflight").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(cluster, shared) -> None:
+    run = Path("/tmp/alone/run")  # every host has a /tmp of its own
+    for name in cluster.names:
+        cluster.network[name].run("mkdir -p /tmp/alone")
+    code, said_here = preflight(cluster, run)
+    assert code == 69 and re.search("^FAIL workers .*, which the driver has made, is not there on h", said_here, re.M)
+    recipe = shared / "alone.yaml"
+    recipe.write_text(drives.RECIPE)
+    driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")
+    assert driver.wait(AGAIN_S) == 69, driver.said
+    print(driver.said)
+    assert "expected: a run directory on storage that every node mounts at the same path" in driver.said
+    assert "checkpoint step" not in driver.said

@@ -163,6 +163,22 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
         run_worker_group(worker_functions.return_a_path, {}, cluster=two["processes"], name="path", directory=tmp_path)
 
 
+def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(two, tmp_path, monkeypatch) -> None:
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+
+    from jobs.cluster import ray_failures
+
+    monkeypatch.setattr("pipeline.checkpoints.sight.SEEN_WITHIN_S", 0.1)
+    with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
+        worker_group.require_folder(tmp_path / "elsewhere")
+    error = RuntimeError()
+    error.worker_failures = {1: UserExceptionWithTraceback(caught.value, "")}  # type: ignore[attr-defined]
+    failure = ray_failures.failure_of(error, tmp_path, 2)
+    assert (failure.rank, failure.exit_code) == (1, 69) and "type run=/shared/NAME" in failure.cause
+    with pytest.raises(ClusterError, match=r"rank 0 has ended well, and what it has written into .* is not here"):
+        worker_group.rank_zero_value(tmp_path)
+
+
 def test_a_name_is_used_once(two, tmp_path) -> None:
     (tmp_path / "twice").mkdir()
     with pytest.raises(FileExistsError):

@@ -1,6 +1,7 @@
 """`jobs preflight`: what workers report is judged as it should be, by hand; and two real workers report it."""
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -115,6 +116,18 @@ def test_what_is_not_well_is_named_with_its_place_and_a_remedy(change, subject, 
     assert (finding.exit_code != ExitCode.DONE) == (level == "FAIL")
     others = [other for other in ill(change) if other.subject != subject]
     assert {other.level for other in others} == {"OK"}, others
+
+
+def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> None:
+    own = folders.report_on_own(tmp_path / "here", 1)
+    assert own["written_bytes"] == 2**24 and own["free_bytes"] > 0 and not (tmp_path / "here").exists()
+    changed = report()
+    for worker in changed["workers"]:
+        worker["folder"] = own
+    needs = dataclasses.replace(NEEDS, is_shared=False, stages=[])
+    findings = judge(changed, needs)
+    assert (of(findings, "run folder").level, of(findings, "clocks").level) == ("OK", "OK")
+    assert of(findings, "clocks").text.startswith("not measured")
 
 
 def test_of_several_slow_pairs_the_node_they_share_is_named() -> None:

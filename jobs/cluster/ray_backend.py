@@ -45,6 +45,7 @@ from jobs.cluster.worker_group import (
     do_nothing,
     meeting_place,
     rank_zero_value,
+    require_folder,
     serve_store,
     worker_records,
 )
@@ -304,6 +305,7 @@ def _worker(spec: WorkerSpec) -> None:
         gpus=spec["cluster"].gpus_per_worker,
         node_id=ray.get_runtime_context().get_node_id(),
     )
+    require_folder(spec["folder"])
     threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
     # Where the nodes share no storage, Ray may have moved this worker to a node that nobody has prepared.
     spec["folder"].mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from data.errors import ClusterError
 from jobs.cluster import placement
 from jobs.cluster.failures import group_failure, has_lost_a_peer
 from jobs.cluster.worker_group import WorkerGroupError, WorkerRecord, oom_kills, records
@@ -35,6 +36,11 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     written = records(folder, world)
     deaths = {}
     for rank, worker_error in worker_errors.items():
+        # Where the folder is not there on its node, a worker cannot write down how it ended.
+        if rank not in written and isinstance(worker_error, ClusterError):
+            kind = type(worker_error).__name__
+            exit_code = worker_error.exit_code
+            return WorkerGroupError(rank, "another node", f"{kind}: {worker_error}", exit_code=exit_code, kind=kind)
         deaths[rank] = describe_death(worker_error, written.get(rank))
     # When a whole node dies, its peers raise before Ray knows of it, and Train ends the attempt because of them.
     for rank, loss in _gone_with_their_nodes(written).items():

@@ -29,6 +29,7 @@ from data.checks import at_least, more_than_0
 from data.errors import ClusterError, ConfigError
 from data.files import refusal, write_with_reserve
 from jobs.cluster.environment import complaint
+from pipeline.checkpoints.sight import SAME_STORAGE, look_for
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -234,6 +235,17 @@ class WorkerResult:
 # ------------------------------------------------------------------------ in the worker
 
 
+def require_folder(folder: Path) -> None:
+    """Raise ClusterError where the attempt's folder, which the driver has made, is not there on this node."""
+    # With patience, because a network file system may show it late.
+    unseen, waited_s = look_for(folder.parent, {folder.name: None})
+    if unseen:
+        raise ClusterError(
+            f"{folder}, which the driver has made, is not there on {socket.gethostname()} after {waited_s:.0f} s\n"
+            f"  {SAME_STORAGE}"
+        )
+
+
 @contextmanager
 def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
     """Prepare this process for its rank, and write down the start and the end of the block that runs the function.
@@ -404,8 +416,7 @@ def rank_zero_value(folder: Path) -> object:
     written = records(folder, world=1)
     if 0 not in written:
         raise ClusterError(
-            f"rank 0 has ended well, and what it has written into {folder} is not here\n"
-            "expected: a run directory on storage that every node mounts at the same path\ntype run=/shared/NAME"
+            f"rank 0 has ended well, and what it has written into {folder} is not here\n  {SAME_STORAGE}"
         )
     return written[0].get("value")
 

@@ -37,8 +37,8 @@ def judge(report: PreflightReport, needs: Needs) -> list[Finding]:
         judge_versions(workers),
         judge_gpus(workers, needs),
         *judge_links(report["network"], workers, needs),
-        judge_folder(workers),
-        judge_clocks(workers),
+        judge_folder(workers, needs),
+        judge_clocks(workers, needs),
         *judge_disk(workers, needs),
         judge_memory(workers, needs),
         judge_shm(workers, needs),
@@ -122,8 +122,10 @@ def folders(workers: Sequence[WorkerReport]) -> list[tuple[WorkerReport, FolderR
     return firsts
 
 
-def judge_folder(workers: Sequence[WorkerReport]) -> Finding:
+def judge_folder(workers: Sequence[WorkerReport], needs: Needs) -> Finding:
     """Say whether the run directory is the same storage for all nodes and the driver, and can do what a run asks."""
+    if not needs.is_shared:
+        return Finding("OK", "run folder", "each node's own: the run lies in an object store")
     remedy = "give the run a directory on storage that every node mounts at the same path: run=/shared/NAME"
     for worker, folder in folders(workers):
         who = named(worker["identity"])
@@ -146,8 +148,10 @@ def judge_folder(workers: Sequence[WorkerReport]) -> Finding:
     )
 
 
-def judge_clocks(workers: Sequence[WorkerReport]) -> Finding:
+def judge_clocks(workers: Sequence[WorkerReport], needs: Needs) -> Finding:
     """Say how far the nodes' clocks are from the driver's."""
+    if not needs.is_shared:
+        return Finding("OK", "clocks", "not measured: that takes a folder which the driver and the nodes share")
     worst_s = 0.0
     uncertainty_s = 0.0
     who = ""

@@ -47,6 +47,7 @@ class Needs:
     code: str  # digest of the driver's
     stages: list[StageNeed]
     sets: dict[str, float | None]  # path → bytes/s that a worker needs of it; None: not known
+    is_shared: bool = True  # the run directory; not of a run in an object store
     not_made: list[str] = field(default_factory=list)  # sets that an earlier stage will make
     unused_gpus: list[str] = field(default_factory=list)  # what session.warn_of_unused_gpus says
 

@@ -146,6 +146,8 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
         code=code_version(),
         stages=stages,
         sets=sets,
+        # A run in an object store leaves nothing on storage that nodes share.
+        is_shared=getattr(campaign, "remote", None) is None,
         not_made=sorted(set(not_made)),
         unused_gpus=unused_gpus,
     )
@@ -212,6 +214,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
         group_folder.mkdir(parents=True)
         task = {
             "folder": str(shared),
+            "is_shared": needs.is_shared,
             "sets": sorted(needs.sets),
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,

@@ -18,6 +18,7 @@ from data.files import size_text
 SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
 POLL_S = 0.1
 SOON_S = 1.0  # a wait beyond it is said
+SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def unseen_files(folder: Path, written: Sequence[WrittenFile], say: Callable[[st
     """Name the workers, by rank, whose files rank 0 does not see in a folder; "" where it sees all, whole."""
     sizes = {file.name: file.bytes for file in written}
     # What rank 0 has written itself it sees at once: where that is gone, somebody has swept the folder.
-    is_swept = written[0].name not in sizes_in(folder)
+    is_swept = written[0].name not in names_in(folder)
     unseen, waited_s = look_for(folder, sizes, is_patient=not is_swept)
     if not unseen:
         if waited_s > SOON_S:
@@ -67,27 +68,34 @@ def look_for(
     """
     began = time.monotonic()
     while True:
-        sizes = sizes_in(folder)
-        unseen = {}
+        unseen: dict[str, int | None] = {}
+        names = names_in(folder)
         for name, size in expected.items():
-            seen = sizes.get(name)
-            if seen is None or size not in (None, seen):
-                unseen[name] = seen
+            # Asked for its size only where that matters: a large worker group has thousands of files.
+            if name not in names:
+                unseen[name] = None
+            elif size is not None:
+                bytes_seen = size_of(folder / name)
+                if bytes_seen != size:
+                    unseen[name] = bytes_seen
         waited_s = time.monotonic() - began
         if not unseen or not is_patient or waited_s >= SEEN_WITHIN_S:
             return unseen, waited_s
         time.sleep(POLL_S)
 
 
-def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of every file of a folder, listed anew; empty where there is no such folder."""
-    sizes: dict[str, int] = {}
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder, listed anew; none where there is no such folder."""
+    # To open a folder makes a network file system ask its server what is new there; to ask for a name may not.
     try:
-        # To open a folder makes a network file system ask its server what is new there; to ask for a name may not.
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                sizes[entry.name] = entry.stat().st_size
+        return set(os.listdir(folder))
     except FileNotFoundError:
-        # The folder is not there, or a file went while we looked: what is missing is what was not listed.
-        pass
-    return sizes
+        return set()
+
+
+def size_of(path: Path) -> int | None:
+    """Return the size of a file in bytes; None where it is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None

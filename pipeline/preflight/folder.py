@@ -13,13 +13,14 @@ The driver has written `driver.json`, holds a lock on `lock`, and answers what n
 import json
 import os
 import secrets
+import shutil
 import time
 from pathlib import Path
 from typing import TypedDict
 
 from data.errors import StorageError
 from data.files import create_exclusively, free_bytes, locked, refusal, sync, write_durably, write_whole
-from pipeline.checkpoints.sight import look_for, sizes_in
+from pipeline.checkpoints.sight import look_for, names_in
 
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "lock"
@@ -88,6 +89,24 @@ def report_on(folder: Path, rank: int) -> FolderReport:
     return report
 
 
+def report_on_own(folder: Path, rank: int) -> FolderReport:
+    """Look at a folder that every node has for itself, as where the run lies in an object store: only at its disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return {
+            "sees_driver": False,
+            "is_answered": False,
+            "skew_s": None,
+            "uncertainty_s": None,
+            "lacks": [],
+            "written_s": write_a_file(folder, rank),
+            "written_bytes": WRITTEN_BYTES,
+            "free_bytes": free_bytes(folder),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def ask(folder: Path, question: str) -> tuple[float, float] | None:
     """Ask the driver; return (skew of this clock, how far off that may be) in seconds, None without an answer."""
     token = secrets.token_hex(16)
@@ -95,7 +114,7 @@ def ask(folder: Path, question: str) -> tuple[float, float] | None:
     asked = time.time()
     deadline = time.monotonic() + ANSWERED_WITHIN_S
     while time.monotonic() < deadline:
-        if answer_file(question) in sizes_in(folder):
+        if answer_file(question) in names_in(folder):
             answered = time.time()
             answer = json.loads((folder / answer_file(question)).read_text())
             if answer["token"] == token:

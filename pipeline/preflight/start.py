@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from data.errors import ClusterError
-from pipeline.checkpoints.sight import look_for
+from pipeline.checkpoints.sight import SAME_STORAGE, look_for
 from pipeline.monitoring.watchdog import phase_file
 from pipeline.preflight.identity import (
     Identity,
@@ -31,7 +31,6 @@ from pipeline.preflight.identity import (
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
-SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What one worker of `jobs preflight` does: it trains nothing, and measures what training will need.
 
-In:  {"folder": "/runs/x/.preflight-…/shared", "sets": ["/data/train"], "largest_bytes": 344000000, "timeout_s": 300.0}
+In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
 Out: of rank 0, what all have found out: {"workers": [one document a worker], "network": {…}}
 
 The first worker of each node looks at what belongs to the node: the folder, the machine, the sets.
@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 
 from data.shards.reach import Reach, read_some
-from pipeline.preflight.folder import FolderReport, report_on
+from pipeline.preflight.folder import FolderReport, report_on, report_on_own
 from pipeline.preflight.identity import Identity, identity
 from pipeline.preflight.machine import Machine, machine
 from pipeline.preflight.network import Network, measure
@@ -57,7 +57,8 @@ def examine(task: Mapping[str, Any]) -> PreflightReport:
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
     dist.barrier()
     if is_first_of_node:
-        report["folder"] = report_on(Path(task["folder"]), rank)
+        look_at_folder = report_on if task["is_shared"] else report_on_own
+        report["folder"] = look_at_folder(Path(task["folder"]), rank)
     dist.barrier()
     if is_first_of_node:
         for path in task["sets"]:
