@@ -1,6 +1,8 @@
 """What every stage is given, how one stage names another's outputs, and which version of the code is running."""
 
 import hashlib
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +15,7 @@ from jobs.cluster.worker_group import ClusterConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
+COMMIT_VARIABLE = "PATCHLINE_COMMIT"
 SOURCES = {".py", ".cpp"}  # suffixes of the files that make pixels or numbers
 
 
@@ -46,6 +49,22 @@ def index_if_made(path: str) -> Index | None:
         return load_index(path)
     except PatchlineError:
         return None
+
+
+@cache
+def git_commit() -> str:
+    """Return the commit of this checkout, with "-dirty" where files differ from it; "" where nobody knows.
+
+    A submitted job has a copy without git, and is told by `submit`.
+    """
+    told = os.environ.get(COMMIT_VARIABLE, "")
+    if told or not (ROOT / ".git").exists():
+        return told
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 @cache

@@ -62,6 +62,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_layout.py",
         "test_monitoring.py",
         "test_ray_nodes.py",
+        "test_trackers.py",
         "test_ways_in.py",
         "test_weights_commands.py",
     ),
