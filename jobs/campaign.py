@@ -2,7 +2,7 @@
 
 How a recipe becomes a campaign, in order (`load`):
 1. the YAML file is read and `key=value` overrides are laid on top;
-2. `run` and `cluster` are taken out; every other section is a stage, whose kind is its name or its `kind:` key;
+2. `run`, `cluster` and `trackers` are taken out; any other section is a stage, whose kind is its name or its `kind:`;
 3. each section becomes the frozen config of its kind, so that a wrong key stops here;
 4. stages are put in order: one that names another's output ("@stage" or "@stage/part") comes after it;
 5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs;
@@ -26,6 +26,7 @@ from data.shards.index import Index, load_index
 from jobs import class_names
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
+from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
 from jobs.worlds import allowed_worlds
@@ -96,6 +97,7 @@ class Campaign:
     run: Path
     cluster: ClusterConfig
     stages: tuple[Stage, ...]
+    trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
 
     def stage(self, name: str) -> Stage:
         """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""
@@ -132,7 +134,7 @@ class Campaign:
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
-    # These two belong to the whole campaign; whatever is left is a stage.
+    # These three belong to the whole campaign; whatever is left is a stage.
     run = values.pop("run", f"runs/{recipe.stem}")
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
     require(run not in (None, ""), f"run is empty, expected a folder\n  type run=runs/{recipe.stem}")
@@ -140,6 +142,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     # What is left of a `~` names somebody who has no home here; the folder of this name would be no home either.
     require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
+    trackers = config.build(TrackersConfig, values.pop("trackers", {}), "trackers")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
     sections = {name: read_section(name, section) for name, section in values.items()}
@@ -150,7 +153,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
         stages[name] = resolve_stage(name, kind, stage_config, stages)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
-    campaign = Campaign(Path(run).resolve(), cluster, tuple(stages.values()))
+    campaign = Campaign(Path(run).resolve(), cluster, tuple(stages.values()), trackers)
     check_place(campaign.run)
     for stage in campaign.stages:
         check_stage(campaign, stage)
@@ -173,7 +176,7 @@ def read_section(name: str, section: Any) -> tuple[str, Any]:
     if kind not in KINDS and "kind" in section:
         raise ConfigError(f"{name}.kind is {kind!r}, expected one of {kinds}{did_you_mean(kind, KINDS)}")
     if kind not in KINDS:
-        nearest = did_you_mean(kind, [*KINDS, "run", "cluster"])
+        nearest = did_you_mean(kind, [*KINDS, "run", "cluster", "trackers"])
         raise ConfigError(f"unknown stage or key {kind!r}{nearest}; or give the section a kind: {kinds}")
 
     # The defaults of a kind name its length in steps or in passes; a recipe may use the other way.
@@ -429,7 +432,7 @@ def recipe_digest(campaign: Campaign) -> str:
 
 def resolved(campaign: Campaign) -> str:
     """Return the campaign as YAML with every default written out, as the golden text of a recipe has it."""
-    sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster)}
+    sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster), "trackers": config.plain(campaign.trackers)}
     for stage in campaign.stages:
         sections[stage.name] = {"kind": stage.kind, **config.plain(stage.config)}
     return config.to_yaml(sections)

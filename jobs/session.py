@@ -28,8 +28,9 @@ from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
 from jobs.monitoring.board import Board, Show
+from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
-from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, run_stage
+from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -111,6 +112,7 @@ def run_campaign(
     watchers.ticks.append(follower.tick)
     board = Board(follower.say)
     watchers.ticks.append(board.tick)
+    trackers: list[Tracker] = []
     if also is not None:
         watchers.ticks.append(also)
     stages = [stage for stage in loaded.stages if only in (None, stage.name)]
@@ -128,6 +130,8 @@ def run_campaign(
                 board.start(shows_of(loaded))
             if needs_workers(loaded, stages):
                 warn_of_unused_gpus(loaded.cluster, follower.say)
+            if loaded.trackers.used():
+                trackers += start_trackers(loaded.trackers, order_of_tracking(loaded, stages), loaded.run, follower.say)
             # What earlier commands logged has been shown already.
             for stage in loaded.stages:
                 follower.skip(loaded.directory(stage))
@@ -165,6 +169,8 @@ def run_campaign(
         return rows
     finally:
         board.close()
+        for tracker in trackers:
+            tracker.close()
         follower.close()
         # Ray is imported only where it was needed; without it there is nothing to leave.
         if "jobs.cluster.ray_backend" in sys.modules:
@@ -229,6 +235,14 @@ def shows_of(loaded: Campaign) -> list[Show]:
 
     job_metadata.update({"run": str(loaded.run), "recipe": recipe_digest(loaded)})
     return [gauges.Gauges().show, metadata.show]
+
+
+def order_of_tracking(loaded: Campaign, stages: list[Stage]) -> dict[str, Any]:
+    """Return what a tracker's process is told: which stages there are, and all about them but their numbers."""
+    told = []
+    for stage in stages:
+        told.append({"directory": str(loaded.directory(stage)), "name": stage.name, "facts": facts_of(loaded, stage)})
+    return {"run": loaded.run.name, "stages": told}
 
 
 def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:

@@ -27,12 +27,12 @@ from typing import Any
 import models
 from data.errors import ConfigError, DataError
 from jobs import class_names
-from jobs.campaign import Campaign, Stage, check_stage
+from jobs.campaign import Campaign, Stage, check_stage, recipe_digest
 from jobs.context import Context, index_if_made, reference
 from jobs.stages import fewshot, pack, training
 from pipeline import config, handover
 from pipeline.training_config import TrainConfig
-from pipeline.versions import code_version
+from pipeline.versions import code_version, git_commit
 
 # Packages whose version a number may depend on.
 RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
@@ -281,6 +281,24 @@ def provenance_of(
         if name in outcome:
             provenance[name] = outcome[name]
     return provenance
+
+
+def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
+    """Return what a tracker is told of a stage besides its numbers."""
+    return {
+        "run": str(campaign.run),
+        "stage": stage.name,
+        "kind": stage.kind,
+        "key": stage.key,
+        "recipe": recipe_digest(campaign),
+        "code": code_version(),
+        "commit": git_commit(),
+        "inputs": stage.inputs,
+        "workers": campaign.cluster.workers,
+        "model": models.to_dict(stage.model) if stage.model else None,
+        "config": config.plain(stage.config),
+        "environment": environment(),
+    }
 
 
 def environment() -> dict[str, str]:

@@ -251,11 +251,16 @@ def choice_text(choices: tuple[str, ...]) -> str:
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def page(introduction: str, cluster: Kind, stages: Kinds) -> str:
-    """Return the page as Markdown: `introduction`, then `cluster`, every kind of stage, and what `model` may hold."""
-    lines = [introduction.rstrip(), "", "## `cluster`", ""]
-    for section in sections_of(cluster):
-        lines += section_lines(section)
+def page(introduction: str, shared: Mapping[str, Kind], stages: Kinds) -> str:
+    """Return the page as Markdown: `introduction`, the campaign's own sections, every kind of stage, `model`.
+
+    `shared` holds the sections that are of no stage, by name.
+    """
+    lines = [introduction.rstrip(), ""]
+    for name, kind in shared.items():
+        lines += [f"## `{name}`", ""]
+        for section in sections_of(kind):
+            lines += section_lines(section)
     shown: dict[Kind, str] = {}
     for name, (kind, defaults) in stages.items():
         lines += [f"## Stage `{name}`", ""]

@@ -69,6 +69,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_preflight_command.py",
         "test_queue.py",
         "test_ray_nodes.py",
+        "test_trackers.py",
         "test_ways_in.py",
         "test_weights_commands.py",
         "test_worlds.py",

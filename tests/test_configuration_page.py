@@ -9,12 +9,14 @@ import pytest
 from jobs.campaign import KINDS
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.commands.keys import configuration_page
+from jobs.monitoring.trackers import TrackersConfig
 from models.catalog import FAMILIES
 from pipeline.configuration_page import all_keys
 
 COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"
 CONFIGS = {
     "cluster": ClusterConfig,
+    "trackers": TrackersConfig,
     **{name: module.Config for name, module in KINDS.items()},
     **{f"model family {name}": config for name, (config, _) in FAMILIES.items()},
 }

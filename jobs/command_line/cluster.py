@@ -28,8 +28,9 @@ def submit(
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
     from jobs.carried_recipe import VARIABLE, carried
     from jobs.cluster import submission
+    from pipeline.versions import COMMIT_VARIABLE, git_commit
 
-    variables = {}
+    variables = {COMMIT_VARIABLE: git_commit()}  # a job's copy of the checkout has no git
     for item in env or []:
         name, equals, value = item.partition("=")
         if not equals:

@@ -2,6 +2,7 @@
 
 from jobs.campaign import KINDS
 from jobs.cluster.worker_group import ClusterConfig
+from jobs.monitoring.trackers import TrackersConfig
 from pipeline.configuration_page import page
 
 INTRODUCTION = """\
@@ -15,6 +16,7 @@ A recipe is a YAML file. Its top level holds these keys:
 |---|---|---|---|
 | `run` | `runs/<the recipe's name>` | path | the run directory, on a disk that all nodes share |
 | `cluster` | see below | section | how many workers run the stages, and on what |
+| `trackers` | see below | section | W&B and MLflow, each used where it is told where |
 | any other | none | section | a stage: its name is the key, its kind is the key too unless it says `kind: …` |
 
 A recipe writes only what differs from the defaults. The same keys can be typed after a command, with dots between the
@@ -38,7 +40,7 @@ def configuration_page() -> str:
     stages = {}
     for name, module in KINDS.items():
         stages[name] = (module.Config, module.DEFAULTS)
-    return page(INTRODUCTION, ClusterConfig, stages)
+    return page(INTRODUCTION, {"cluster": ClusterConfig, "trackers": TrackersConfig}, stages)
 
 
 if __name__ == "__main__":
