@@ -14,12 +14,14 @@ import time
 import zipfile
 from dataclasses import asdict, replace
 from hashlib import sha256
+from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import models
 from data import files
@@ -123,6 +125,60 @@ def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
     assert torch.equal(reader("w", "master", 3, 40), drives.known("w", "master", 3, 40) + 20)
     with pytest.raises(CheckpointError, match="48 of 96 elements of w"):
         reader("w", "master", 0, 96)
+
+
+def save_flat(folder: Path, state: torch.Tensor, cuts: list[int], world: int) -> list[str]:
+    """Files of a world that cut the flat state evenly, as ZeRO 1 and 2 do; parameters begin at `cuts`."""
+    names = []
+    part = -(-len(state) // world)
+    for rank in range(world):
+        views = {}
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            first, stop = max(begin, rank * part), min(end, (rank + 1) * part)
+            if first < stop:
+                views[f"p{number}|master|{first - begin}"] = state[first:stop].clone()
+        names.append(f"rank-{rank:05d}.safetensors")
+        save_file(views, folder / names[-1])
+    return names
+
+
+def save_parted(folder: Path, state: torch.Tensor, cuts: list[int], world: int) -> list[str]:
+    """Files of a world that cut every parameter evenly, as ZeRO 3 does."""
+    names = []
+    for rank in range(world):
+        views = {}
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            part = -(-(end - begin) // world)
+            first, stop = begin + rank * part, min(end, begin + (rank + 1) * part)
+            if first < stop:
+                views[f"p{number}|master|{first - begin}"] = state[first:stop].clone()
+        names.append(f"rank-{rank:05d}.safetensors")
+        save_file(views, folder / names[-1])
+    return names
+
+
+@pytest.mark.parametrize("save", [save_flat, save_parted])
+@pytest.mark.parametrize("world", [8, 64])
+def test_a_worker_opens_the_files_that_it_needs_however_many_there_are(save, world, tmp_path) -> None:
+    state = torch.arange(48_000.0)
+    cuts = [0, 100, 20_000, 20_001, 31_000, 48_000]
+    files = save(tmp_path, state, cuts, world)
+    for next_world in (world // 2, world, world * 2):
+        for rank in range(next_world):
+            reader = Reader(tmp_path, files, (rank + 0.5) / next_world)
+            part = len(state) // next_world
+            for number, (begin, end) in enumerate(pairwise(cuts)):
+                first, stop = max(begin, rank * part), min(end, (rank + 1) * part)
+                if save is save_parted:
+                    part_of_it = -(-(end - begin) // next_world)
+                    first, stop = begin + rank * part_of_it, min(end, begin + (rank + 1) * part_of_it)
+                if first < stop:
+                    count = stop - first
+                    assert torch.equal(reader(f"p{number}", "master", first - begin, count), state[first:stop])
+            assert len(reader.handles) <= (1 if next_world == world else 4)
+            with pytest.raises(CheckpointError, match="0 of 1 elements of p9"):
+                reader("p9", "master", 0, 1)
+            assert len(reader.handles) == world, "it is nowhere"
 
 
 def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:

@@ -284,19 +284,38 @@ class Piece(NamedTuple):
 class Reader:
     """Gives random access to the fragments of one checkpoint, whatever world size and stage wrote it."""
 
-    def __init__(self, checkpoint: Path, files: Iterable[str]) -> None:
-        """Raises CheckpointError where a file is no safetensors file of fragments."""
+    def __init__(self, checkpoint: Path, files: Iterable[str], share: float | None = None) -> None:
+        """Open all files; or, with a `share`, each when something is not found in those before it.
+
+        `share`, from 0 to 1, tells where among the files lies what will be asked for: near 0 for the first worker, near
+        1 for the last. A worker of the world that saved them needs one file, of any other a few, and not those of all.
+
+        Raises CheckpointError where a file that is opened is no safetensors file of fragments.
+        """
+        self.checkpoint = checkpoint
         self.handles: dict[str, Any] = {}  # safetensors.safe_open has no type of its own
         self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by (parameter name, kind)
-        for file in sorted(files):
-            try:
-                self.add_file(checkpoint, file)
-            except (safetensors.SafetensorError, ValueError) as error:
-                raise CheckpointError(f"{checkpoint / file} holds no fragments: {error}") from None
+        self.unopened = sorted(files, reverse=True)  # the next one last
+        if share is None:
+            while self.unopened:
+                self.open_next()
+            return
+        middle = share * len(self.unopened) - 0.5
+        numbered = list(enumerate(sorted(self.unopened)))
+        numbered.sort(key=lambda number_and_file: -abs(number_and_file[0] - middle))
+        self.unopened = [file for _, file in numbered]
 
-    def add_file(self, checkpoint: Path, file: str) -> None:
+    def open_next(self) -> None:
+        """Open one more file. Raises CheckpointError where it holds no fragments."""
+        file = self.unopened.pop()
+        try:
+            self.add_file(file)
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{self.checkpoint / file} holds no fragments: {error}") from None
+
+    def add_file(self, file: str) -> None:
         """Note which pieces a file holds; their data is read when it is asked for."""
-        handle = safetensors.safe_open(checkpoint / file, "pt")
+        handle = safetensors.safe_open(self.checkpoint / file, "pt")
         self.handles[file] = handle
         for key in handle.keys():  # noqa: SIM118 (not a mapping)
             # From the right: a parameter's name may hold the separator, the other two cannot.
@@ -312,13 +331,20 @@ class Reader:
         # The range may lie across files of several workers, wherever the world that saved it made its cuts.
         wanted = torch.empty(count)
         filled = 0
-        for piece in self.pieces.get((name, kind), ()):
-            first = max(start, piece.start)
-            stop = min(start + count, piece.start + piece.length)
-            if first < stop:
-                stored = self.handles[piece.file].get_slice(piece.key)
-                wanted[first - start : stop - start] = stored[first - piece.start : stop - piece.start]
-                filled += stop - first
+        looked_at = 0  # of the pieces that are known
+        while True:
+            pieces = self.pieces.get((name, kind), [])
+            for piece in pieces[looked_at:]:
+                first = max(start, piece.start)
+                stop = min(start + count, piece.start + piece.length)
+                if first < stop:
+                    stored = self.handles[piece.file].get_slice(piece.key)
+                    wanted[first - start : stop - start] = stored[first - piece.start : stop - piece.start]
+                    filled += stop - first
+            looked_at = len(pieces)
+            if filled >= count or not self.unopened:
+                break
+            self.open_next()
         # What is missing would be memory that was never set: weights of noise, and no error.
         if filled != count:
             raise CheckpointError(
@@ -333,7 +359,8 @@ class Reader:
 
 def load(engine: Engine, chosen: Chosen) -> None:
     """Collective: fill the engine with what every worker reads of the checkpoint."""
-    engine.restore(Reader(chosen.folder, chosen.manifest.files))
+    share = (dist.get_rank() + 0.5) / dist.get_world_size()
+    engine.restore(Reader(chosen.folder, chosen.manifest.files, share))
     # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
     engine.updates = chosen.manifest.updates
 
