@@ -50,7 +50,7 @@ from jobs.cluster.backends import (
 )
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
-from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord
+from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord, records
 from jobs.context import Context
 from jobs.growth import Growth, Sizes
 from jobs.ownership import claim_attempt
