@@ -30,6 +30,7 @@ class Context:
     say: Callable[[str], None]
     tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stopping: Callable[[], bool]  # somebody asked this process to end
+    remote: str | None = None  # URL of the run in an object store; `run` is then a local folder on every node
 
 
 def reference(value: str) -> tuple[str, str] | None:

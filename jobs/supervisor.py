@@ -40,7 +40,7 @@ from jobs.cluster.notices import notices
 from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError, records
 from jobs.context import Context
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.watchdog import Watch
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
@@ -79,11 +79,12 @@ def supervise(
     last_cause = ""
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        wait_for_resources(context.cluster, str(context.run), context.say, partial(end_if_asked, context))
+        run = context.remote or str(context.run)
+        wait_for_resources(context.cluster, run, context.say, partial(end_if_asked, context))
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
-        step_before = last_step(context.directory)
-        attempt = claim_attempt(context.run)
+        step_before = last_step(context)
+        attempt = claim_attempt(context.run, context.remote, context.directory.name)
         task = make_task(attempt)
         folder = attempt_folder(context.directory, attempt)
         folder.mkdir(parents=True)
@@ -121,7 +122,7 @@ def supervise(
             raise StageFailed(f"{context.name}: {message}", failure.exit_code)
 
         # c: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
-        if last_step(context.directory) > step_before:
+        if last_step(context) > step_before:
             attempts_without_progress = 0
         else:
             attempts_without_progress += 1
@@ -141,12 +142,12 @@ def attempt_folder(directory: Path, attempt: int) -> Path:
     return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
-def last_step(directory: Path) -> int:
+def last_step(context: Context) -> int:
     """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
-    newest_first = checkpoint.committed(directory / "checkpoints")
+    newest_first = committed_steps(context.directory, context.remote)
     if not newest_first:
         return -1
-    return checkpoint.step_of(newest_first[0])
+    return newest_first[0]
 
 
 # ------------------------------------------------------------------------ while an attempt runs
@@ -276,7 +277,7 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
 
 def restart_point(context: Context) -> str:
     """Return where the next attempt starts, in words."""
-    step = last_step(context.directory)
+    step = last_step(context)
     return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
 
 

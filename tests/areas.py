@@ -26,6 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_preprocess.py",
         "test_randaug.py",
         "test_rot.py",
+        "test_store.py",
         "test_tar.py",
     ),
     "pipeline": (
@@ -72,6 +73,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_readme.py",
         "test_resume.py",
         "test_short_ways.py",
+        "test_store_runs.py",
     ),
 }
 

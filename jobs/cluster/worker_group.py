@@ -111,6 +111,7 @@ class ClusterConfig:
     backoff_s: float = 10.0  # before the first restart; doubles with each
     start_timeout_s: float = 300.0  # how long to wait for the workers' resources, and for them to start
     environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
+    scratch: str = ""  # local folder of each node for a run at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -122,6 +123,7 @@ class ClusterConfig:
             "backoff_s",
             "start_timeout_s",
             "environment",
+            "scratch",
         ],
         "free",
     )

@@ -20,8 +20,8 @@ from jobs.cluster.worker_group import Task
 from jobs.context import Context, code_version
 from jobs.supervisor import supervise
 from pipeline import config, handover
-from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import check_room
+from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -36,9 +36,14 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
     check_sets(cfg, context.name, context.resolve)
     say_what_is_dropped(cfg, context)
-    check_room(cfg, context.model, context.directory / "checkpoints")
+    checkpoints = context.directory / "checkpoints"
+    check_room(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
     make_task = partial(make_training_task, cfg, context)
-    return supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+    outcome = supervise(train, make_task, context, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+    if context.remote is not None:
+        # Rank 0 may have worked on another node: what it has handed on is brought here.
+        StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
+    return outcome
 
 
 def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:
@@ -110,7 +115,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     """
     init = context.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
-    if init is not None and not checkpoint.committed(context.directory / "checkpoints"):
+    if init is not None and not committed_steps(context.directory, context.remote):
         handover.check_weights(Path(init), context.say)
     job = Job(
         run=str(context.run),
@@ -125,11 +130,12 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         probe_train=context.resolve(cfg.probe.train),
         probe_test=context.resolve(cfg.probe.test),
         claimed=time.time(),
+        remote=context.remote,
     )
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
     cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    handover.write_record(context.directory / "task.json", task)
+    handover.write_record(context.directory / handover.TASK, task)
     return task
 
 
