@@ -61,6 +61,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_jobs_cluster.py",
         "test_jobs_submission.py",
         "test_layout.py",
+        "test_node_files.py",
         "test_ray_nodes.py",
         "test_weights_commands.py",
     ),

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.monitoring.telemetry import append_whole
+from pipeline.monitoring.watchdog import Phases
+
 NAMES = [
     "RANK",
     "WORLD_SIZE",
@@ -103,3 +106,24 @@ class Holder:
 
     def ready(self) -> bool:
         return True
+
+
+def work_apart(config: dict[str, Any]) -> str:
+    """Take steps, of which a log and a phase file tell, in folders that no other node sees, until told to stop."""
+    folder = Path(config["folder"])
+    phases = Phases(folder, rank(), 600)
+    dist.init_process_group("gloo")
+    stopping = torch.zeros(1)
+    step = 0
+    while not stopping.item():
+        phases.enter("data", step)
+        append_whole(folder.parents[1] / "log.txt", f"worker {rank()} at {step}\n".encode())
+        time.sleep(0.1)
+        step += 1
+        # As in training, rank 0 looks for the file, and all hear of it.
+        stopping[0] = float(rank() == 0 and (folder / "stop").exists())
+        dist.all_reduce(stopping)
+    if rank() == config["rank"]:
+        misbehave(config["act"])
+    phases.close()
+    return f"worker {rank()} stopped"

@@ -102,6 +102,7 @@ def run_worker_group(
     name: str,
     directory: Path,
     on_tick: Callable[[], None] | None = None,
+    is_shared: bool = True,
 ) -> object:
     """Run one worker group in a new folder `name` of `directory`; for tests and benchmarks, which supervise nothing."""
     # The contract wants a folder that is absolute, because workers may have another working directory, and new, because
@@ -109,4 +110,5 @@ def run_worker_group(
     folder = directory.resolve() / name
     folder.mkdir(parents=True)
     runner = worker_group_runner(cluster)
-    return runner(function, task, cluster=cluster, folder=folder, on_tick=on_tick or do_nothing)
+    look = on_tick or do_nothing
+    return runner(function, task, cluster=cluster, folder=folder, on_tick=look, is_shared=is_shared)

@@ -48,9 +48,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_worker_group(
-    function: WorkerFunction, task: Task, *, cluster: ClusterConfig, folder: Path, on_tick: Callable[[], None]
+    function: WorkerFunction,
+    task: Task,
+    *,
+    cluster: ClusterConfig,
+    folder: Path,
+    on_tick: Callable[[], None],
+    is_shared: bool = True,
 ) -> object:
-    """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup."""
+    """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup.
+
+    All are on this machine, so that they share its folders in any case.
+    """
     _require_gpus(cluster)
     # It listens as long as this function runs: the workers meet there.
     store = serve_store(LOOPBACK)

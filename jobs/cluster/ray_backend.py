@@ -29,6 +29,7 @@ from torch.distributed import TCPStore
 
 from jobs.cluster import notices, placement
 from jobs.cluster.failures import terminate_workers
+from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of
 from jobs.cluster.worker_group import (
@@ -60,7 +61,13 @@ class WorkerSpec(TypedDict):
 
 
 def run_worker_group(
-    function: WorkerFunction, task: Task, *, cluster: ClusterConfig, folder: Path, on_tick: Callable[[], None]
+    function: WorkerFunction,
+    task: Task,
+    *,
+    cluster: ClusterConfig,
+    folder: Path,
+    on_tick: Callable[[], None],
+    is_shared: bool = True,
 ) -> object:
     """Run `function(task)` in every worker and return rank 0's value; see worker_group.RunWorkerGroup.
 
@@ -71,6 +78,9 @@ def run_worker_group(
     trainer = _make_trainer({"function": function, "task": task, "folder": folder, "cluster": cluster}, places)
     errors: list[BaseException] = []
     has_ended = threading.Event()
+    copies = NodeCopies(folder)
+    if not is_shared:
+        copies.begin(places, cluster.start_timeout_s, on_tick)
     # Threads of their own, because `fit` blocks, and so may a question to a head that is away; daemons, because the
     # driver may end while they wait.
     fit = threading.Thread(target=_fit, args=(trainer, errors), name=f"fit-{folder.name}", daemon=True)
@@ -82,7 +92,10 @@ def run_worker_group(
     try:
         while fit.is_alive():
             fit.join(TICK_S)
+            copies.look()
             on_tick()
+        copies.last_look()
+        copies.end()
     except BaseException:
         # Train's own abort needs the main thread, which is this one: leaving the cluster kills its workers at once.
         has_ended.set()
@@ -234,6 +247,8 @@ def _worker(spec: WorkerSpec) -> None:
         node_id=ray.get_runtime_context().get_node_id(),
     )
     threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
+    # Where the nodes share no storage, Ray may have moved this worker to a node that nobody has prepared.
+    spec["folder"].mkdir(parents=True, exist_ok=True)
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])
 

@@ -48,8 +48,10 @@ class RunWorkerGroup(Protocol):
 
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
     environment, and initialise torch.distributed themselves; under Ray they run outside the main thread. `folder`
-    exists, is new with every call, and is shared by all nodes. `on_tick` runs in the caller's thread about every
-    0.5 s; what it raises ends the worker group and comes out here.
+    exists and is new with every call. All nodes share it; where they do not (`is_shared`), each has a folder of its own
+    under the same path, and the caller's comes to hold copies of what workers leave in theirs, and in the stage's
+    folder around it (node_files.py). `on_tick` runs in the caller's thread about every 0.5 s; what it raises ends the
+    worker group and comes out here.
 
     Raises WorkerGroupError, naming the worker that failed first, with the exit code it wanted if it did. However
     this returns, no worker is alive.
@@ -63,6 +65,7 @@ class RunWorkerGroup(Protocol):
         cluster: "ClusterConfig",
         folder: Path,
         on_tick: Callable[[], None],
+        is_shared: bool = True,
     ) -> object: ...
 
 

@@ -1,0 +1,302 @@
+"""What workers leave on nodes that share no storage reaches the driver: by plain folders, and on hosts with Ray.
+
+In the quick tests two folders of one machine stand for a node and the driver; the last test has real hosts
+(tests/hosts.py), on which nothing below /tmp is shared.
+"""
+
+import json
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.cluster import node_files
+from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
+from jobs.cluster.notices import give_notice, notices
+from jobs.cluster.worker_group import records
+from pipeline.monitoring.watchdog import Phases, Watch
+from tests import hosts
+from tests.ray_hosts import RayHosts
+
+ATTEMPT = Path("attempts") / "attempt-000002"
+
+
+class Pair:
+    """A node and the driver, each with a stage's folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.node = folder / "node" / "stage"
+        self.driver = folder / "driver" / "stage"
+        (self.driver / ATTEMPT).mkdir(parents=True)
+        self.files = NodeFiles(self.node / ATTEMPT)
+        self.taken: dict[str, node_files.Mark] = {}
+
+    def begin(self, told: dict[str, bytes | None] | None = None) -> bool:
+        begin_as_driver(self.driver / ATTEMPT, "a")
+        return self.files.begin("a", told or {}, ["attempt-000001", "attempt-000002"])
+
+    def look(self, given: dict[str, bytes] | None = None) -> list[str]:
+        """One round of questions and answers; the names of what was sent."""
+        changes = self.files.look(given or {}, self.taken)
+        self.taken = take_over(self.driver, changes)
+        return [change.name for change in changes]
+
+    def same(self, name: str | Path) -> bool:
+        return (self.node / name).read_bytes() == (self.driver / name).read_bytes()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to wait until a file counts as settled."""
+    monkeypatch.setattr(node_files, "SETTLED_NS", -1)
+
+
+def test_the_driver_reads_records_and_places_of_a_node_in_its_own_folder(pair, at_once) -> None:
+    assert pair.begin()
+    assert sorted(path.name for path in (pair.node / "attempts").iterdir()) == ["attempt-000001", "attempt-000002"]
+    start = {"rank": 1, "node": "n1", "pid": 7, "started": 1.0, "oom_kills": 0}
+    (pair.node / ATTEMPT / "rank-00001.json").write_text(json.dumps(start))
+    phases = Phases(pair.node / ATTEMPT, 1, 600)
+    phases.enter("data", 4, "shard-1")
+    (pair.node / ATTEMPT / "rank-00001.log").write_bytes(b"\x00\xff torn \xc3")
+    pair.look()
+    watch = Watch(pair.driver / ATTEMPT, 2, 600)
+    assert records(pair.driver / ATTEMPT, 2) == {1: start}
+    assert watch.place(1) == "data of step 5, shard shard-1"
+    assert pair.same(ATTEMPT / "rank-00001.log")
+    # What has not changed is not sent again, and what has is.
+    phases.enter("forward", 4)
+    assert pair.look() == [str(ATTEMPT / "rank-00001.phase")]
+    assert watch.place(1) == "forward of step 5"
+    assert pair.look() == []
+    phases.close()
+
+
+def test_a_file_that_changes_within_a_tick_of_its_clock_is_sent_again(pair) -> None:
+    pair.begin()
+    path = pair.node / ATTEMPT / "rank-00001.phase"
+    path.write_text("forward")
+    state = path.stat()
+    pair.look()
+    path.write_text("reduced")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    pair.look()
+    assert pair.same(ATTEMPT / "rank-00001.phase")
+
+
+def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, tmp_path) -> None:
+    other = NodeFiles(tmp_path / "other" / "stage" / ATTEMPT)
+    pair.begin()
+    other.begin("a", {}, [])
+    rng = random.Random(3)
+    written: list[str] = []
+    taken: dict[str, node_files.Mark] = {}
+    for number in range(300):
+        stage = rng.choice([pair.node, pair.driver, other.stage])
+        line = f"{number} é {'x' * rng.randrange(100)}"
+        with (stage / "log.txt").open("ab") as file:
+            # The last line of a node is half written at some moments; the driver writes its own by one call.
+            half = 0 if stage == pair.driver else rng.randrange(len(line.encode()) + 1)
+            file.write(line.encode()[:half])
+            file.flush()
+            if rng.random() < 0.5:
+                pair.look()
+            if rng.random() < 0.5:
+                taken = take_over(pair.driver, other.look({}, taken))
+            file.write(line.encode()[half:] + b"\n")
+        written.append(line)
+    pair.look()
+    take_over(pair.driver, other.look({}, taken))
+    assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
+
+
+def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_the_rest(pair) -> None:
+    pair.begin()
+    metrics = pair.node / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    pair.files.look({}, {})  # lost
+    assert pair.look() == ["metrics.jsonl"]
+    pair.files.take(pair.taken)
+    with metrics.open("a") as file:
+        file.write('{"step": 2}\n')
+    # Nobody asked before the driver was killed. The next one asks a new actor, in another attempt.
+    pair.files = NodeFiles(pair.node / ATTEMPT)
+    pair.taken = {}
+    pair.begin()
+    with metrics.open("a") as file:
+        file.write('{"step": 3}\n')
+    pair.look()
+    pair.look()
+    assert pair.same("metrics.jsonl")
+
+
+def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
+    """It is of a driver that was there, and came along by other ways."""
+    pair.node.mkdir(parents=True)
+    (pair.node / "log.txt").write_text("old\n")
+    pair.begin()
+    with (pair.node / "log.txt").open("a") as file:
+        file.write("new\n")
+    pair.look()
+    assert (pair.driver / "log.txt").read_text() == "new\n"
+    # The driver moves there: what was sent from there is no measure any more.
+    begin_as_driver(pair.node / ATTEMPT, "b")
+    assert not (pair.node / node_files.SENT).exists()
+
+
+def test_tensorboards_files_and_notices_grow_and_long_files_are_bounded(pair, monkeypatch) -> None:
+    monkeypatch.setattr(node_files, "LARGEST_BYTES", 100)
+    pair.begin()
+    events = pair.node / "tensorboard" / "events.1"
+    events.parent.mkdir()
+    content = random.Random(1).randbytes(250)
+    events.write_bytes(content)
+    (pair.node / ATTEMPT / "rank-00000.log").write_bytes(content)
+    (pair.node / "log.txt").write_text("y" * 120 + "\nlast\n")
+    give_notice(pair.node / ATTEMPT, {"rank": 0, "node": "n1", "node_id": "x", "why": "drained"})
+    for _ in range(4):
+        pair.look()
+    assert (pair.driver / "tensorboard" / "events.1").read_bytes() == content
+    assert (pair.driver / ATTEMPT / "rank-00000.log").read_bytes() == content[-100:], "a worker's stacks are at its end"
+    assert pair.same("log.txt")
+    assert notices(pair.driver / ATTEMPT)[0]["why"] == "drained"
+
+
+def test_the_driver_tells_a_node_when_to_stop_and_what_the_attempt_before_has_left(pair) -> None:
+    pair.begin({"left-out.json": b"[[3, 4]]", "gone.json": None})
+    assert (pair.node / "left-out.json").read_bytes() == b"[[3, 4]]"
+    (pair.node / "left-out.json").write_bytes(b"[[3, 5]]")
+    pair.look({"stop": b""})
+    assert (pair.node / ATTEMPT / "stop").exists()
+    assert pair.same("left-out.json")
+    # A process that takes over in the attempt does not put back what was told at its beginning.
+    pair.files = NodeFiles(pair.node / ATTEMPT)
+    pair.begin({"left-out.json": b"[[3, 4]]"})
+    assert (pair.node / "left-out.json").read_bytes() == b"[[3, 5]]"
+
+
+def test_a_node_that_shares_the_folder_after_all_copies_nothing_onto_itself(pair) -> None:
+    pair.files = NodeFiles(pair.driver / ATTEMPT)
+    assert not pair.begin({"left-out.json": None})
+
+
+def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> None:
+    pair.begin()
+    (pair.node / "log.txt").write_text("a\n")
+    (pair.node / ATTEMPT / "rank-00000.json").write_text("{}")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_files, "_replace", full)
+        patch.setattr(node_files, "append_whole", lambda path, content: False)
+        assert pair.look() == ["attempts/attempt-000002/rank-00000.json", "log.txt"]
+        assert pair.taken == {}
+    pair.look()
+    assert pair.same("log.txt") and pair.same(ATTEMPT / "rank-00000.json")
+
+
+# ------------------------------------------------------------------------ on hosts, under Ray
+
+DRIVER = """
+import json, sys, time
+from pathlib import Path
+import ray
+from jobs.cluster.backends import (
+    ClusterConfig, WorkerGroupError, connect, disconnect, leave_nodes, run_worker_group,
+)
+from jobs.cluster.worker_group import records
+from pipeline.monitoring.watchdog import Watch
+from tests import worker_functions
+
+stage, act = Path(sys.argv[1]), sys.argv[2]
+attempts = stage / "attempts"
+attempt = attempts / "attempt-000001"
+watch = Watch(attempt, 2, 600)
+said = {}
+
+def look():
+    watch.update_places()
+    places = watch.places
+    if act != "kill" and len(places) == 2 and min(place.step for place in places.values()) >= 3:
+        (attempt / "stop").touch()
+        said.setdefault("stop", time.time())
+    if len(places) == 2 and "places" not in said:
+        said["places"] = {rank: record["node"] for rank, record in records(attempt, 2).items()}
+        print(json.dumps(said["places"]), flush=True)
+
+config = ClusterConfig(workers=2, start_timeout_s=120)
+connect(config)
+if act == "finish":
+    leave_nodes(config, [ray.get_runtime_context().get_node_id()])
+try:
+    task = {"folder": str(attempt), "act": act, "rank": 1}
+    said["value"] = run_worker_group(
+        worker_functions.work_apart, task, cluster=config, name=attempt.name, directory=attempts, on_tick=look,
+        is_shared=False,
+    )
+except WorkerGroupError as error:
+    said["error"] = str(error)
+said["seen"] = sorted(path.name for path in attempt.iterdir() if path.is_file())
+said["records"] = {rank: "ended" in record for rank, record in records(attempt, 2).items()}
+said["log"] = sorted((stage / "log.txt").read_text().splitlines())
+from ray.util.state import list_actors
+said["actors"] = [actor.class_name for actor in list_actors() if actor.state != "DEAD"]
+disconnect()
+print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
+def test_on_hosts_that_share_nothing_the_driver_sees_its_workers_and_they_hear_it(tmp_path) -> None:
+    """A stop is heard, a worker's error is told, and a host that dies is named; of three hosts two have a worker."""
+    with RayHosts(tmp_path, ["h0", "h1", "h2"]) as cluster:
+
+        def start(act: str) -> tuple[Path, subprocess.Popen[bytes]]:
+            log = tmp_path / f"{act}.log"
+            with log.open("w") as output:
+                words = ["python", "-c", DRIVER, f"/tmp/{act}", act]
+                return log, cluster.head.start(words, output, RAY_ADDRESS=cluster.address, OMP_NUM_THREADS="1")
+
+        def places_of(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
+            deadline = time.monotonic() + 200
+            while '"1"' not in log.read_text():
+                assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+                time.sleep(0.05)
+            return json.loads(next(line for line in log.read_text().splitlines() if line.startswith('{"')))
+
+        for act in ("finish", "raise", "kill"):
+            log, process = start(act)
+            nodes = places_of(log, process)
+            assert len(set(nodes.values())) == 2, "the workers lie on two hosts"
+            # Somewhere there is a worker whose folder is not the driver's.
+            victim = next(rank for rank, node in nodes.items() if node != "h0")
+            killed = time.monotonic()
+            if act == "kill":
+                cluster.network[nodes[victim]].kill()
+            assert process.wait(200) == 0, log.read_text()
+            said = json.loads(log.read_text().splitlines()[-1])
+            print(f"{act}: {nodes}, {time.monotonic() - killed:.1f} s; {said}")
+            assert {"rank-00000.json", "rank-00001.json", "rank-00001.log", "rank-00001.phase"} <= set(said["seen"])
+            assert {line.partition(" at ")[0] for line in said["log"]} == {"worker 0", "worker 1"}
+            assert len(said["log"]) == len(set(said["log"]))
+            assert "NodeActor" not in said["actors"]
+            if act == "finish":
+                assert "h0" not in nodes.values(), "rank 0 finds the stop file in a folder that is not the driver's"
+                assert said.get("value") == "worker 0 stopped", said
+                assert said["records"] == {"0": True, "1": True}
+            if act == "raise":
+                assert said["error"] == f"worker 1 on {nodes['1']}: ZeroDivisionError: the third batch was empty"
+            if act == "kill":
+                assert said["error"].startswith(f"worker {victim} on {nodes[victim]}: its node ")
