@@ -12,6 +12,7 @@ For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` t
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from typing import Any, Protocol
 import models
 from data.checks import check_name
 from data.errors import ConfigError, DataError
+from data.files import state_folder
 from data.shards.index import Index, load_index
+from data.store import check_store_url
 from jobs import class_names
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
@@ -94,10 +97,16 @@ class Stage:
 class Campaign:
     """What one recipe asks for: where, on how many workers, and which stages in which order."""
 
-    run: Path
+    run: Path  # a local folder also where the run is kept in an object store
     cluster: ClusterConfig
     stages: tuple[Stage, ...]
     trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
+    remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
+
+    @property
+    def place(self) -> str:
+        """Return where the run is kept, for people."""
+        return self.remote or str(self.run)
 
     def stage(self, name: str) -> Stage:
         """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""
@@ -153,11 +162,35 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
         stages[name] = resolve_stage(name, kind, stage_config, stages)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
-    campaign = Campaign(Path(run).resolve(), cluster, tuple(stages.values()), trackers)
+    remote = check_store_url(run) if "://" in run else None
+    folder = Path(run).resolve() if remote is None else scratch_folder(remote, cluster.scratch)
+    campaign = Campaign(folder, cluster, tuple(stages.values()), trackers, remote)
     check_place(campaign.run)
+    if remote is not None:
+        check_no_pack(campaign)
     for stage in campaign.stages:
         check_stage(campaign, stage)
     return campaign
+
+
+def scratch_folder(remote: str, base: str) -> Path:
+    """Return the local folder of a run in an object store, the same on every node: named by the URL, below `base`."""
+    name = f"{Path(remote).name}-{hashlib.sha256(remote.encode()).hexdigest()[:8]}"
+    if base:
+        return Path(base).expanduser().resolve() / name
+    return (state_folder() / "runs" / name).resolve()
+
+
+def check_no_pack(campaign: Campaign) -> None:
+    """Raise ConfigError where a stage of a run in an object store packs shards, which only this machine would have."""
+    for stage in campaign.stages:
+        require(
+            stage.kind != "pack",
+            f"{stage.name} is a pack stage, and run is {campaign.remote}: other nodes could not read what it packs\n"
+            "  expected sets that every node can read, such as data.train: indexes/train of shards at s3://…\n"
+            "  pack them first, with a run in a folder or `python -m jobs pack`; copy the tars to the store;\n"
+            "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/storage.md)",
+        )
 
 
 def read_section(name: str, section: Any) -> tuple[str, Any]:

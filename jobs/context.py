@@ -25,6 +25,7 @@ class Context:
     tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stopping: Callable[[], bool]  # somebody asked this process to end
     class_names: tuple[str, ...] = ()  # of the outputs of the model, as far as anybody knows (jobs/class_names.py)
+    remote: str | None = None  # URL of the run in an object store; `run` is then a local folder on every node
 
 
 def reference(value: str) -> tuple[str, str] | None:

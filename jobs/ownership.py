@@ -17,7 +17,9 @@ import psutil
 
 from data.errors import ConfigError, RunOwned
 from data.files import create_exclusively, make_folder, take_lock
+from data.store import Store
 from pipeline.checkpoints.checkpoint import newest_attempt
+from pipeline.checkpoints.stored import ATTEMPTS, newest_attempt_in
 
 OWNER_FILE = "owner.json"
 LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
@@ -89,14 +91,22 @@ def owner_name(path: Path) -> str:
     return "another process that has not said its name yet"
 
 
-def claim_attempt(run: Path) -> int:
-    """Claim the next attempt number, ours alone, by creating attempts/000007.json."""
+def claim_attempt(run: Path, remote: str | None = None, stage: str = "") -> int:
+    """Claim the next attempt number, ours alone, by creating attempts/000007.json: in the store where there is one.
+
+    `remote` is the run's URL, `stage` the name of the folder of the stage that the attempt is for.
+    """
     folder = run / "attempts"
     make_folder(folder, run)
     # Another process may create the same number between our look and our link; then we look again.
     while True:
-        number = newest_attempt(run) + 1
-        claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        is_ours = create_exclusively(folder / f"{number:06d}.json", json.dumps(claim))
+        claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "stage": stage}
+        if remote is None:
+            number = newest_attempt(run) + 1
+            is_ours = create_exclusively(folder / f"{number:06d}.json", json.dumps(claim))
+        else:
+            store = Store(remote)
+            number = newest_attempt_in(store) + 1
+            is_ours = store.create(f"{ATTEMPTS}/{number:06d}.json", json.dumps(claim).encode())
         if is_ours:
             return number

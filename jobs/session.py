@@ -1,7 +1,8 @@
 """One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind.
 
 In order (`run_campaign`):
-1. the run directory is locked: a second command on it ends with exit code 73;
+1. the run directory is locked: a second command on it ends with exit code 73; where the run is kept in an object
+   store, its small files are fetched, and put there again as they change (mirror.py);
 2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
 3. what would be refused later is refused now, before anything starts: inputs outside the campaign that are missing,
    sets that cannot be used, files of finished stages that have changed;
@@ -27,6 +28,7 @@ from jobs.campaign import Campaign, Stage, recipe_digest
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
+from jobs.mirror import mirrored
 from jobs.monitoring.board import Board, Show
 from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
@@ -119,7 +121,11 @@ def run_campaign(
 
     try:
         # The lock comes first: the status.json of a run that another process owns is not ours to write.
-        with owned(loaded.run), status_file(loaded.run, command, follower.keep):
+        with (
+            owned(loaded.run),
+            mirrored(loaded.run, loaded.remote, follower.say) as put_files,
+            status_file(loaded.run, command, follower.keep),
+        ):
             stopper = Stopper(follower.say)
             check_inputs(loaded, stages)
             check_unfinished(loaded, stages, fresh=fresh)
@@ -160,12 +166,13 @@ def run_campaign(
                     )
                     follower.log = None
                     board.leave_stage()
+                    put_files()
                 stopper.works_here = False
                 rows.append({"stage": stage.name, "skipped": is_skipped, **outcome})
 
             for line in table(rows):
                 follower.say(line)
-            follower.say(f"run: {loaded.run}")
+            follower.say(f"run: {loaded.place}")
         return rows
     finally:
         board.close()

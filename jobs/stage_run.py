@@ -31,6 +31,7 @@ from jobs.campaign import Campaign, Stage, check_stage, recipe_digest
 from jobs.context import Context, index_if_made, reference
 from jobs.stages import fewshot, pack, training
 from pipeline import config, handover
+from pipeline.checkpoints.stored import committed_steps
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
@@ -80,6 +81,7 @@ def run_stage(
         tick=tick,
         stopping=stopping,
         class_names=class_names.of_stage(campaign, stage),
+        remote=campaign.remote,
     )
     outcome = dict(stage.module.run(stage.config, context))
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
@@ -203,8 +205,7 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
         # A finished stage stays under its own key, and one without a checkpoint loses nothing: neither is a conflict.
         record_path = folder / "stage.json"
         is_finished = (folder / "done.json").exists()
-        has_checkpoints = any((folder / "checkpoints").glob("step-*"))
-        if not record_path.exists() or is_finished or not has_checkpoints:
+        if not record_path.exists() or is_finished or not committed_steps(folder, campaign.remote):
             continue
         record = handover.read_record(record_path).values
         changes = config.differences(record["forbid"], forbidden_fields(stage))

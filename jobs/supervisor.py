@@ -54,7 +54,7 @@ from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerG
 from jobs.context import Context
 from jobs.growth import Growth, Sizes
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.watchdog import Watch
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
@@ -97,14 +97,15 @@ def supervise(
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
         heed_stop = partial(end_if_asked, context)
-        world = wait_for_resources(context.cluster, str(context.run), context.say, heed_stop, sizes.open_worlds())
+        run = context.remote or str(context.run)
+        world = wait_for_resources(context.cluster, run, context.say, heed_stop, sizes.open_worlds())
         cluster = dataclasses.replace(context.cluster, workers=world)
         sizes.begins(world)
         growth = growth_of(context, sizes, world)
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
-        step_before = last_step(context.directory)
-        attempt = claim_attempt(context.run)
+        step_before = last_step(context)
+        attempt = claim_attempt(context.run, context.remote, context.directory.name)
         task = make_task(attempt)
         folder = attempt_folder(context.directory, attempt)
         folder.mkdir(parents=True)
@@ -115,10 +116,17 @@ def supervise(
         look = partial(look_at_attempt, context, watch, seen, growth, attempt, ask_to_stop)
         try:
             with growth:
-                value = run_worker_group(function, task, cluster=cluster, folder=folder, on_tick=look)
+                value = run_worker_group(
+                    function,
+                    task,
+                    cluster=cluster,
+                    folder=folder,
+                    on_tick=look,
+                    is_shared=context.remote is None,
+                )
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            made_progress = last_step(context.directory) > step_before
+            made_progress = last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, nodes_of(folder, world))
             if is_move(context, folder, growth, error):
@@ -169,12 +177,12 @@ def attempt_folder(directory: Path, attempt: int) -> Path:
     return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
-def last_step(directory: Path) -> int:
+def last_step(context: Context) -> int:
     """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
-    newest_first = checkpoint.committed(directory / "checkpoints")
+    newest_first = committed_steps(context.directory, context.remote)
     if not newest_first:
         return -1
-    return checkpoint.step_of(newest_first[0])
+    return newest_first[0]
 
 
 # ------------------------------------------------------------------------ while an attempt runs
@@ -242,7 +250,7 @@ def end_if_stuck(context: Context, watch: Watch, written: Mapping[int, WorkerRec
 def growth_of(context: Context, sizes: Sizes, world: int) -> Growth:
     """Return what tells when an attempt of `world` workers is to end for a larger one."""
     room = partial(room_now, context.cluster)
-    step = partial(last_step, context.directory)
+    step = partial(last_step, context)
     return Growth(sizes.larger_than(world), context.cluster.patience_s, room, step, sizes.not_before)
 
 
@@ -349,7 +357,7 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
 
 def restart_point(context: Context) -> str:
     """Return where the next attempt starts, in words."""
-    step = last_step(context.directory)
+    step = last_step(context)
     return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
 
 

@@ -22,16 +22,18 @@ from typing import Any, NamedTuple
 
 from data.errors import DataError
 from data.files import naming, write_whole
+from data.store import Store
 from models.weights.files import CLASSES, CONFIG, WEIGHTS
 from pipeline.checkpoints.checkpoint import FileRecord
 
 SCHEMA = 2  # of a record; 1 had neither this entry nor a digest
 DONE = "done.json"
+TASK = "task.json"
 PROVENANCE = "provenance.json"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 WEIGHT_FILES = (*NEEDED_FILES, CLASSES)
 # What stages leave in their folders for others to read. Logs are not among them: they grow, nothing is made of them.
-HANDED_ON = (*WEIGHT_FILES, "metrics.json", "report.txt", "stage.json", "task.json", PROVENANCE)
+HANDED_ON = (*WEIGHT_FILES, "metrics.json", "report.txt", "stage.json", TASK, PROVENANCE)
 SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
 
 
@@ -201,6 +203,28 @@ def check_class_names(folder: Path, covering: Covering) -> None:
         check_file(folder / CLASSES, covering.files[CLASSES], covering)
     elif (folder / CLASSES).exists():
         raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
+
+
+def fetch_weights(remote: str, run: Path, folder: Path) -> None:
+    """Bring the weights that a finished stage of a run in an object store handed on into the stage's local folder.
+
+    `remote` is the run's URL, `run` its local folder. What is here in its size stays. Raises DataError where the stage
+    has not finished or its files are not what it wrote, StorageError, OSError.
+    """
+    store = Store(remote)
+    stage = folder.relative_to(run).as_posix()
+    record = store.get(f"{stage}/{DONE}")
+    if record is None:
+        raise DataError(f"{store.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / DONE, record)
+    covering = covering_record(folder)
+    files = covering.files if covering is not None else {}
+    for name in WEIGHT_FILES:
+        path = folder / name
+        if name in files and not (path.is_file() and path.stat().st_size == files[name]["bytes"]):
+            store.fetch(f"{stage}/{name}", path, files[name]["bytes"])
+    check_weights(folder, lambda text: None)
 
 
 # ------------------------------------------------------------------------ what to say

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from data.checks import printable
 from data.errors import DataError, Diverged, WentBack
 from data.loader import Batch
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.stored import committed_steps
 from pipeline.handover import read_record, write_record
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
@@ -50,9 +50,12 @@ class StepRecord:
 class Health:
     """Judges every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
 
-    def __init__(self, cfg: TrainConfig, directory: Path, checkpoints: Path, telemetry: Telemetry) -> None:
+    def __init__(
+        self, cfg: TrainConfig, directory: Path, checkpoints: Path, telemetry: Telemetry, remote: str | None = None
+    ) -> None:
         self.cfg = cfg
         self.directory = directory  # of the stage
+        self.remote = remote  # URL of the run, where the nodes share no folder
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
@@ -138,7 +141,7 @@ class Health:
 
     def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
-        last_committed = newest_committed_step(self.checkpoints)
+        last_committed = newest_committed_step(self.directory, self.remote)
         happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
         # Where nothing was committed since the run went back, it would go back to the same step and fail once more.
         if self.left_out and last_committed <= self.left_out[-1].stop:
@@ -203,12 +206,10 @@ def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
     write_record(directory / LEFT_OUT, {"stretches": pairs})
 
 
-def newest_committed_step(checkpoints: Path) -> int:
+def newest_committed_step(directory: Path, remote: str | None) -> int:
     """Collective: return what rank 0 sees, 0 for none; others may have an older listing of a shared folder."""
     step = [0]
     if dist.get_rank() == 0:
-        folders = checkpoint.committed(checkpoints)
-        if folders:
-            step = [checkpoint.step_of(folders[0])]
+        step = committed_steps(directory, remote)[:1] or [0]
     dist.broadcast_object_list(step, src=0)
     return step[0]

@@ -25,16 +25,17 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from data.errors import CheckpointError, Preempted
+from data.errors import CheckpointError, DataError, Preempted
 from data.loader import Batch, TrainLoader
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
-from pipeline import config
+from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
@@ -53,7 +54,7 @@ STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the ru
 class Job:
     """Says where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
 
-    run: str  # the run directory, shared by all nodes
+    run: str  # the run directory, shared by all nodes unless there is a `remote`
     directory: str  # of this stage
     attempt: int
     key: str  # of the stage
@@ -66,6 +67,7 @@ class Job:
     probe_test: str | None = None
     class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
+    remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
 
     @property
     def attempt_folder(self) -> Path:
@@ -137,6 +139,9 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
 
     directory = Path(job.directory)
     checkpoints = directory / "checkpoints"
+    remote = None
+    if job.remote is not None:
+        remote = StoredCheckpoints(job.remote, directory, has_all_metrics=is_drivers_folder(job))
     telemetry = Telemetry(directory, rank, job.attempt)
     check_start(
         run=Path(job.run),
@@ -146,12 +151,15 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         claimed=job.claimed,
         device=device,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=getattr(job, "remote", None) is None,
+        is_shared=job.remote is None,
         say=telemetry.say,
     )
     # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with phases.led("restore", 0, rank == 0):
-        chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
+        if remote is None:
+            chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
+        else:
+            chosen = remote.choose_together(job.attempt, telemetry.say)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
         check_stage(cfg, job, chosen.manifest, checkpoints)
@@ -167,6 +175,8 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
     # Weights that a checkpoint replaces are not read: they may have gone.
     init = job.init if chosen is None else None
+    if init is not None and job.remote is not None:
+        fetch_init(job.remote, job.run, init)
     model = build_model(cfg, init, model_config, telemetry).to(device)
 
     phases.enter("engine", 0)
@@ -179,6 +189,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
+        remote=remote,
     )
     worker = Worker(
         cfg=cfg,
@@ -199,7 +210,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         model_config=model_config,
         engine=engine,
         saver=saver,
-        health=Health(cfg, directory, saver.folder, telemetry),
+        health=Health(cfg, directory, saver.folder, telemetry, job.remote),
     )
 
     if chosen is None:
@@ -220,6 +231,26 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         # Measured in every attempt, because the nodes and the links between them may be others now.
         say_price(engine, cfg, telemetry, progress.step)
     return worker, progress
+
+
+def is_drivers_folder(job: Job) -> bool:
+    """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
+    try:
+        left = handover.read_record(Path(job.directory) / handover.TASK).values["job"]
+    except (OSError, DataError):
+        return False
+    return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
+
+
+def fetch_init(remote: str, run: str, init: str) -> None:
+    """Collective: one worker of each node fetches the weights that another stage of this run handed on.
+
+    Raises DataError where they are not what that stage wrote, StorageError.
+    """
+    # A path outside the run is on every node, or this node says that it is missing.
+    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(run):
+        handover.fetch_weights(remote, Path(run), Path(init))
+    dist.barrier()
 
 
 def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, telemetry: Telemetry) -> nn.Module:

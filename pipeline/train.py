@@ -272,7 +272,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     directory = Path(worker.job.directory)
     # Read back from disk, not gathered from the workers: what the next stage gets is what was committed and digested,
     # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours.
-    last = checkpoint.committed(worker.saver.folder)[0]
+    last = worker.saver.newest()
     manifest = checkpoint.verify(last)
     weights = export(last, worker.model_config)
     names = worker.job.class_names
@@ -282,6 +282,8 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
+    if worker.saver.remote is not None:
+        worker.saver.remote.send(handover.WEIGHT_FILES)
     return {
         "step": progress.step,
         "samples_seen": manifest.samples_seen,

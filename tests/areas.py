@@ -27,6 +27,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_preprocess.py",
         "test_randaug.py",
         "test_rot.py",
+        "test_store.py",
         "test_tar.py",
     ),
     "pipeline": (
@@ -84,6 +85,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_resume.py",
         "test_short_ways.py",
         "test_slurm.py",
+        "test_store_runs.py",
     ),
 }
 

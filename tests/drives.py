@@ -35,6 +35,7 @@ from pipeline.checkpoints import checkpoint, sight
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.sight import WrittenFile
+from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine import Engine, Fragment, deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.optimization.optimizer import OptimConfig
@@ -407,18 +408,29 @@ class Quiet:
         pass
 
 
-def saver_of(folder: Path, run: Path, telemetry: Any = None, keep: int = 1000) -> Saver:
+def saver_of(
+    folder: Path, run: Path, telemetry: Any = None, keep: int = 1000, remote: StoredCheckpoints | None = None
+) -> Saver:
     """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
-    return Saver(folder, run, telemetry or Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
+    return Saver(folder, run, telemetry or Quiet(), keep=keep, keep_every=0, max_failed_saves=1000, remote=remote)
 
 
 class WorkerGroup:
     """Savers of all ranks in one process, one after the other; `dist` stands in for torch.distributed."""
 
-    def __init__(self, run: Path, attempt: int = 1, world: int = 2, telemetry: Any = None, keep: int = 1000) -> None:
+    def __init__(
+        self,
+        run: Path,
+        attempt: int = 1,
+        world: int = 2,
+        telemetry: Any = None,
+        keep: int = 1000,
+        remote: str | None = None,
+    ) -> None:
         self.run, self.attempt, self.world, self.rank = run, attempt, world, 0
         self.folder = run / "stage" / "checkpoints"
-        self.savers = [saver_of(self.folder, run, telemetry, keep) for _ in range(world)]
+        self.stored = StoredCheckpoints(remote, run / "stage") if remote else None
+        self.savers = [saver_of(self.folder, run, telemetry, keep, self.stored) for _ in range(world)]
         self.dist = SimpleNamespace(
             get_rank=lambda: self.rank,
             get_world_size=lambda: world,

@@ -33,12 +33,15 @@ class Proxy:
     """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object.
 
     `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
-    the length of all of it) or "stall" (no answer for 1.5 s).
+    the length of all of it) or "stall" (no answer for 1.5 s). `fault_of_any` is asked about the method and path of
+    every other request, and may also answer "torn" (the store gets half of the content) or "deaf" (the request is
+    done, and its answer lost).
     """
 
     def __init__(self) -> None:
         self.upstream = 0  # port of the store
         self.fault: Callable[[str], int | str | None] = lambda path: None
+        self.fault_of_any: Callable[[str, str], int | str | None] = lambda method, path: None
         self.gets: list[str] = []
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
@@ -50,25 +53,43 @@ class Proxy:
 
             def handle_request(self):
                 is_read = self.command == "GET" and ("Range" in self.headers or "x-ms-range" in self.headers)
-                fault = None
                 if is_read:
                     fault = proxy.fault(self.path)
                     proxy.gets.append(self.path)
+                else:
+                    fault = proxy.fault_of_any(self.command, self.path)
+                body = self.body()
                 if fault == "stall":
                     time.sleep(1.5)
+                elif fault == "deaf":
+                    self.pass_on(body)
                 elif isinstance(fault, int):
                     self.send_response(fault)
                     self.send_header("Content-Length", "0")
                     self.end_headers()
+                elif fault == "torn":
+                    self.answer(self.pass_on(body[: len(body) // 2]))
                 else:
-                    self.pass_on(is_short=fault == "short")
+                    self.answer(self.pass_on(body), is_short=fault == "short")
 
-            def pass_on(self, is_short: bool) -> None:
+            def body(self) -> bytes:
+                # botocore sends the content of a put when it has been told to.
+                if "Expect" in self.headers:
+                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    del self.headers["Expect"]
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+            def pass_on(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
                 connection = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                connection.request(self.command, self.path, body, dict(self.headers))
+                fields = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
+                if body or "Content-Length" in self.headers:
+                    fields["Content-Length"] = str(len(body))
+                connection.request(self.command, self.path, body, fields)
                 answer = connection.getresponse()
-                content = answer.read()
+                return answer, answer.read()
+
+            def answer(self, answered: tuple[http.client.HTTPResponse, bytes], is_short: bool = False) -> None:
+                answer, content = answered
                 self.send_response(answer.status)
                 for name, value in answer.getheaders():
                     if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
@@ -78,7 +99,7 @@ class Proxy:
                     content = content[: len(content) // 2]
                 self.wfile.write(content)
 
-            do_GET = do_PUT = do_HEAD = do_POST = handle_request
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_request
 
             def log_message(self, *_):
                 pass

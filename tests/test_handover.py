@@ -216,15 +216,15 @@ def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model
 def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_commit(made):
     loaded = campaign.load(made, [])
     folder = loaded.directory(loaded.stage("pretrain"))
+    newest = checkpoint.committed(folder / "checkpoints")[0]
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
-        saver=SimpleNamespace(folder=folder / "checkpoints"),
+        saver=SimpleNamespace(newest=lambda: newest),
         model_config=loaded.stage("pretrain").model,
     )
     progress: Any = SimpleNamespace(step=24)
     weights = (folder / "weights.safetensors").read_bytes()
-    newest = checkpoint.committed(folder / "checkpoints")[0]
     for file in sorted(newest.glob("*.safetensors")):
         with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(checkpoint.CheckpointError, match=file.name):
             train.hand_on(worker, progress)

@@ -128,6 +128,7 @@ class ClusterConfig:
     wait_s: float | None = None  # how long to wait in the queue for the workers' places; None: for ever
     patience_s: float = 60.0  # where `workers` is a range, how long to wait for more than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
+    scratch: str = ""  # local folder of each node for a run at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [
@@ -142,6 +143,7 @@ class ClusterConfig:
             "wait_s",
             "patience_s",
             "environment",
+            "scratch",
         ],
         "free",
     )

@@ -61,12 +61,14 @@ def plan(
     """Print the campaign, batch arithmetic, parameters and FLOPs; exit as `run` would before its first stage."""
     from jobs import campaign
     from jobs.commands import plan
+    from jobs.mirror import look
     from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
         print(campaign.resolved(loaded))
         return
+    look(loaded.run, loaded.remote)
     # As `run` does before its first stage: a plan promises nothing that would be refused.
     check_unfinished(loaded, loaded.stages, fresh=fresh)
     check_finished(loaded, loaded.stages, print)
@@ -97,9 +99,9 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 @commands.command()
 def status(run: Run, _debug: Debug = False) -> None:
     """Show stage, step, loss, speed, ETA and last checkpoint."""
-    from jobs.commands import status
+    from jobs.commands import status, stored_runs
 
-    show(status.status(Path(run).resolve()))
+    show(stored_runs.status(run) if "://" in run else status.status(Path(run).resolve()))
 
 
 @commands.command()
@@ -110,8 +112,9 @@ def replay(
     _debug: Debug = False,
 ) -> None:
     """Rebuild the global batch of one step, as every worker saw it."""
-    from jobs.commands import replay
+    from jobs.commands import replay, stored_runs
 
+    stored_runs.refuse(run, "replay")
     show(replay.replay(Path(run).resolve(), step, to))
 
 

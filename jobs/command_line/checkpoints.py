@@ -8,7 +8,7 @@ import typer
 from data.errors import UsageError
 from jobs.command_line.words import Debug, make_group, show
 
-SavedRun = Annotated[str, typer.Argument(help="Run directory, a stage's folder in it, or one step-* folder.")]
+SavedRun = Annotated[str, typer.Argument(help="Run directory, a stage's folder in it, or one step-* folder; or s3://…")]
 Step = Annotated[int | None, typer.Option(help="Of this step; else the newest, or all.")]
 OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="The run or checkpoint to compare with.")]
 OtherStep = Annotated[int | None, typer.Option("--with-step", help="The step to compare with.")]
@@ -22,25 +22,34 @@ commands = make_group("List, verify, inspect, diff, export or prune what was sav
 @commands.command("list")
 def list_all(run: SavedRun, _debug: Debug = False) -> None:
     """List the checkpoints of every stage, what is not committed too."""
-    from jobs.commands import checkpoints
+    from jobs.commands import checkpoints, stored_runs
 
-    show(checkpoints.list_all(Path(run).resolve()))
+    if "://" in run:
+        show(stored_runs.list_all(run))
+    else:
+        show(checkpoints.list_all(Path(run).resolve()))
 
 
 @commands.command()
 def verify(run: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Read every byte and compare it with the manifest."""
-    from jobs.commands import checkpoints
+    from jobs.commands import checkpoints, stored_runs
 
-    show(checkpoints.verify_all(Path(run).resolve(), step))
+    if "://" in run:
+        show(stored_runs.verify_all(run, step))
+    else:
+        show(checkpoints.verify_all(Path(run).resolve(), step))
 
 
 @commands.command()
 def inspect(run: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Print the manifest, and every parameter with its size and norms."""
-    from jobs.commands import checkpoints
+    from jobs.commands import checkpoints, stored_runs
 
-    show(checkpoints.inspect(Path(run).resolve(), step))
+    if "://" in run:
+        show(stored_runs.inspect(run, step))
+    else:
+        show(checkpoints.inspect(Path(run).resolve(), step))
 
 
 @commands.command()
@@ -53,8 +62,10 @@ def diff(
     _debug: Debug = False,
 ) -> None:
     """Compare two checkpoints: their manifests, then their states."""
-    from jobs.commands import checkpoints
+    from jobs.commands import checkpoints, stored_runs
 
+    stored_runs.refuse(run, "checkpoints diff")
+    stored_runs.refuse(other_run or "", "checkpoints diff")
     if more:
         raise UsageError(
             f"diff takes one run, found {' '.join([run, *more])}\n"
@@ -70,14 +81,20 @@ def diff(
 @commands.command()
 def export(run: SavedRun, to: Target, step: Step = None, _debug: Debug = False) -> None:
     """Write a checkpoint's weights as its stage would hand them on."""
-    from jobs.commands import checkpoints
+    from jobs.commands import checkpoints, stored_runs
 
-    show(checkpoints.export_weights(Path(run).resolve(), step, Path(to)))
+    if "://" in run:
+        show(stored_runs.export_weights(run, step, Path(to)))
+    else:
+        show(checkpoints.export_weights(Path(run).resolve(), step, Path(to)))
 
 
 @commands.command()
 def prune(run: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
     """Delete all but the newest checkpoints of every stage."""
-    from jobs.commands import checkpoints
+    from jobs.commands import checkpoints, stored_runs
 
-    show(checkpoints.prune(Path(run).resolve(), keep, keep_every))
+    if "://" in run:
+        show(stored_runs.prune(run, keep, keep_every))
+    else:
+        show(checkpoints.prune(Path(run).resolve(), keep, keep_every))

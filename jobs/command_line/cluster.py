@@ -7,6 +7,7 @@ import typer
 
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
+from data.store import check_store_url
 from jobs.command_line.campaigns import load_campaign, recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
 
@@ -36,8 +37,8 @@ def submit(
         if not equals:
             raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
         variables[name] = value
-    run = load_campaign(recipe, overrides).run  # a wrong recipe stops here, not on the cluster
-    check_name(run.name, "a run", "give it another folder: run=runs/NAME")
+    run = load_campaign(recipe, overrides).place  # a wrong recipe stops here, not on the cluster
+    check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
     text, changed = carried(recipe_path(recipe), overrides or [], run, Path.cwd())
     if changed:
@@ -46,7 +47,7 @@ def submit(
     command = ["python", "-m", "jobs", "run", f"env:{VARIABLE}", f"run={run}"]
     if fresh:
         command.append("--fresh")
-    submission.submit(str(run), command, environment=variables)
+    submission.submit(run, command, environment=variables)
 
 
 @commands.command()
@@ -85,7 +86,9 @@ def list_jobs(_debug: Debug = False) -> None:
 
 
 def job_name(run: str) -> str:
-    """The name under which a job is found: the absolute path of a run's directory, or a job's id as it is."""
+    """The name under which a job is found: a run's absolute path or URL, or a job's id as it is."""
+    if "://" in run:
+        return check_store_url(run)
     if "/" in run or Path(run).exists():
         return str(Path(run).resolve())
     return run

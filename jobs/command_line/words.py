@@ -13,7 +13,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example pretrain.optim.lr=1e-3.")]
 Recipe = Annotated[str, typer.Argument(help="A YAML file, or the bare name of one that ships: digits.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start a half-done stage over where its config changed.")]
-Run = Annotated[str, typer.Argument(help="Run directory, as the recipe's run: says.")]
+Run = Annotated[str, typer.Argument(help="Run directory, or s3://…, as the recipe's run: says.")]
 
 
 def make_group(help: str = "", *, epilog: str | None = None, completion: bool = False) -> typer.Typer:

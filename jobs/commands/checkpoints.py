@@ -232,13 +232,18 @@ def class_names_of(stage_folder: Path) -> list[str]:
     return handover.read_record(task).values["job"].get("class_names", [])
 
 
+def check_keep(keep: int) -> None:
+    """Raise UsageError for fewer than 2."""
+    if keep < 2:
+        raise UsageError(f"--keep is {keep}, expected 2 or more: one checkpoint alone can be bad")
+
+
 def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:
     """Delete all but the newest `keep` of every stage and the multiples of `keep_every`.
 
     Raises UsageError for fewer than 2, CheckpointError where one that is to stay is bad; nothing is deleted then.
     """
-    if keep < 2:
-        raise UsageError(f"--keep is {keep}, expected 2 or more: one checkpoint alone can be bad")
+    check_keep(keep)
     stages = stage_folders(path)
     # Never delete in favour of a bad one; and of no stage, before all are known to be good.
     for stage in stages:

@@ -17,8 +17,8 @@ from jobs import campaign
 from jobs.campaign import Campaign
 from jobs.cluster.worker_group import records
 from jobs.session import run_campaign
-from jobs.supervisor import last_step
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.telemetry import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
@@ -41,7 +41,7 @@ class Killer:
             return
         # Not right after a commit: steps must be lost, so that computing them again is part of the proof.
         reports = read_metrics(self.directory)
-        saved = last_step(self.directory)
+        saved = max(committed_steps(self.directory, None), default=-1)
         # Before the first commit a restart would begin anew, and show nothing about checkpoints.
         if saved <= 0 or not reports:
             return

@@ -42,7 +42,7 @@ def plan(campaign: Campaign) -> list[str]:
     """Describe every stage in lines: whether it would run, its arithmetic, parameters and FLOPs."""
     cluster = campaign.cluster
     lines = [
-        f"run directory  {campaign.run}",
+        f"run directory  {campaign.place}",
         f"cluster        {workers_text(cluster)} workers ({cluster.backend})",
     ]
     # Stages come parents first: when one is judged, it is known whether those that it reads would run.

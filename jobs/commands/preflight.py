@@ -147,7 +147,7 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
         stages=stages,
         sets=sets,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=getattr(campaign, "remote", None) is None,
+        is_shared=campaign.remote is None,
         not_made=sorted(set(not_made)),
         unused_gpus=unused_gpus,
     )

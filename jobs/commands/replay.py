@@ -52,7 +52,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     if target:
         refuse_target(Path(target))
     folder = stage_of(run)
-    task = handover.read_record(folder / "task.json").values
+    task = handover.read_record(folder / handover.TASK).values
     job: Job = task["job"]
     number = parse_step(step)
     recorded = config.build(TrainConfig, task["config"], "config")
@@ -101,7 +101,7 @@ def refuse_target(target: Path) -> None:
 
 def stage_of(run: Path) -> Path:
     """Return the folder of the one trained stage. Raises UsageError, which names them, where there are several."""
-    if (run / "task.json").exists():
+    if (run / handover.TASK).exists():
         return run
     folders = sorted(task.parent for task in run.glob("*/task.json"))
     if not folders:

@@ -102,6 +102,7 @@ def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
         "init": init,
         "train": context.resolve(cfg.probe.train),
         "test": context.resolve(cfg.probe.test),
+        "remote": context.remote,
     }
 
 
@@ -135,6 +136,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
 
     from pipeline.preflight.start import check_start
     from pipeline.process_group import join_group
+    from pipeline.start import fetch_init
     from pipeline.train import notice_sigterm
 
     asked_to_stop = threading.Event()
@@ -158,6 +160,8 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
 
     phases.enter("build", 0)
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
+    if task.get("remote") is not None:
+        fetch_init(task["remote"], task["run"], task["init"])
     state, model_config = models.load_weights(task["init"])
     model = models.from_config(model_config).eval()
     # load_weights has compared every name and shape with the config already.

@@ -21,8 +21,8 @@ from jobs.context import Context
 from jobs.supervisor import supervise
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
-from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.room import check_room
+from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -39,10 +39,15 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
     check_sets(cfg, context.name, context.resolve)
     say_what_is_dropped(cfg, context)
-    check_room(cfg, context.model, context.directory / "checkpoints")
+    checkpoints = context.directory / "checkpoints"
+    check_room(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
-    return supervise(train, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+    outcome = supervise(train, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+    if context.remote is not None:
+        # Rank 0 may have worked on another node: what it has handed on is brought here.
+        StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
+    return outcome
 
 
 def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:
@@ -114,7 +119,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     """
     init = context.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
-    if init is not None and not checkpoint.committed(context.directory / "checkpoints"):
+    if init is not None and not committed_steps(context.directory, context.remote):
         handover.check_weights(Path(init), context.say)
     job = Job(
         run=str(context.run),
@@ -130,11 +135,12 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         probe_test=context.resolve(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
+        remote=context.remote,
     )
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
     cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    handover.write_record(context.directory / "task.json", task)
+    handover.write_record(context.directory / handover.TASK, task)
     return task
 
 

@@ -27,9 +27,9 @@ def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
     return models.parameters_of(model) * BYTES_FP32 * copies + HEADER_BYTES
 
 
-def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path) -> None:
+def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scratch: bool = False) -> None:
     """Raise CheckpointError where a stage's checkpoints and weights will not fit on the disk of `folder`."""
-    needed, parts = bytes_to_come(cfg, model, folder)
+    needed, parts = bytes_to_come(cfg, model, folder, is_scratch=is_scratch)
     free = free_bytes(folder)
     if free < needed:
         raise CheckpointError(
@@ -39,12 +39,15 @@ def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path) -> None:
         )
 
 
-def bytes_to_come(cfg: TrainConfig, model: ModelConfig, folder: Path) -> tuple[int, str]:
+def bytes_to_come(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scratch: bool = False) -> tuple[int, str]:
     """Return the bytes that a stage will still need for checkpoints and weights, and of what they are, in words.
 
-    At its fullest the disk holds one checkpoint more than `keep`: the oldest goes only when the newest is whole.
+    At its fullest the disk holds one checkpoint more than `keep`: the oldest goes only when the newest is whole. Where
+    they are kept in an object store (`is_scratch`), it holds one to start from, and one on its way there.
     """
     kept = max(cfg.keep, 2)  # as `checkpoint.prune` keeps them
+    if is_scratch:
+        kept = 1
     existing = committed(folder)
     to_come = kept + 1 - min(len(existing), kept)
     # A short stage makes fewer.

@@ -13,6 +13,9 @@ In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (checkpoint.py reads them)
 
 A save that fails costs that checkpoint, not the run; `max_failed_saves` in a row end the run.
+
+Where the nodes share no folder, the thread of step 2 puts the file into an object store, and rank 0 commits there
+(stored.py, `commit_in_store`).
 """
 
 import hashlib
@@ -29,11 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import CheckpointError
+from data.errors import CheckpointError, StorageError
 from data.files import make_folder, refusal, sync, write_durably
-from pipeline.checkpoints.checkpoint import MANIFEST, FileRecord, Manifest, newest_attempt, prune, seal
+from pipeline.checkpoints.checkpoint import MANIFEST, FileRecord, Manifest, committed, newest_attempt, prune, seal
 from pipeline.checkpoints.room import shortage
 from pipeline.checkpoints.sight import WrittenFile, unseen_files
+from pipeline.checkpoints.stored import StoredCheckpoints, newest_attempt_in
 from pipeline.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
 
@@ -63,8 +67,10 @@ class Saver:
         keep_every: int,
         max_failed_saves: int,
         expected_bytes: int = 0,
+        remote: StoredCheckpoints | None = None,
     ) -> None:
         self.folder = folder  # of the stage's checkpoints
+        self.remote = remote  # where they are committed instead, when the nodes share no folder
         self.run = run
         self.telemetry = telemetry
         self.keep = keep
@@ -133,16 +139,23 @@ class Saver:
         """Do the thread's work, and leave what became of it in `result`."""
         try:
             # Rank 0 looks for all: one worker that fails is enough to fail the save.
-            missing = shortage(self.temporary, self.expected_bytes) if dist.get_rank() == 0 else ""
+            missing = ""
+            if dist.get_rank() == 0 and self.remote is None:
+                missing = shortage(self.temporary, self.expected_bytes)
             if missing:
                 self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
                 return
-            # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
-            path.parent.mkdir(exist_ok=True)
-            write_durably(path, content)
+            if self.remote is None:
+                # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
+                path.parent.mkdir(exist_ok=True)
+                write_durably(path, content)
+            else:
+                self.remote.put(path.name, content, self.manifest, is_first=dist.get_rank() == 0)
             self.result = WrittenFile(path.name, len(content), hashlib.sha256(content).hexdigest())
         except OSError as error:
             self.result = WrittenFile(path.name, error=f"{path.name}: {refusal(error)}")
+        except StorageError as error:
+            self.result = WrittenFile(path.name, error=str(error))
 
     def finish(self) -> Manifest | None:
         """Collective: wait for every worker's file, commit, report and prune.
@@ -160,7 +173,10 @@ class Saver:
         decision = [Decision(None)]
         if dist.get_rank() == 0:
             self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
-            decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
+            if self.remote is None:
+                decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
+            else:
+                decision = [commit_in_store(self.remote, self.manifest, results)]
         dist.broadcast_object_list(decision, src=0)
 
         now = time.monotonic()
@@ -219,9 +235,18 @@ class Saver:
     def delete_old(self) -> None:
         """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
         try:
-            prune(self.folder, self.keep, self.keep_every)
-        except OSError as error:
+            if self.remote is None:
+                prune(self.folder, self.keep, self.keep_every)
+            else:
+                self.remote.prune(self.keep, self.keep_every)
+        except (OSError, StorageError) as error:
             self.telemetry.say(f"old checkpoints stay: {error}")
+
+    def newest(self) -> Path:
+        """Return the folder of the newest checkpoint, or of a copy of it; rank 0 alone."""
+        if self.remote is None:
+            return committed(self.folder)[0]
+        return self.remote.fetch_newest().folder
 
 
 def bytes_of(manifest: Manifest) -> int:
@@ -306,3 +331,41 @@ def commit(
         shutil.rmtree(temporary, ignore_errors=True)
         return Decision(None, failure)
     return Decision(manifest)
+
+
+def commit_in_store(remote: StoredCheckpoints, manifest: Manifest, results: Sequence[WrittenFile]) -> Decision:
+    """Do in an object store what `commit` does in a folder: the last put makes the checkpoint exist.
+
+    Runs on rank 0 alone.
+    """
+    try:
+        # For the message alone: what nobody can pass is that the manifest's name is taken (`StoredCheckpoints.sweep`).
+        newest = newest_attempt_in(remote.store)
+        if newest > manifest.attempt:
+            return newer_owner(manifest, f"attempt {newest} owns {remote.store.address('')} now")
+        errors = [result.error for result in results if result.error]
+        if errors:
+            remote.discard(manifest)
+            return Decision(None, "; ".join(errors))
+        files: dict[str, FileRecord] = {}
+        for result in results:
+            files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
+        manifest = replace(manifest, files=files)
+        if not remote.commit(manifest):
+            return newer_owner(manifest, "a newer attempt has taken its place")
+    except CheckpointError as error:
+        remote.discard(manifest)
+        return Decision(None, str(error))
+    except (OSError, StorageError) as error:
+        # Nothing is deleted: the manifest may be there, and only the answer was lost.
+        return Decision(None, str(error))
+    return Decision(manifest)
+
+
+def newer_owner(manifest: Manifest, reason: str) -> Decision:
+    """Return the decision about a save of an attempt that does not own the run any more."""
+    message = (
+        f"step {manifest.step} is not committed: {reason}, this is attempt {manifest.attempt}\n"
+        "  nothing of the newer attempt was touched; this process should end"
+    )
+    return Decision(None, message, has_newer_owner=True)

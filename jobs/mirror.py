@@ -1,0 +1,286 @@
+"""A run that is kept in an object store: who owns it, and the way of its small files there and back.
+
+In the store, beside the checkpoints (pipeline/checkpoints/stored.py), under the run's URL:
+    owner.json              who works on the run, and a count that grows every 10 s as long as it lives
+    attempts/000007.json    an attempt that was claimed; attempts/000000.json is the test that a name is created once
+    status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
+Here, in the run's local folder: the same small files, and mirror.json, which says of which owner they are.
+
+One command on such a run, in order (`mirrored`):
+1. refuse where another process owns it and lives (`take_over`): a store has no locks, so a sign of life is waited for;
+2. fetch its small files, unless the last owner worked in this very folder (`pull`);
+3. renew owner.json, and every minute put what has changed, in a thread; the end of a stage and of the command put too.
+
+owner.json is there for good manners, so that two commands do not take turns. What keeps a checkpoint safe from an owner
+that was cut off and comes back is the number of its attempt (stored.py).
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypedDict
+from uuid import uuid4
+
+from data.errors import PatchlineError, RunOwned
+from data.files import locked, write_whole
+from data.store import Store, each
+from jobs.ownership import OWNER_FILE
+from pipeline.checkpoints.stored import ATTEMPTS
+from pipeline.handover import DONE
+
+MIRROR_FILE = "mirror.json"
+BEAT_S = 10.0  # between two signs of life
+WATCH_BEATS = 3  # without a sign of life, after which an owner is taken for dead
+PUT_EVERY_BEATS = 6  # so often the thread puts what has changed
+LAST_ATTEMPTS = 3  # of a request when the command ends: a store that is gone must not hold it up for minutes
+NOT_MIRRORED = ("checkpoints", ATTEMPTS)  # folders: the one has its own rules, the other is of this node
+OWN_FILES = (OWNER_FILE, MIRROR_FILE)  # of the local folder
+
+Say = Callable[[str], None]
+
+
+class Owner(TypedDict):
+    """Holds what owner.json says in the store."""
+
+    token: str  # of one command
+    host: str
+    pid: int
+    since: str
+    command: str
+    beats: int
+    is_released: bool  # the command has ended, and said so
+
+
+@contextmanager
+def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], None]]:
+    """Keep a run's local folder and its URL alike while the block works; gives the function that puts what has changed.
+
+    `run` is locked already. For a run without a URL nothing is done. Raises RunOwned, StorageError.
+    """
+    if remote is None:
+        yield lambda: None
+        return
+    mirror = Mirror(run, remote, say)
+    is_ours = mirror.take_over()
+    mirror.pull(is_ours)
+    with mirror.kept_alive():
+        yield mirror.put
+
+
+def look(run: Path, remote: str | None) -> None:
+    """Fetch a run's small files for a command that only reads them; where a command works on it here, they are here.
+
+    Raises StorageError.
+    """
+    if remote is None:
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    with locked(run / OWNER_FILE, wait=False) as is_free:
+        mirror = Mirror(run, remote, print)
+        owner = mirror.owner()
+        if is_free and (owner is None or owner["token"] != mirror.last_token):
+            mirror.pull(is_ours=False)
+
+
+class Mirror:
+    """The local folder of a run, and the same in an object store; `token` tells this command from all others."""
+
+    def __init__(self, run: Path, remote: str, say: Say) -> None:
+        self.run = run
+        self.store = Store(remote)
+        self.say = say
+        self.token = uuid4().hex
+        self.last_token = ""  # of the command that worked here last
+        self.known: dict[str, list[int]] = {}  # by name: size and mtime in ns of what the store has
+        self.lock = threading.Lock()  # the thread and the command do not put at once
+        # Torn or not there: then the store knows better.
+        with suppress(OSError, ValueError, KeyError):
+            record = json.loads((run / MIRROR_FILE).read_text())
+            self.last_token = record["token"]
+            self.known = record["known"]
+
+    # ------------------------------------------------------------------------ who owns the run
+
+    def owner(self) -> Owner | None:
+        """Return what owner.json says; None where there is none."""
+        content = self.store.get(OWNER_FILE)
+        return None if content is None else json.loads(content)
+
+    def take_over(self) -> bool:
+        """Make this command the owner; returns whether the last one worked in this folder, which then has its files.
+
+        Raises RunOwned where the owner is alive, StorageError where the store cannot keep two owners apart.
+        """
+        self.store.check_creates_once(f"{ATTEMPTS}/{0:06d}.json")
+        owner = self.owner()
+        # We hold the lock of this folder: whoever worked in it is dead.
+        is_ours = owner is not None and owner["token"] == self.last_token
+        if owner is not None and not is_ours and not owner["is_released"]:
+            self.wait_for_sign_of_life(owner)
+        self.renew(0)
+        # Of two that came at once, the later one has put its name over the other's.
+        time.sleep(min(1.0, BEAT_S / 10))
+        self.check_owned()
+        return is_ours
+
+    def wait_for_sign_of_life(self, owner: Owner) -> None:
+        """Return when the owner has given none for long enough. Raises RunOwned when it does."""
+        # Only what changes is looked at, never a time: clocks of machines differ.
+        wait_s = WATCH_BEATS * BEAT_S
+        self.say(f"{self.store.url} was left by {name_of(owner)}; waiting {wait_s:.0f} s for a sign of life")
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            time.sleep(BEAT_S / 5)
+            now = self.owner()
+            if now is not None and now != owner and not now["is_released"]:
+                raise self.owned_by(now)
+        self.say(f"no sign of life: taking the run over; should {name_of(owner)} wake up, it cannot commit")
+
+    def owned_by(self, owner: Owner) -> RunOwned:
+        """Return the error that names the owner."""
+        return RunOwned(
+            f"{self.store.url} is owned by {name_of(owner)}, which is alive\n"
+            f"  watch it: python -m jobs status {self.store.url}\n"
+            f"  once it is dead for {WATCH_BEATS * BEAT_S:.0f} s the same command takes over; or give this run another "
+            "name: run=…"
+        )
+
+    def check_owned(self) -> None:
+        """Raise RunOwned where another command has taken the run over."""
+        owner = self.owner()
+        if owner is not None and owner["token"] != self.token:
+            raise self.owned_by(owner)
+
+    def renew(self, beats: int, is_released: bool = False) -> None:
+        """Put owner.json: the command's sign of life."""
+        owner: Owner = {
+            "token": self.token,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": SINCE,
+            "command": " ".join(sys.argv),
+            "beats": beats,
+            "is_released": is_released,
+        }
+        self.store.put(OWNER_FILE, json.dumps(owner).encode())
+
+    @contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Renew owner.json, and put what has changed, in a thread, as long as the block works, and once at its end."""
+        self.note()
+        has_ended = threading.Event()
+        thread = threading.Thread(target=self.keep_alive, args=(has_ended,), name="mirror", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+            self.store.attempts = LAST_ATTEMPTS
+            try:
+                self.put()
+                self.renew(0, is_released=True)
+            except (PatchlineError, OSError) as error:
+                self.say(f"the last lines of this command are in {self.run} alone: {error}")
+
+    def keep_alive(self, has_ended: threading.Event) -> None:
+        """Do the thread's work until the command ends, or another one has taken the run over."""
+        beats = 0
+        while not has_ended.wait(BEAT_S):
+            beats += 1
+            try:
+                self.check_owned()
+                self.renew(beats)
+                if beats % PUT_EVERY_BEATS == 0:
+                    self.put()
+            except RunOwned as error:
+                self.say(f"taken over, nothing of this command is committed any more: {error}")
+                return
+            except (PatchlineError, OSError) as error:
+                # It was asked again and again: say so, and go on. The workers' saves have a patience of their own.
+                self.say(f"{self.store.url} does not answer: {error}")
+
+    # ------------------------------------------------------------------------ there and back
+
+    def pull(self, is_ours: bool) -> None:
+        """Fetch the run's small files. Where the folder is another owner's, or an older one, they replace all in it."""
+        if not is_ours:
+            self.known = {}
+            for path in self.run.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != OWNER_FILE:
+                    path.unlink()
+        sizes = self.store.sizes()
+
+        def fetch(name: str) -> None:
+            path = self.run / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.store.fetch(name, path, sizes[name])
+                self.known[name] = state_of(path)
+
+        def make_attempt_folder(name: str) -> None:
+            # How often a stage was tried is counted by its folders of attempts.
+            claim = json.loads(self.store.get(name) or b"{}")
+            if claim.get("stage"):
+                folder = self.run / claim["stage"] / "attempts" / f"attempt-{Path(name).stem}"
+                folder.mkdir(parents=True, exist_ok=True)
+
+        each([name for name in sizes if is_mirrored(Path(name))], fetch)
+        if not is_ours:
+            each([name for name in sizes if name.startswith(f"{ATTEMPTS}/")], make_attempt_folder)
+
+    def put(self) -> None:
+        """Put every small file that has changed; the record that a stage is done comes after all else of it.
+
+        Raises RunOwned where another command has taken the run over, StorageError.
+        """
+        self.check_owned()
+        with self.lock:
+            paths = [path for path in self.run.rglob("*") if is_mirrored(path.relative_to(self.run))]
+            for path in sorted(paths, key=put_last):
+                # A file may go while we look, as temporary ones do.
+                with suppress(FileNotFoundError):
+                    name = path.relative_to(self.run).as_posix()
+                    state = state_of(path)
+                    if path.is_file() and self.known.get(name) != state:
+                        self.store.put_file(name, path)
+                        self.known[name] = state
+            self.note()
+
+    def note(self) -> None:
+        """Write down whose files these are, and which of them the store has."""
+        write_whole(self.run / MIRROR_FILE, json.dumps({"token": self.token, "known": self.known}))
+
+
+SINCE = time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def is_mirrored(name: Path) -> bool:
+    """Tell whether a file of a run, named below it, is one of the small ones that lie both here and in the store."""
+    is_elsewhere = any(part in NOT_MIRRORED for part in name.parts[:-1])
+    return not is_elsewhere and name.as_posix() not in OWN_FILES and not name.name.startswith(".tmp-")
+
+
+def state_of(path: Path) -> list[int]:
+    """Return what tells a changed file from an unchanged one: size and mtime in ns."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def put_last(path: Path) -> bool:
+    """Sort the records that a stage is done behind all other files."""
+    return path.name == DONE
+
+
+def name_of(owner: Owner) -> str:
+    """Name an owner in words."""
+    return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"

@@ -1,0 +1,425 @@
+"""Files and checkpoints in an object store: whole or not there, created once, whatever the store does meanwhile.
+
+The store is moto, which speaks S3's protocol on loopback, behind a proxy that can fail; what lies in it is read back by
+boto3, which shares no line with the code under test.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data import store as store_module
+from data.errors import CheckpointError, ConfigError, StorageError
+from data.shards import remote
+from data.store import Store, check_store_url
+from jobs.__main__ import main
+from jobs.ownership import claim_attempt
+from pipeline import handover
+from pipeline.checkpoints import saver, stored
+from pipeline.checkpoints.checkpoint import Chosen, Reader
+from pipeline.checkpoints.stored import REFUSED, StoredCheckpoints, committed_steps
+from tests import drives
+from tests.stores import Proxy, store
+
+BUCKET = "images"
+STAGE = "stage"  # the folder of drives.WorkerGroup
+ALONE = SimpleNamespace(  # torch.distributed, of one worker
+    get_rank=lambda: 0,
+    get_world_size=lambda: 1,
+    all_gather_object=lambda values, mine: values.__setitem__(0, mine),
+    broadcast_object_list=lambda values, src: None,
+)
+FLAKY = [500, 503, 429, "deaf", "stall"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    with store("s3", {}) as proxy:
+        yield proxy
+    remote.forget_credentials()
+
+
+@pytest.fixture
+def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The proxy before the store; requests are made again at once, and are given up after a second."""
+    monkeypatch.setattr(store_module, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(saver, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
+    remote.forget_credentials()
+    yield server
+    server.fault_of_any = lambda method, path: None
+    server.fault = lambda path: None
+
+
+@pytest.fixture
+def run(proxy: Proxy, tmp_path: Path) -> str:
+    """A run's URL that no other test has."""
+    return f"s3://{BUCKET}/runs/{tmp_path.name}"
+
+
+@pytest.fixture
+def bucket(proxy: Proxy) -> Any:
+    import boto3
+
+    return boto3.resource("s3").Bucket(BUCKET)
+
+
+def objects(bucket: Any, run: str) -> dict[str, bytes]:
+    """What boto3 finds below a run's URL, by name."""
+    prefix = run.removeprefix(f"s3://{BUCKET}/") + "/"
+    return {
+        entry.key.removeprefix(prefix): entry.get()["Body"].read() for entry in bucket.objects.filter(Prefix=prefix)
+    }
+
+
+# ------------------------------------------------------------------------ one file
+
+
+def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None:
+    content = random.Random(0).randbytes(100_000)
+    (tmp_path / "file").write_bytes(content)
+    folder = Store(run)
+    folder.put("a.json", b"{}")
+    folder.put("a.json", b"[]")
+    folder.put_file("b/file", tmp_path / "file")
+    assert objects(bucket, run) == {"a.json": b"[]", "b/file": content}
+    assert folder.sizes() == {"a.json": 2, "b/file": 100_000} and folder.sizes("b") == {"b/file": 100_000}
+    assert folder.get("a.json") == b"[]" and folder.get("nothing") is None and folder.sizes("nothing") == {}
+    folder.fetch("b/file", tmp_path / "fetched", 100_000)
+    assert (tmp_path / "fetched").read_bytes() == content
+    folder.delete(["b/file", "nothing"])
+    assert objects(bucket, run) == {"a.json": b"[]"}
+
+
+def test_of_twenty_who_create_a_name_one_has_created_it(run, bucket) -> None:
+    def create(number: int) -> bool:
+        return Store(run).create("attempts/000001.json", f"{number}".encode())
+
+    with ThreadPoolExecutor(20) as threads:
+        answers = list(threads.map(create, range(20)))
+    assert answers.count(True) == 1
+    assert objects(bucket, run)["attempts/000001.json"] == str(answers.index(True)).encode()
+
+
+def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> None:
+    faults = iter(["deaf"])
+    proxy.fault_of_any = lambda method, path: next(faults, None) if method == "PUT" else None
+    assert Store(run).create("name", b"mine")
+    assert not Store(run).create("name", b"another's")
+
+
+def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(store_module, "PIECE", 10_000)
+    monkeypatch.setattr(store_module, "ATTEMPTS", 30)
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.5)
+    chance = random.Random(0)
+    proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
+    proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.2 else None
+    folder = Store(run)
+    contents = {f"file-{number}": chance.randbytes(30_000) for number in range(5)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        folder.put_file(name, tmp_path / name)
+        assert folder.create(f"{name}.json", name.encode())
+        folder.fetch(name, tmp_path / "fetched", 30_000)
+        assert (tmp_path / "fetched").read_bytes() == content
+    assert len(folder.sizes()) == 10
+    folder.delete(f"{name}.json" for name in contents)
+    proxy.fault_of_any = lambda method, path: None
+    assert objects(bucket, run) == contents
+
+
+@pytest.mark.parametrize(("code", "remedy"), [(503, "run again"), (403, "credentials come from the environment")])
+def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, proxy) -> None:
+    proxy.fault_of_any = lambda method, path: code
+    with pytest.raises(StorageError, match=rf"{run}/a.json: no answer after 3 attempts, last \w+; {remedy}") as error:
+        Store(run, attempts=3).put("a.json", b"{}")
+    assert "very-secret" not in str(error.value)
+
+
+def test_a_forked_process_has_a_client_of_its_own(run) -> None:
+    Store(run).put("name", b"content")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if Store(run).get("name") == b"content" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_store_that_would_let_two_owners_commit_is_refused(run, tmp_path) -> None:
+    """Google's emulator takes no notice of ifGenerationMatch; moto knows If-None-Match."""
+    Store(run).check_creates_once("attempts/000000.json")
+    with store("gs", {}):
+        folder = Store("gs://images/run")
+        with pytest.raises(StorageError, match="lets a second object take the place of one"):
+            folder.check_creates_once("attempts/000000.json")
+        # All else that is asked of a store it does.
+        (tmp_path / "file").write_bytes(b"content")
+        folder.put_file("a/file", tmp_path / "file")
+        folder.fetch("a/file", tmp_path / "fetched", 7)
+        assert (tmp_path / "fetched").read_bytes() == b"content" and folder.sizes("a") == {"a/file": 7}
+        folder.delete(["a/file", "nothing"])
+        assert folder.sizes("a") == {} and folder.get("a/file") is None
+    remote.forget_credentials()
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3://bucket", "s3://bucket/", "s3://bucket/a/../b", "s3://key:secret@bucket/a"]
+)
+def test_a_url_that_names_no_folder_in_a_bucket_is_refused(url) -> None:
+    with pytest.raises(ConfigError, match="expected a bucket and a folder in it") as error:
+        check_store_url(url)
+    assert "secret" not in str(error.value)
+
+
+def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
+    assert check_store_url("s3://bucket/a/b/") == check_store_url("s3://bucket/a/b") == "s3://bucket/a/b"
+    with pytest.raises(ConfigError, match="expected a folder, or one of s3://, gs://, az://"):
+        check_store_url("https://host/a")
+
+
+# ------------------------------------------------------------------------ checkpoints
+
+
+@pytest.fixture
+def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> drives.WorkerGroup:
+    """A run with committed steps 10 and 20 of attempt 1, of two workers."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert claim_attempt(tmp_path / "run", run) == 1
+    made = drives.WorkerGroup(tmp_path / "run", remote=run)
+    assert made.save(10) and made.save(20)
+    return made
+
+
+def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Chosen | None, list[str]]:
+    """What the next attempt of one worker would load on a machine with an empty disk, and what it says on the way."""
+    monkeypatch.setattr(stored, "dist", ALONE)
+    shutil.rmtree(scratch, ignore_errors=True)
+    said: list[str] = []
+    attempt = claim_attempt(scratch, run)
+    return StoredCheckpoints(run, scratch / STAGE).choose_together(attempt, said.append), said
+
+
+def assert_is_step(chosen: Chosen | None, step: int) -> None:
+    """The state is that of the step, as drives.FakeEngine made it up."""
+    assert chosen is not None and chosen.manifest.step == step
+    reader = Reader(chosen.folder, chosen.manifest.files)
+    assert torch.equal(reader("w", "master", 0, 96), drives.known("w", "master", 0, 96) + step)
+
+
+def key(step: int, file: str, attempt: int = 1) -> str:
+    return f"{STAGE}/checkpoints/step-{step:010d}-{attempt:06d}/{file}"
+
+
+def test_what_was_saved_on_one_machine_is_loaded_on_another(group, run, bucket, tmp_path, monkeypatch) -> None:
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert not list(group.folder.iterdir()), "what is in the store is not kept here"
+    chosen, said = start(run, tmp_path / "other", monkeypatch)
+    assert_is_step(chosen, 20)
+    assert said == []
+
+
+def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monkeypatch) -> None:
+    group.begin(30)
+    chosen, _ = start(run, tmp_path / "other", monkeypatch)
+    assert_is_step(chosen, 20)
+    with pytest.raises(CheckpointError, match=r"step 30 is not committed: attempt 2 owns s3://.* now, this is"):
+        group.finish()
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+
+
+def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
+    group, run, bucket, tmp_path, monkeypatch
+) -> None:
+    """The last moment that there is: all files are put and looked at, no newer attempt was claimed."""
+    create = Store.create
+    starts: list[Any] = []
+
+    def create_late(self: Store, name: str, content: bytes) -> bool:
+        if name == key(30, "MANIFEST.json") and not starts:
+            starts.append(None)
+            starts[0] = start(run, tmp_path / "other", monkeypatch)
+        return create(self, name, content)
+
+    monkeypatch.setattr(Store, "create", create_late)
+    with pytest.raises(CheckpointError, match="step 30 is not committed: a newer attempt has taken its place"):
+        group.save(30)
+    assert_is_step(starts[0][0], 20)
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert key(30, "rank-00000.safetensors") not in objects(bucket, run), "what can never be committed is deleted"
+
+
+def test_an_owner_that_commits_while_the_next_one_starts_is_not_lost(group, run, tmp_path, monkeypatch) -> None:
+    """Between the next one's look at what there is and its sweep, the commit of step 30 is faster."""
+    group.begin(30)
+    listing = StoredCheckpoints.listing
+
+    def listing_then_commit(self: StoredCheckpoints) -> dict[str, dict[str, int]]:
+        listed = listing(self)
+        if group.savers[0].thread is not None:
+            monkeypatch.setattr(StoredCheckpoints, "listing", listing)
+            monkeypatch.setattr(saver, "newest_attempt_in", lambda store: 1)  # it has looked before the claim
+            assert group.finish() is not None
+        return listed
+
+    monkeypatch.setattr(StoredCheckpoints, "listing", listing_then_commit)
+    chosen, _ = start(run, tmp_path / "other", monkeypatch)
+    assert_is_step(chosen, 30)
+
+
+def test_a_torn_upload_is_never_committed(group, run, proxy, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    proxy.fault_of_any = lambda method, path: "torn" if method == "PUT" and "30-000001/rank-00001" in path else None
+    assert group.save(30) is None
+    assert "rank-00001" in group.savers[0].failure
+    assert group.save(40) is not None
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "MANIFEST.json"])
+def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp_path, monkeypatch) -> None:
+    content = bytearray(objects(bucket, run)[key(20, file)])
+    bit = random.Random(file).randrange(len(content) * 8)
+    content[bit // 8] ^= 1 << bit % 8
+    name = f"{run.removeprefix(f's3://{BUCKET}/')}/{key(20, file)}"
+    bucket.put_object(Key=name, Body=bytes(content))
+    chosen, said = start(run, tmp_path / "other", monkeypatch)
+    assert_is_step(chosen, 10)
+    assert len(said) == 1 and file in said[0] and "trying the one before it" in said[0]
+    assert objects(bucket, run)[key(20, file)] == content, "a person may want to look at it"
+    assert key(20, REFUSED) in objects(bucket, run)
+    # It is not tried again.
+    chosen, said = start(run, tmp_path / "third", monkeypatch)
+    assert_is_step(chosen, 10)
+    assert said == []
+
+
+def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, bucket, tmp_path, monkeypatch) -> None:
+    prefix = run.removeprefix(f"s3://{BUCKET}/")
+    assert group.save(30) and group.save(40)
+    bucket.put_object(Key=f"{prefix}/{key(40, 'rank-00001.safetensors')}", Body=b"half")
+    bucket.Object(f"{prefix}/{key(30, 'rank-00000.safetensors')}").delete()
+    chosen, said = start(run, tmp_path / "other", monkeypatch)
+    assert_is_step(chosen, 20)
+    assert "4 bytes, the manifest says" in said[0] and "no bytes, the manifest says" in said[1]
+
+
+def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:
+    read = Store.read
+    flips = [1]
+
+    def read_badly(self: Store, name: str, start: int, stop: int) -> bytes:
+        piece = bytearray(read(self, name, start, stop))
+        if flips and name.endswith("rank-00001.safetensors"):
+            piece[-1] ^= flips.pop()
+        return bytes(piece)
+
+    monkeypatch.setattr(Store, "read", read_badly)
+    chosen, said = start(run, tmp_path / "other", monkeypatch)
+    assert_is_step(chosen, 20)
+    assert said == [] and not flips
+
+
+def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tmp_path, monkeypatch) -> None:
+    chance = random.Random(1)
+    proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
+    monkeypatch.setattr(store_module, "ATTEMPTS", 30)
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.5)
+    made = drives.WorkerGroup(tmp_path / "run", remote=run)
+    assert made.save(30) and made.save(40)
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
+
+
+def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    proxy.fault_of_any = lambda method, path: 503
+    made = drives.WorkerGroup(tmp_path / "run", remote=run)
+    assert made.save(30) is None and "no answer after 2 attempts" in made.savers[0].failure
+    monkeypatch.setattr(stored, "dist", ALONE)
+    with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*\n  nothing was changed"):
+        StoredCheckpoints(run, tmp_path / "other" / STAGE).choose_together(1, print)
+    proxy.fault_of_any = lambda method, path: None
+    assert made.save(40) is not None
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit(group, run, proxy, tmp_path, monkeypatch) -> None:
+    faults = iter(["deaf"])
+    proxy.fault_of_any = lambda method, path: next(faults, None) if path.endswith("30-000001/MANIFEST.json") else None
+    assert group.save(30) is not None
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
+
+
+def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    claim_attempt(tmp_path / "run", run)
+    made = drives.WorkerGroup(tmp_path / "run", remote=run, keep=2)
+    for step in (10, 20, 30):
+        assert made.save(step)
+    made.begin(40)  # and then it is killed
+    files = ("MANIFEST.json", "rank-00000.safetensors", "rank-00001.safetensors")
+    kept = {key(step, file) for step in (20, 30) for file in files}
+    died = {key(40, "rank-00000.safetensors"), key(40, "rank-00001.safetensors")}
+    assert objects(bucket, run).keys() == {"attempts/000001.json", *kept, *died}
+    start(run, tmp_path / "other", monkeypatch)
+    markers = {key(40, "MANIFEST.json"), key(40, stored.SWEPT)}
+    assert objects(bucket, run).keys() == {"attempts/000001.json", "attempts/000002.json", *kept, *markers}
+
+
+# ------------------------------------------------------------------------ commands
+
+
+def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_path, capsys) -> None:
+    folder = Store(run)
+    prefix = run.removeprefix(f"s3://{BUCKET}/")
+    folder.put("status.json", json.dumps({"exit_code": 75, "message": "stopped at step 20", "time": "noon"}).encode())
+    folder.put(f"{STAGE}/stage.json", handover.seal({"started": 1.0}).encode())
+    record = {"kind": "train", "time": 1.0, "attempt": 1, "step": 20, "steps": 90, "loss": 2.5, "images_per_s": 7.0}
+    record |= {"eta_s": 3.0, "seconds": 1.0, "losses": [2.5], "stalled_s": 0.0, "evaluated_s": 0.0}
+    record |= {"wait": 0.0, "world": 2}
+    folder.put(f"{STAGE}/metrics.jsonl", f"{json.dumps(record)}\n".encode())
+    assert main(["status", run]) == 0
+    said = capsys.readouterr().out
+    assert f"run  {run}\nend  stopped at step 20 (exit 75, noon)\n" in said
+    assert "step 20/90  loss 2.5000" in said and "last checkpoint step 20" in said
+
+    group.begin(30)
+    assert main(["checkpoints", "list", run]) == 0
+    said = capsys.readouterr().out
+    assert "step-0000000020-000001" in said and "world 2  ZeRO 2  attempt 1  ledger 000000000000" in said
+    assert ".tmp-0000000030-000001  a save in flight" in said and "step-0000000030" not in said
+
+    bucket.put_object(Key=f"{prefix}/{key(20, 'rank-00001.safetensors')}", Body=b"half")
+    assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
+    said = capsys.readouterr().out
+    assert f"step-0000000020-000001  BAD: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
+    assert "step-0000000010-000001  whole" in said
+    # Nothing is deleted in favour of a bad one.
+    assert main(["checkpoints", "prune", run]) == 74
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert group.finish() and group.save(40) and group.save(50)
+    capsys.readouterr()
+    assert main(["checkpoints", "prune", run, "--keep", "2"]) == 0
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [50, 40]
+    assert f"{STAGE}: step-0000000020-000001 deleted" in capsys.readouterr().out
+
+
+def test_commands_that_read_folders_name_what_to_type(run, capsys) -> None:
+    assert main(["replay", run, "step=3"]) == 64
+    assert f"aws s3 sync {run} runs/NAME" in capsys.readouterr().err
+    assert main(["status", run]) == 64
+    assert f"no run at {run}" in capsys.readouterr().err
+
+
+def test_a_run_in_a_store_packs_nothing(run, tmp_path, capsys) -> None:
+    assert main(["plan", "digits", f"run={run}", f"cluster.scratch={tmp_path}"]) == 78
+    said = capsys.readouterr().err
+    assert f"shards is a pack stage, and run is {run}" in said and "python -m jobs index s3://BUCKET/SET" in said

@@ -1,0 +1,213 @@
+"""Whole runs that are kept in an object store, with a fresh disk for every machine: they end as a run in a folder does.
+
+Drivers are real processes, each with a local folder of its own, as if on another machine; the store is moto on
+loopback, behind a proxy that can fail.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from data.shards import remote
+from tests.stores import Proxy, store
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+cluster: {{workers: 2, backend: processes, backoff_s: 0.1}}
+pretrain:
+  data: {{train: {shards}/train}}
+  model: {{name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}}
+  optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 5}}}}
+  loss: softmax
+  steps: 40
+  passes: null
+  batch_size: 16
+  micro_batch: 4
+  precision: fp32
+  zero: 2
+  log_every: 4
+  save_every: 5
+resize: {{init: "@pretrain", image_size: 24}}
+finetune:
+  init: "@resize"
+  data: {{train: {shards}/train}}
+  optim: {{lr: 0.05, schedule: {{warmup_steps: 2}}}}
+  loss: softmax
+  steps: 4
+  passes: null
+  batch_size: 16
+  micro_batch: 8
+  precision: fp32
+  zero: 0
+"""
+RUN = "s3://images/runs/{name}"
+
+
+@pytest.fixture
+def small(tmp_path: Path, shards: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE.format(shards=shards))
+    return path
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with store("s3", {}) as made:
+        yield made
+    remote.forget_credentials()
+
+
+@pytest.fixture
+def drive(small: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start `python -m jobs run` on a machine of a name, which has a disk of its own; its output is in NAME.log."""
+    started = []
+
+    def start(machine: str, *overrides: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "jobs", "run", str(small), f"cluster.scratch={tmp_path / machine}", *overrides]
+        with open(tmp_path / f"{machine}.log", "ab") as log:
+            driver = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+        started.append(driver)
+        return driver
+
+    yield start
+    for driver in started:
+        if driver.poll() is None:
+            driver.send_signal(signal.SIGCONT)
+            driver.kill()
+            driver.wait()
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a finished run in a local folder came to: its weights, ledger, and the bytes of its last checkpoint."""
+    made: dict[str, Any] = {}
+    for stage in ("pretrain", "resize", "finetune"):
+        (directory,) = folder.glob(f"{stage}-*")
+        made[stage] = json.loads((directory / "done.json").read_text())["files"]["weights.safetensors"]
+        assert len((directory / "weights.safetensors").read_bytes()) == made[stage]["bytes"]
+    (directory,) = folder.glob("pretrain-*")
+    made["ledger"] = json.loads((directory / "done.json").read_text())["ledger"]
+    newest = sorted((directory / "checkpoints").glob("step-*"))[-1]
+    for file in sorted(newest.glob("rank-*")):
+        made[file.name] = file.read_bytes()
+    return made
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step of pretraining, of the last attempt that took it."""
+    by_step = {}
+    (path,) = folder.glob("pretrain-*/metrics.jsonl")
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "train":
+            first = record["step"] - len(record["losses"]) + 1
+            by_step.update(dict(enumerate(record["losses"], first)))
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def folder_of(machine: Path) -> Path:
+    """The one run's local folder on a machine."""
+    (folder,) = machine.iterdir()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_killed_amid_a_save_goes_on_on_another_machine_with_the_same_bits(proxy, drive, tmp_path) -> None:
+    """Requests fail all the while: 503 and 500, answers that are lost, cut short and late."""
+    run = RUN.format(name="killed")
+    assert drive("local", f"run={tmp_path / 'run'}").wait(300) == 0
+    first = drive("one", f"run={run}")
+
+    def kill(method: str, path: str) -> int | None:
+        if method == "PUT" and "step-0000000020-000001/rank-00001" in path:
+            first.kill()
+            return 503
+        return None
+
+    proxy.fault_of_any = kill
+    assert first.wait(300) == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "one")
+
+    chance = random.Random(0)
+    proxy.fault_of_any = lambda *request: chance.choice([500, 503, "deaf", "stall"]) if chance.random() < 0.1 else None
+    proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.1 else None
+    assert drive("two", f"run={run}").wait(600) == 0
+    said = (tmp_path / "two.log").read_text()
+    assert "no sign of life: taking the run over" in said
+    assert "attempt 2: resumed from step 15 (attempt 1, 2 workers" in said
+    assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
+    assert losses(folder_of(tmp_path / "two")) == losses(tmp_path / "run")
+
+    # A third machine has nothing but the store.
+    proxy.fault_of_any = lambda method, path: None
+    proxy.fault = lambda path: None
+    assert drive("three", f"run={run}").wait(300) == 0
+    assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
+    log = (folder_of(tmp_path / "three") / "log.txt").read_text()
+    assert log.startswith((folder_of(tmp_path / "two") / "log.txt").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_stopped_goes_on_elsewhere_at_once(proxy, drive, tmp_path) -> None:
+    run = RUN.format(name="stopped")
+    longer = ("pretrain.steps=300", "pretrain.save_every=50")
+    assert drive("local", f"run={tmp_path / 'run'}", *longer).wait(300) == 0
+    first = drive("one", f"run={run}", *longer)
+    wait_for(tmp_path / "one.log", "checkpoint step 50 committed")
+    first.terminate()
+    assert first.wait(300) == 75
+    assert drive("two", f"run={run}", *longer).wait(300) == 0
+    said = (tmp_path / "two.log").read_text()
+    assert "resumed from step" in said and "sign of life" not in said
+    assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_of_two_owners_one_is_refused_and_one_that_was_frozen_cannot_commit(proxy, drive, tmp_path) -> None:
+    run = RUN.format(name="two")
+    longer = ("pretrain.steps=1000", "pretrain.save_every=20", "pretrain.keep=4")
+    assert drive("local", f"run={tmp_path / 'run'}", *longer).wait(300) == 0
+    first = drive("one", f"run={run}", *longer)
+    wait_for(tmp_path / "one.log", "checkpoint step 20 committed")
+
+    # While the first lives the second is refused, and says by whom.
+    assert drive("two", f"run={run}", *longer).wait(300) == 73
+    assert f"{run} is owned by process {first.pid} on" in (tmp_path / "two.log").read_text()
+    assert first.poll() is None, "the first has ended too soon for this test"
+
+    # It freezes with its workers, and the second takes over and ends the run.
+    frozen = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for process in frozen:
+        process.suspend()
+    assert drive("two", f"run={run}", *longer).wait(600) == 0
+    for process in frozen:
+        process.resume()
+    assert first.wait(300) in (73, 74)
+    assert "this is attempt 1" in (tmp_path / "one.log").read_text()
+    assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
+
+    # The store is as the second has left it.
+    assert drive("three", f"run={run}", *longer).wait(300) == 0
+    assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
+
+
+def wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 120
+    while text not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
