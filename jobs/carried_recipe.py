@@ -24,13 +24,13 @@ from pipeline import config
 VARIABLE = "PATCHLINE_RECIPE"
 
 
-def carried(recipe: Path, overrides: list[str], run: Path, folder: Path) -> tuple[str, list[str]]:
+def carried(recipe: Path, overrides: list[str], run: str, folder: Path) -> tuple[str, list[str]]:
     """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`.
 
     Raises ConfigError where it holds a secret.
     """
     values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
-    values["run"] = str(run)
+    values["run"] = run
     changed: list[str] = []
     for name, section in values.items():
         if name in ("run", "cluster"):
