@@ -317,7 +317,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
     secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
-        carried(home / "mine.yaml", secret, here.run, home)
+        carried(home / "mine.yaml", secret, str(here.run), home)
     assert main(["plan", "env:NOTHING"]) == 78
     assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 

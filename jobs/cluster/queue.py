@@ -42,7 +42,6 @@ NAMESPACE = b"patchline"  # in Ray's key-value store
 ENTRIES = b"queue/"  # and the id of a driver → its entry
 MARKS = b"make-way/"  # and the id of a driver → the id of the driver for which it is to make way
 LOOK_S = 1.0  # between two looks at the queue
-TIMEOUT_S = 10.0  # of a question to the head
 PREEMPT_AFTER_S = (
     3.0  # without room, and without anybody's coming or going: what is given back takes a moment to be free
 )
@@ -277,7 +276,7 @@ def own_job() -> str:
 def reason_to_make_way(job: str) -> str:
     """Return for whom a driver is to make way; "" where it is not. Any thread may ask."""
     # Nearly always there is none, and then the queue need not be read.
-    if _client().internal_kv_get(MARKS + job.encode(), NAMESPACE, timeout=TIMEOUT_S) is None:
+    if _client().internal_kv_get(MARKS + job.encode(), NAMESPACE) is None:
         return ""
     first = read().marks.get(job)
     if first is None:
@@ -291,9 +290,9 @@ def reason_to_make_way(job: str) -> str:
 def read() -> Queue:
     """Read what the drivers that are alive have written, and sweep away the rest."""
     client = _client()
-    keys = client.internal_kv_keys(ENTRIES, NAMESPACE, timeout=TIMEOUT_S)
-    keys += client.internal_kv_keys(MARKS, NAMESPACE, timeout=TIMEOUT_S)
-    texts = client.internal_kv_multi_get(keys, NAMESPACE, timeout=TIMEOUT_S)
+    keys = client.internal_kv_keys(ENTRIES, NAMESPACE)
+    keys += client.internal_kv_keys(MARKS, NAMESPACE)
+    texts = client.internal_kv_multi_get(keys, NAMESPACE)
     # After the texts: a driver that has written has joined before.
     alive = {job["JobID"] for job in ray_state.job_table() if not job["IsDead"]}
 
@@ -326,16 +325,16 @@ def write(entry: Entry) -> None:
 
 def put(prefix: bytes, job: str, text: str) -> None:
     """Write a value of a driver."""
-    _client().internal_kv_put(prefix + job.encode(), text.encode(), True, NAMESPACE, timeout=TIMEOUT_S)
+    _client().internal_kv_put(prefix + job.encode(), text.encode(), True, NAMESPACE)
 
 
 def delete(prefix: bytes, job: str) -> None:
     """Delete a value of a driver, where there is one."""
-    _client().internal_kv_del(prefix + job.encode(), False, NAMESPACE, timeout=TIMEOUT_S)
+    _client().internal_kv_del(prefix + job.encode(), False, NAMESPACE)
 
 
 def _client() -> Any:
-    """Return this process's connection to the head; compiled: no types."""
+    """Return this process's connection to the head, which waits while the head is away; compiled: no types."""
     return internal_kv_get_gcs_client()
 
 

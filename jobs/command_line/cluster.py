@@ -40,7 +40,7 @@ def submit(
     run = load_campaign(recipe, overrides).place  # a wrong recipe stops here, not on the cluster
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
-    text, changed = carried(recipe_path(recipe), overrides or [], run, Path.cwd())
+    text, changed = carried(recipe_path(recipe), overrides or [], str(run), Path.cwd())
     if changed:
         print(f"relative paths are taken from {Path.cwd()}: {', '.join(changed)}")
     variables[VARIABLE] = text
