@@ -74,6 +74,7 @@ def pack(
         ThreadPoolExecutor(workers) as pool,
         setting_at_error(stopped),
     ):
+        start_all(pool, workers)
         running: deque[Future[Record]] = deque()
         shard_names: list[str] = []
         finished_samples = 0
@@ -96,6 +97,14 @@ def pack(
         # An earlier try with other samples may have recorded shards that this one does not have.
         journal.keep(shard_names)
         return replace_set(journal, directory, names)
+
+
+def start_all(pool: ThreadPoolExecutor, workers: int) -> None:
+    """Start all threads of a pool, which otherwise start one by one with their first work."""
+    # Python 3.11 prints a traceback where a stop is raised just while a thread starts: better before there is work.
+    together = threading.Barrier(workers)
+    for _ in range(workers):
+        pool.submit(together.wait)
 
 
 def replace_set(journal: Journal, directory: Path, names: Names) -> Index:
