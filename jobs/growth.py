@@ -47,7 +47,7 @@ class Sizes:
         self.proven: Proven | None = None  # the last attempt that has committed
         self.wanted = 0  # the world for which the attempt before was stopped
         self.not_before = 0.0  # when growing may be tried, on the clock
-        self.failures = 0  # to grow
+        self.failures = 0  # to grow, since the last success
 
     def open_worlds(self) -> list[int]:
         """Return the worlds that the next attempt may have, the largest first."""
@@ -70,6 +70,8 @@ class Sizes:
 
     def has_committed(self, world: int, nodes: Set[str]) -> None:
         """Take down that an attempt has committed."""
+        if self.proven is not None and world > self.proven.world:
+            self.failures = 0
         self.proven = Proven(world, nodes)
 
     def fall_back(self, world: int) -> Proven | None:

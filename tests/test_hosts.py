@@ -323,10 +323,8 @@ def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_go
     grown_s = driver.until(has_said(driver, "growing from 1 to 2 workers, from step "), AGAIN_S)
     more_s = driver.until(has_said(driver, "attempt 3: "), AGAIN_S)
     assert driver.wait(2 * AGAIN_S) == 0, driver.said
-    print(
-        f"two hosts lost: noticed after {noticed_s:.1f} s, one worker trained {again_s:.1f} s later; a host joined in "
-    )
-    print(f"{join_s:.1f} s, its workers were stopped {grown_s:.1f} s later and two trained {more_s:.1f} s after that")
+    print(f"two hosts lost: noticed after {noticed_s:.1f} s, one worker trained {again_s:.1f} s later; ", end="")
+    print(f"a host joined in {join_s:.1f} s; stopped {grown_s:.1f} s later, two trained {more_s:.1f} s after that")
     assert [record["world"] for record in read_metrics(stage(run), "start")] == [2, 1, 2]
     assert (stage(run) / "incidents.txt").read_text().count("its node ") == 1
     (grown,) = re.findall(r"growing from 1 to 2 workers, from step (\d+)", driver.said)

@@ -34,7 +34,14 @@ from jobs.cluster.backends import (
     wait_for_resources,
 )
 from jobs.cluster.failures import group_failure
-from jobs.cluster.worker_group import REFRESHED_AT_A_LOOK, SeenRecords, do_nothing, records, worker_file
+from jobs.cluster.worker_group import (
+    REFRESHED_AT_A_LOOK,
+    SeenRecords,
+    WorkerRange,
+    do_nothing,
+    records,
+    worker_file,
+)
 from jobs.context import Context
 from jobs.growth import Sizes
 from jobs.session import run_campaign, warn_of_unused_gpus
@@ -509,6 +516,11 @@ def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_
         (0, {}, []),
         (8, {"gpus_per_worker": 1, "workers": 8}, []),
         (8, {"gpus_per_worker": 2, "workers": 3}, ["unused GPUs: 2 of the 8 of this machine; type cluster.workers=4"]),
+        (
+            8,
+            {"gpus_per_worker": 2, "workers": WorkerRange(least=1, most=3)},
+            ["unused GPUs: 2 of the 8 of this machine; type cluster.workers.most=4"],
+        ),
         (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of the 8 of this machine; too few for one more"]),
         (1, {"workers": 4}, ["unused GPUs: 1 of the 1 of this machine: the workers compute on the CPU; type"]),
     ],

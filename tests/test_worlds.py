@@ -1,13 +1,16 @@
 """A stage on as many workers as its batch allows and there is room for: which worlds, and when a run grows."""
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
 from data.errors import ConfigError
 from jobs import campaign
 from jobs.__main__ import main
-from jobs.cluster.worker_group import ClusterConfig, WorkerRange
+from jobs.cluster.backends import wait_for_resources
+from jobs.cluster.worker_group import ClusterConfig, WorkerRange, do_nothing
 from jobs.growth import Growth, Proven, Sizes
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.training_config import TrainConfig
@@ -95,6 +98,17 @@ def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsy
     assert "  workers 4, 2 or 1, as there is room; lines about a worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, 1)])
+def test_plain_processes_have_the_largest_world_for_which_this_machine_has_gpus(gpus, world, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    on_cpus = ClusterConfig(workers=WorkerRange(least=1, most=6), backend="processes")
+    on_gpus = dataclasses.replace(on_cpus, gpus_per_worker=1)
+    worlds = (4, 2, 1)
+    assert wait_for_resources(on_cpus, "", print, do_nothing, worlds) == 4
+    # Without any the start refuses it, with what to type.
+    assert wait_for_resources(on_gpus, "", print, do_nothing, worlds) == world
 
 
 # ------------------------------------------------------------------------ when a run grows
@@ -191,3 +205,6 @@ def test_after_a_larger_attempt_that_made_no_commit_the_world_goes_back_and_grow
     assert sizes.not_before == 1000 + 1200, "the places did not come"
     sizes.begins(2)
     assert sizes.not_before == 1000 + 1200, "fewer than before is no growth that failed"
+    sizes.has_committed(8, {"a", "b", "c"})
+    sizes.has_committed(2, {"a"})
+    assert sizes.fall_back(4) is not None and sizes.not_before == 1000 + 600, "growing has worked since"
