@@ -93,6 +93,11 @@ def verdict(driver: Driver) -> str:
     return lines[-1][:100]
 
 
+def verdict_or_none(driver: Driver) -> str:
+    """The verdict, or that there was none."""
+    return verdict(driver) if "restarting from" in driver.said else "no verdict"
+
+
 # ------------------------------------------------------------------------ hosts
 
 
@@ -362,6 +367,33 @@ def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one
         print(f"FAULT_SEED={SEED} round {number}: head lost; a new cluster took {started_s:.1f} s, ", end="")
         print(f"the same command trained {again_s:.1f} s later")
         assert_same(run, twin)
+
+
+FILL = """
+set -e
+used=$(df --output=used -k /tmp | tail -1)
+mount -o remount,size=$((used + 64))k /tmp
+cat /dev/zero >/tmp/ballast 2>/dev/null || true
+! echo more >/tmp/more 2>/dev/null
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_on_one_host_does_not_stop_the_run(cluster, twin, shared) -> None:
+    """The disk of the host itself, where its Ray and its programs write; the shared one has room."""
+    run = shared / "full"
+    driver = begin(cluster, run)
+    driver.until(has_reported(run, 7), AGAIN_S)
+    victim = a_worker_host(driver, random.Random(SEED + 4))
+    cluster.network[victim].run(FILL)
+    code = driver.wait(2 * AGAIN_S)
+    # Its Ray may have given up: the next test has a host with an empty disk.
+    cluster.network[victim].kill()
+    restarts = driver.said.count("restarting from")
+    print(f"FAULT_SEED={SEED + 4}: disk of {victim} full after step 7; {restarts} restarts; {verdict_or_none(driver)}")
+    assert code == 0, driver.said
+    assert_same(run, twin)
 
 
 # ------------------------------------------------------------------------ links fail
