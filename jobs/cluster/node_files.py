@@ -217,13 +217,30 @@ def take_over(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
         path = stage / change.name
         # A full disk costs the driver what it would have read there; the node sends it again.
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not change.is_rest:
-                _replace(path, change.content)
-                taken[change.name] = change.mark
-            elif append_whole(path, change.content):
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
+            if change.is_rest:
+                is_written = append_whole(path, change.content)
+            else:
+                _put(path, change.content)
+                is_written = True
+            if is_written:
                 taken[change.name] = change.mark
     return taken
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a file that is sent whole."""
+    # A place is of a fixed length and changes many times a second: in place, as the worker writes it, for a fifth of
+    # the time that a new file takes.
+    if path.suffix == ".phase":
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.pwrite(handle, content, 0)
+        finally:
+            os.close(handle)
+    else:
+        _replace(path, content)
 
 
 def _replace(path: Path, content: bytes) -> None:

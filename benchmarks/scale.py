@@ -1,0 +1,486 @@
+"""What grows with the number of workers or with the length of a run, measured with the files of many fake ranks.
+
+    python -m benchmarks.scale                    # all, or some of them by name
+
+- look: one look of the driver at an attempt's folder, in CPU time, and the files that it opens. Between two looks every
+  fake rank has entered another phase.
+- copies: the same where nodes share no storage: what the driver does with the answers of one look.
+- calls: what Ray takes to ask the nodes of one look, all threads of the driver.
+- metrics: what `status` costs on a metrics.jsonl of a million steps.
+- manifest: what rank 0 does to commit: a manifest of so many files, sealed, read back, and every file looked at.
+- restore: how many files the workers open to load a checkpoint, all of them together.
+- attempts: what a restart costs after so many attempts.
+- order: the ledger of a step.
+- index: what a worker pays at its start for a set of three billion samples.
+
+"Before" is the code of commit a5385cc, written out here or taken out of git. Both take turns; a ratio is the median of
+the ratios of the rounds.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from data.files import write_durably
+from data.order import Ledger
+from data.shards.index import SCHEMA, SUFFIX, Shard, digest_of, seal_of
+from jobs.cluster.node_copies import ASKED_AT_A_LOOK
+from jobs.cluster.node_files import Change, NodeActor, take_over
+from jobs.cluster.worker_group import SeenRecords, records, worker_file
+from jobs.ownership import claim_attempt
+from jobs.stage_run import newest_attempt_name
+from pipeline.checkpoints.checkpoint import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Reader,
+    attempt_of_stage,
+    read_manifest,
+    seal,
+)
+from pipeline.checkpoints.saver import WrittenFile
+from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
+
+WORLDS = (64, 256, 1024, 4096)
+ROUNDS = 9
+WORKERS_OF_A_NODE = 8
+STEPS = 1_000_000
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+BEFORE = "a5385cc"
+
+
+def main(words: list[str]) -> None:
+    """Run the named measurements."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", default=list(MEASUREMENTS), choices=[*MEASUREMENTS, []])
+    names = parser.parse_args(words).names
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, {time.strftime('%Y-%m-%d')}")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"\n{name}")
+            MEASUREMENTS[name](Path(folder))
+
+
+class Opened:
+    """Counts the files that this process opens."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        sys.addaudithook(self.hear)
+
+    def hear(self, event: str, details: tuple[object, ...]) -> None:
+        """Be told of an event of the interpreter."""
+        if event in ("open", "os.scandir", "os.listdir"):
+            self.count += 1
+
+
+def cpu_ms(work: Callable[[], object]) -> float:
+    """Return the CPU time of a call in ms."""
+    began = time.process_time()
+    work()
+    return 1000 * (time.process_time() - began)
+
+
+def row(*cells: object) -> None:
+    """Print a row of a table."""
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+# ------------------------------------------------------------------------ a look of the driver
+
+
+class FakeRanks:
+    """The files of an attempt's workers, who all go through the steps together."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.world = world
+        self.entered = 0
+        self.handles = []
+        for rank in range(world):
+            record = {"rank": rank, "node": f"n{rank // 8}", "node_id": "f" * 56, "address": "10.0.0.1", "pid": 4711}
+            record |= {"started": 1.7e9, "oom_kills": 0}
+            worker_file(folder, rank, ".json").write_text(json.dumps(record).ljust(16_600))
+            worker_file(folder, rank, ".log").touch()
+            self.handles.append(os.open(phase_file(folder, rank), os.O_WRONLY | os.O_CREAT))
+
+    def enter(self) -> None:
+        """Enter the next phase, all of them."""
+        self.entered += 1
+        phase = ("data", "forward", "backward", "reduce")[self.entered % 4]
+        for handle in self.handles:
+            fields = {"entered": self.entered, "phase": phase, "step": self.entered // 4, "shard": "train-000017.tar"}
+            os.pwrite(handle, json.dumps(fields).encode().ljust(LINE_BYTES - 1) + b"\n", 0)
+
+    def close(self) -> None:
+        """Close all files."""
+        for handle in self.handles:
+            os.close(handle)
+
+
+class PlainWatch:
+    """A look as it was before: all records and all places."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.folder = folder
+        self.world = world
+        self.places: dict[int, Place] = {}
+
+    def look(self) -> None:
+        """Look once."""
+        written = records(self.folder, self.world)
+        ended = [rank for rank, record in written.items() if "ended" in record]
+        assert not ended
+        for rank in range(self.world):
+            fields = json.loads(phase_file(self.folder, rank).read_text())
+            self.places[rank] = Place(**fields, since=time.monotonic())
+        assert max(place.since for place in self.places.values())
+        last = min(self.places, key=lambda rank: self.places[rank].entered)
+        for rank, place in self.places.items():
+            if rank != last and place.entered <= self.places[last].entered:
+                break
+
+
+def measure_look(folder: Path) -> None:
+    """Compare looks before and after, for each size of the group."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    opened = Opened()
+    row("workers", "before, CPU ms", "after, CPU ms", "ratio", "files opened before", "after", "first look after, ms")
+    for world in WORLDS:
+        attempt = folder / str(world)
+        attempt.mkdir()
+        ranks = FakeRanks(attempt, world)
+        ranks.enter()
+        plain = PlainWatch(attempt, world)
+        seen = SeenRecords(attempt)
+        watch = Watch(attempt, world, stall_s=600)
+
+        def look(seen: SeenRecords = seen, watch: Watch = watch) -> None:
+            seen.look()
+            watch.look(lambda rank: False)
+            watch.slow()
+
+        time.sleep(0.1)
+        first_ms = cpu_ms(look)
+        # Until every worker has been seen.
+        for _ in range(len(watch.batches) + 2):
+            look()
+        before_ms, after_ms, before_files, after_files = [], [], [], []
+        for _ in range(ROUNDS):
+            ranks.enter()
+            count = opened.count
+            before_ms.append(cpu_ms(plain.look))
+            before_files.append(opened.count - count)
+            ranks.enter()
+            count = opened.count
+            after_ms.append(cpu_ms(look))
+            after_files.append(opened.count - count)
+        ratio = statistics.median(before / after for before, after in zip(before_ms, after_ms, strict=True))
+        times = (f"{statistics.median(before_ms):.1f}", f"{statistics.median(after_ms):.1f}", f"{ratio:.1f} ×")
+        row(world, *times, statistics.median(before_files), statistics.median(after_files), f"{first_ms:.1f}")
+        ranks.close()
+
+
+def measure_copies(folder: Path) -> None:
+    """Take over the answers of the nodes that are asked at one look: 33 at most, of 8 workers each."""
+    row("workers", "nodes asked at a look", "CPU ms to write what their workers have changed", "a node is asked every")
+    for world in WORLDS:
+        nodes = world // WORKERS_OF_A_NODE
+        asked = min(nodes, ASKED_AT_A_LOOK + 1)
+        stage = folder / str(world)
+        answers = []
+        line = b'{"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}'.ljust(LINE_BYTES)
+        for node in range(asked):
+            changes = []
+            for worker in range(WORKERS_OF_A_NODE):
+                name = f"attempts/attempt-000001/rank-{node * WORKERS_OF_A_NODE + worker:05d}.phase"
+                changes.append(Change(name, line, False, (LINE_BYTES, 1)))
+            answers.append(changes)
+
+        def take(answers: list[list[Change]] = answers, stage: Path = stage) -> None:
+            for changes in answers:
+                take_over(stage, changes)
+
+        taken_ms = statistics.median(cpu_ms(take) for _ in range(ROUNDS))
+        row(world, asked, f"{taken_ms:.1f}", f"{0.5 * max(1, nodes / ASKED_AT_A_LOOK):.1f} s")
+
+
+def measure_calls(folder: Path) -> None:
+    """Ask an actor of an embedded Ray cluster as often as the driver asks nodes at a look, and take the answers."""
+    import ray
+
+    from jobs.cluster.backends import connect, disconnect
+    from jobs.cluster.worker_group import ClusterConfig
+
+    attempt = folder / "stage" / "attempts" / "attempt-000001"
+    connect(ClusterConfig())
+    try:
+        actor = ray.remote(num_cpus=0)(NodeActor).remote(attempt)
+        ray.get(actor.begin.remote("token", {}, []))
+        ranks = FakeRanks(attempt, WORKERS_OF_A_NODE)
+        times = []
+        for _ in range(3 * ROUNDS):
+            ranks.enter()
+            began = time.process_time()
+            answers = [actor.look.remote({}, {}) for _ in range(ASKED_AT_A_LOOK + 1)]
+            time.sleep(0.5)
+            ready, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
+            for answer in ready:
+                ray.get(answer)
+            times.append(1000 * (time.process_time() - began))
+        row("nodes asked", "CPU ms of the driver to ask and to take the answers")
+        row(ASKED_AT_A_LOOK + 1, f"{statistics.median(times):.1f}")
+        ranks.close()
+    finally:
+        disconnect()
+
+
+# ------------------------------------------------------------------------ metrics
+
+PLAIN_STATUS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+from before_telemetry import last_metrics, read_metrics
+from before_accounting import account
+last_metrics(Path(sys.argv[1]))
+print(account(read_metrics(Path(sys.argv[1]), None)).line())
+"""
+STATUS = """
+import sys
+from pathlib import Path
+from pipeline.monitoring.accounting import account_rows
+from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.telemetry import last_metrics
+last_metrics(Path(sys.argv[1]))
+print(account_rows(MetricsIndex(Path(sys.argv[1])).rows).line())
+"""
+USED = """
+import time
+# Not getrusage: its peak is that of the process that started this one, where that was larger.
+(peak,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(time.process_time(), int(peak.split()[1]) / 1024)
+"""
+
+
+def write_metrics(path: Path, steps: int, log_every: int, attempts: int) -> None:
+    """Write the metrics of a stage whose attempts each took as many steps."""
+    rng = random.Random(1)
+    clock = 1.7e9
+    names = ["lr", "images_per_s", "tflops_per_worker", "wait", "wait_storage", "wait_decode", "wait_transfer"]
+    names += ["eta_s", "memory_gb"]
+    with path.open("w") as file:
+        for attempt in range(1, attempts + 1):
+            first = (attempt - 1) * (steps // attempts)
+            start = {"kind": "start", "time": clock, "attempt": attempt, "step": first, "claimed": clock - 20}
+            file.write(json.dumps(start) + "\n")
+            for step in range(first + log_every, first + steps // attempts + 1, log_every):
+                clock += log_every * 0.5
+                losses = [rng.random() * 7 for _ in range(log_every)]
+                norms = [rng.random() for _ in range(log_every)]
+                record = {"kind": "train", "time": round(clock, 3), "attempt": attempt, "step": step, "steps": steps}
+                record |= {name: rng.random() for name in names}
+                record |= {"loss": losses[-1], "losses": losses, "grad_norm": norms[-1], "grad_norms": norms}
+                record |= {"mfu": None, "seconds": log_every * 0.5, "stalled_s": 0.0, "evaluated_s": 0.0, "world": 8}
+                record |= {"samples_seen": step * 4096, "bad_samples": 0, "ledger": f"{rng.getrandbits(256):064x}"}
+                file.write(json.dumps(record) + "\n")
+
+
+def in_a_process(code: str, folder: Path) -> tuple[float, float]:
+    """Return the CPU seconds and the peak memory in MB of a Python program about a stage."""
+    words = [sys.executable, "-c", code + USED, str(folder)]
+    output = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    cpu_s, memory_mb = output.split()
+    return float(cpu_s), float(memory_mb)
+
+
+def measure_metrics(folder: Path) -> None:
+    """Compare `status` before and after, with and without an index that the driver has kept."""
+    for name in ("telemetry", "accounting"):
+        command = ["git", "show", f"{BEFORE}:pipeline/monitoring/{name}.py"]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        (folder / f"before_{name}.py").write_text(code)
+    row("log_every", "attempts", "file, MB", "", "CPU s", "memory, MB", "before / this")
+    for log_every, attempts in ((50, 1), (50, 1000), (5, 1)):
+        stage = folder / f"{log_every}-{attempts}"
+        stage.mkdir()
+        path = stage / "metrics.jsonl"
+        write_metrics(path, STEPS, log_every, attempts)
+        used: dict[str, list[tuple[float, float]]] = {"before": [], "no index yet": [], "index kept": []}
+        for _ in range(3):
+            used["before"].append(in_a_process(PLAIN_STATUS, stage))
+            (stage / "metrics.index").unlink(missing_ok=True)
+            used["no index yet"].append(in_a_process(STATUS, stage))
+            used["index kept"].append(in_a_process(STATUS, stage))
+        for name, values in used.items():
+            cpu_s = statistics.median(value[0] for value in values)
+            memory_mb = statistics.median(value[1] for value in values)
+            pairs = zip(used["before"], values, strict=True)
+            ratio = statistics.median(before[0] / value[0] for before, value in pairs)
+            size = f"{path.stat().st_size / 1e6:.0f}"
+            row(log_every, attempts, size, name, f"{cpu_s:.2f}", f"{memory_mb:.0f}", f"{ratio:.1f} ×")
+
+
+# ------------------------------------------------------------------------ checkpoints
+
+
+def measure_manifest(folder: Path) -> None:
+    """Seal, write and read manifests of so many files, look at every file, and gather what is said of them."""
+    row("workers", "manifest, KB", "seal, ms", "write, ms", "read and check, ms", "stat of all, ms", "gathered, KB")
+    for world in WORLDS:
+        measure_one_manifest(folder / f"step-{world:010d}", world)
+
+
+def measure_one_manifest(checkpoint: Path, world: int) -> None:
+    """Print the row of one world; writing is in wall time, with its fsync, the rest in CPU time."""
+    checkpoint.mkdir()
+    results = [WrittenFile(f"rank-{rank:05d}.safetensors", 2**30, f"{rank:064x}") for rank in range(world)]
+    for result in results:
+        (checkpoint / result.name).touch()
+    files: dict[str, FileRecord] = {}
+    for result in results:
+        files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
+    manifest = Manifest(world, 0, 0, "0" * 64, 1, world, 2, {}, "key", "code", files=files)
+    text = seal(manifest)
+    seals, writes, reads, stats = [], [], [], []
+    for _ in range(ROUNDS):
+        seals.append(cpu_ms(lambda: seal(manifest)))
+        began = time.perf_counter()
+        write_durably(checkpoint / MANIFEST, text.encode())
+        writes.append(1000 * (time.perf_counter() - began))
+        reads.append(cpu_ms(lambda: read_manifest(checkpoint)))
+        stats.append(cpu_ms(lambda: [(checkpoint / result.name).stat() for result in results]))
+    gathered = sum(len(pickle.dumps(result)) for result in results) / 1000
+    medians = [f"{statistics.median(values):.1f}" for values in (seals, writes, reads, stats)]
+    row(world, f"{len(text) / 1000:.0f}", *medians, f"{gathered:.0f}")
+
+
+def measure_restore(folder: Path) -> None:
+    """Count the files that one worker opens to read its part of a flat state that so many workers have saved."""
+    row("saved by", "loaded by", "files a worker opens, before", "after", "its CPU ms before", "after")
+    for world in WORLDS:
+        checkpoint = folder / str(world)
+        checkpoint.mkdir()
+        names = []
+        for rank in range(world):
+            names.append(f"rank-{rank:05d}.safetensors")
+            views = {f"w|{kind}|{rank * 16}": torch.zeros(16) for kind in KINDS}
+            save_file(views, checkpoint / names[-1])
+        for next_world in (world, world // 2):
+            measure_one_restore(checkpoint, names, next_world)
+
+
+def measure_one_restore(checkpoint: Path, names: list[str], next_world: int) -> None:
+    """Print the row of a worker of one world that loads what another has saved."""
+    part = len(names) * 16 // next_world
+    rank = next_world // 3
+    opened = {}
+    times: dict[str, list[float]] = {"before": [], "after": []}
+
+    def load(name: str, share: float | None) -> None:
+        reader = Reader(checkpoint, names, share)
+        for kind in KINDS:
+            reader("w", kind, rank * part, part)
+        opened[name] = len(reader.handles)
+
+    for _ in range(3):
+        times["before"].append(cpu_ms(lambda: load("before", None)))
+        times["after"].append(cpu_ms(lambda: load("after", (rank + 0.5) / next_world)))
+    medians = [f"{statistics.median(values):.1f}" for values in times.values()]
+    row(len(names), next_world, opened["before"], opened["after"], *medians)
+
+
+# ------------------------------------------------------------------------ attempts, order
+
+
+def measure_attempts(folder: Path) -> None:
+    """Claim an attempt, and count those before it, after so many of them."""
+    row("attempts before", "claim, ms", "count those of the stage, ms", "find its newest, ms")
+    for count in (1, 100, 1000, 10_000):
+        run = folder / str(count)
+        stage = run / "pretrain-00000000"
+        (run / "attempts").mkdir(parents=True)
+        for number in range(1, count + 1):
+            (run / "attempts" / f"{number:06d}.json").write_text("{}")
+            (stage / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
+        claim = statistics.median(cpu_ms(lambda run=run: claim_attempt(run)) for _ in range(ROUNDS))
+        counted = statistics.median(cpu_ms(lambda s=stage, c=count: attempt_of_stage(s, c)) for _ in range(ROUNDS))
+        newest = statistics.median(cpu_ms(lambda stage=stage: newest_attempt_name(stage)) for _ in range(ROUNDS))
+        row(count, f"{claim:.1f}", f"{counted:.1f}", f"{newest:.1f}")
+
+
+def measure_order(folder: Path) -> None:
+    """Compute the ledger of a step for several batches."""
+    row("batch", "ledger of a step, ms")
+    ledger = Ledger.start("0" * 64, 0)
+    for batch in (4096, 32_768, 262_144):
+        ids = np.arange(batch)
+        times = [cpu_ms(lambda ids=ids: ledger.update(7, ids, ids, ids)) for _ in range(ROUNDS)]
+        row(f"{batch:,}", f"{statistics.median(times):.2f}")
+
+
+INDEX_COSTS = """
+import sys
+from data.order import Order
+from data.shards.index import load_index
+began = __import__("time").process_time()
+index = load_index(sys.argv[1])
+loaded = __import__("time").process_time()
+order = Order(index.shard_samples, seed=0, batch_size=32768)
+order.batch(10)
+first = __import__("time").process_time()
+order.batch(11)
+print(loaded - began, first - loaded, __import__("time").process_time() - first)
+"""
+
+
+def measure_index(folder: Path) -> None:
+    """Load the index of a set, in a process of its own, and compute batches, for shards of 10,000 samples."""
+    row("samples", "shards", "JSON, MB", "load, CPU s", "first batch of 32,768, s", "next batch, s", "memory, MB")
+    for shards in (3_000, 30_000, 300_000):
+        rows = []
+        for number in range(shards):
+            rows.append([f"train-{number:06d}.tar", 10_000, 6_543_360, f"{number:064x}", f"{number + 1:064x}"])
+        content: dict[str, object] = {
+            "schema": SCHEMA,
+            "directory": ".",
+            "classes": 1,
+            "class_counts": [shards * 10_000],
+        }
+        content |= {"digest": digest_of([Shard(*values) for values in rows], [shards * 10_000]), "shards": rows}
+        path = folder / f"s{shards}{SUFFIX}"
+        path.write_text(json.dumps(content | {"seal": seal_of(content)}))
+        words = [sys.executable, "-c", INDEX_COSTS + USED, str(path)]
+        output = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+        seconds = [f"{float(value):.2f}" for value in output[0].split()]
+        memory_mb = float(output[1].split()[1])
+        row(f"{shards * 10_000:,}", f"{shards:,}", f"{path.stat().st_size / 1e6:.0f}", *seconds, f"{memory_mb:.0f}")
+
+
+MEASUREMENTS: dict[str, Callable[[Path], None]] = {
+    "look": measure_look,
+    "copies": measure_copies,
+    "calls": measure_calls,
+    "metrics": measure_metrics,
+    "manifest": measure_manifest,
+    "restore": measure_restore,
+    "attempts": measure_attempts,
+    "order": measure_order,
+    "index": measure_index,
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
