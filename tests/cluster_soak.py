@@ -186,10 +186,14 @@ def suffer(soak: Soak, seconds: float) -> int:
     soak.driver.until(has_reported(soak.run, 1), STEP_TIMEOUT_S)
     began = time.monotonic()
     count = 0
+    to_come: list[Callable[[Soak], str]] = []
     while time.monotonic() - began < seconds - EVERY_S:
         next_at = time.monotonic() + EVERY_S
         minutes = (time.monotonic() - began) / 60
-        fault = soak.rng.choice(FAULTS)
+        # In a new random order each time, so that none comes twice before all have come once.
+        if not to_come:
+            to_come = soak.rng.sample(FAULTS, len(FAULTS))
+        fault = to_come.pop()
         nodes = newest_nodes(soak.run)
         befell_at = time.time()
         step = last_step(soak.run)

@@ -435,7 +435,7 @@ def test_a_collective_that_lost_a_member_says_so_without_the_librarys_text(tmp_p
     [
         pytest.param("drain", 1, marks=pytest.mark.slow),
         pytest.param("sigterm", 1, marks=pytest.mark.slow),
-        pytest.param("drain", 20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        pytest.param("drain", 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
 def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves, nodes, recipe, capsys) -> None:
