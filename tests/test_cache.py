@@ -48,6 +48,7 @@ def local(tmp_path_factory):
 def storage(request, local, tmp_path_factory):
     """A store that speaks a scheme's protocol on loopback and holds the shards, behind a proxy that can fail."""
     files = {f"set/{shard.name}": Path(local.location(n)) for n, shard in enumerate(local.shards)}
+    files |= {"mixed/a.tar": Path(local.location(0)), "mixed/b.tar.gz": Path(local.location(1))}
     with store(request.param, files) as proxy:
         proxy.set = f"{request.param}://images/set"
         proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=proxy.set)
@@ -184,6 +185,13 @@ def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_pa
         assert (index.digest, index.directory) == (local.digest, faulty.set)
         assert np.array_equal(index.table(3), local.table(3))
     assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
+
+
+def test_compressed_tars_beside_others_are_not_left_out_without_a_word(faulty, tmp_path):
+    mixed = faulty.set.replace("/set", "/mixed")
+    with pytest.raises(DataError, match=r"b\.tar\.gz would be left out: compressed tars"):
+        build_index(mixed, output=tmp_path)
+    assert len(build_index(f"{mixed}/*.tar", output=tmp_path).shards) == 1
 
 
 def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_again(

@@ -21,7 +21,9 @@ from data.shards.names import number, read_class_list
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample
+from jobs import class_names
 from jobs.__main__ import main
+from jobs.campaign import load
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
 
@@ -207,6 +209,8 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
         ("a.txt", "tench\ngoldfish\n\n", ("tench", "goldfish")),
         ("a.json", '{"1": "goldfish", "0": "tench"}', ("tench", "goldfish")),
         ("a.json", '["tench", "goldfish"]', ("tench", "goldfish")),
+        ("config.json", '{"model_type": "vit", "id2label": {"0": "tench", "1": "goldfish"}}', ("tench", "goldfish")),
+        ("a.index.json", '{"schema": 3, "names": ["tench", "goldfish"]}', ("tench", "goldfish")),
         ("a.jsonl", '{"name": "tench"}\n"goldfish"\n', ("tench", "goldfish")),
         ("a.txt", "tench\n\ngoldfish\n", "class 1 has no name"),
         ("a.json", '{"2": "goldfish", "0": "tench"}', "class 1 has no name"),
@@ -293,6 +297,19 @@ def test_names_are_in_the_digest_and_sealed_and_a_set_without_keeps_the_digest_t
         load_index(path)
 
 
+def test_names_are_taken_over_from_an_index_of_the_same_tars_alone(tmp_path, capsys):
+    samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
+    named = pack(samples, tmp_path / "set", name="set", names=("cat", "dog"))
+    command = ["index", f"{tmp_path}/set"]
+    assert main(command) == 0
+    assert load_index(tmp_path / "set").digest == named.digest
+    with open(tmp_path / "set" / "set-000000.tar", "ab") as tar:
+        tar.write(bytes(512))
+    capsys.readouterr()
+    assert main(command) == 0
+    assert load_index(tmp_path / "set").names == () and "class names: none" in capsys.readouterr().out
+
+
 def test_sets_that_call_an_id_differently_are_not_joined(tmp_path):
     samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
     sets = [
@@ -371,6 +388,18 @@ def test_plan_refuses_sets_whose_names_do_not_agree_and_says_whose_labels_are_ta
     assert "fewshot: probe.train" in capsys.readouterr().err, "a head of its own has names of its own; a probe has two"
     assert main(["plan", campaign(three_sets, b="d")]) == 0
     assert f"none in data.evaluate ({three_sets}/d): labels are taken on trust" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("train", "new_head", "expected"), [("c", "true", "bird cat cow"), ("d", "true", ""),
+                                                           ("d", "false", "airplane bird cat")])  # fmt: skip
+def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_it_had(
+    three_sets, train, new_head, expected
+):
+    recipe = Path(campaign(three_sets, c=train, new_head=new_head))
+    recipe.write_text(recipe.read_text().partition("fewshot:")[0])
+    loaded = load(recipe, [])
+    assert class_names.of_stage(loaded, loaded.stage("more")) == tuple(expected.split())
+    assert class_names.of_stage(loaded, loaded.stage("resize")) == ("airplane", "bird", "cat")
 
 
 def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets, tmp_path, capsys):

@@ -157,7 +157,8 @@ def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
         return
     report.add_good(header, image, labels)
     if len(report.grid) < job.grid:
-        classes = ", ".join(job.index.names[label] if job.index.names else str(label) for label in labels)
+        names = job.index.names
+        classes = ", ".join(names[label] if label < len(names) else str(label) for label in labels)
         report.grid.append(GridImage(f"{key[-24:]}: {classes}", image))
 
 

@@ -19,7 +19,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,9 +70,10 @@ def build_index(
     forgotten. The JSON and the tables go to `output` (default: beside the shards, where these are here) as
     `<name>.index.json` (default: the folder's name); `at` is the URL that the shards will be read from, where that
     is another one. `names` are those of the classes, in the order of their ids, by which labels that are names are
-    read; without them, those of the index that this one replaces. `report` is told how many shards are done, of how
-    many. `cache` says where a tar is kept while it is looked at, and how patient fetching is. Raises DataError naming
-    every tar that cannot be used and every label ≥ `classes`, StorageError where the storage does not answer.
+    read; without them, those of the index of the same tars that this one replaces. `report` is told how many shards
+    are done, of how many. `cache` says where a tar is kept while it is looked at, and how patient fetching is. Raises
+    DataError naming every tar that cannot be used and every label ≥ `classes`, StorageError where the storage does not
+    answer.
     """
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     urls = [path for path in sources if "://" in path]
@@ -91,7 +92,7 @@ def build_index(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{SUFFIX}"
     # A set that is indexed again stays the set that it was, with its digest.
-    names = names or names_before(path)
+    names = names or names_before(path, tars.sizes)
     check_tables(path, at or tars.directory, tars.sizes)
     check_stopped(path.with_name(path.name + ".partial"))
 
@@ -112,12 +113,16 @@ def build_index(
         return journal.finish(at or tars.directory, names)
 
 
-def names_before(path: Path) -> Names:
-    """The class names of the index that is about to be replaced; none where there is none that can be read."""
+def names_before(path: Path, sizes: Mapping[str, int]) -> Names:
+    """The class names of the index that is about to be replaced, where it is of these very tars; otherwise none."""
     try:
-        return load_index(path).names
+        index = load_index(path)
     except DataError:
         return ()
+    # Names say nothing of other tars that have come to the same place.
+    if {shard.name: shard.bytes for shard in index.shards} != sizes:
+        return ()
+    return index.names
 
 
 def digest_of_names(names: Names) -> str:

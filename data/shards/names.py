@@ -22,6 +22,7 @@ from data.checks import printable
 from data.errors import DataError
 
 Names = tuple[str, ...]
+LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names in JSON that holds other things too
 MOST_SHOWN = 5  # names that an error shows of many
 
 
@@ -31,8 +32,9 @@ MOST_SHOWN = 5  # names that an error shows of many
 def read_class_list(path: str | os.PathLike[str]) -> Names:
     """The class names of a file, in the order of their ids; raises DataError where it holds none.
 
-    One name a line; or a `.jsonl` of a JSON text, or an object with `name`, a line; or a `.json`: a list of names, or
-    {"0": name, …} as Hugging Face's `id2label`.
+    One name a line; or a `.jsonl` of a JSON text, or an object with `name`, a line; or a `.json`: a list of names,
+    {"0": name, …} as Hugging Face's `id2label`, or an object that has such as `names` (our indexes), `id2label` or
+    `label_names` (config.json of Hugging Face and of timm).
     """
     path = Path(path)
     try:
@@ -51,6 +53,9 @@ def names_in(text: str, suffix: str) -> Names:
     """The names in the text of a class list; raises ValueError where one is missing or is none."""
     if suffix == ".json":
         content = json.loads(text)
+        for key in LIST_KEYS:
+            if isinstance(content, dict) and key in content:
+                content = content[key]
         if isinstance(content, dict):
             content = [content.get(str(label)) for label in range(len(content))]
     else:
@@ -251,7 +256,8 @@ def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
                 f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
                 "  expected one name for each class id\n"
                 "  pack or index one again, numbered as the other: --classes-of INDEX (in a recipe classes_of)\n"
-                "  or --names FILE (in a recipe names): the classes.json of weights is such a file"
+                "  or --names FILE (in a recipe names), as the classes.json of weights; weights with other words for\n"
+                "  the same classes are imported again with the set's: --names SET.index.json"
             )
         if len(names) > len(longest):
             longest = names

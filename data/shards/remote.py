@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypedDict
 from urllib.parse import urlsplit
 
 from data.errors import DataError
+from data.shards.folders import COMPRESSED, some
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it
@@ -103,14 +104,23 @@ def size_of(url: str, timeout_s: float) -> int:
 
 
 def list_tars(url: str, timeout_s: float) -> dict[str, int]:
-    """{URL: bytes} of the *.tar in a folder, or of those that match a pattern; raises as `read_range`."""
+    """{URL: bytes} of the *.tar in a folder, or of those that match a pattern; raises as `read_range`.
+
+    Raises Refused where a folder has compressed tars too, which would be left out.
+    """
     scheme = urlsplit(url).scheme
     if scheme == "https":
         raise Refused(f"{redacted(url)}: https cannot list; name the shards, as in …/train-{{000..099}}.tar")
-    pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar"
+    pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
-    return {f"{scheme}://{path}": entry["size"] for path, entry in sorted(entries.items())}
+    compressed = [path for path in sorted(entries) if path.endswith(COMPRESSED)]
+    if compressed:
+        raise Refused(
+            f"{redacted(url)}: {some(compressed)} would be left out: compressed tars; "
+            f"uncompress them, or name those that you mean: {redacted(url).rstrip('/')}/*.tar"
+        )
+    return {f"{scheme}://{path}": entry["size"] for path, entry in sorted(entries.items()) if path.endswith(".tar")}
 
 
 # --------------------------------------------------------------------------------------------- s3, gs, az

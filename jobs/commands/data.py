@@ -93,6 +93,8 @@ def index_tars(
             cache=cache_config(cache),
         )
     lines = summary(index)
+    if not index.names:
+        lines.append("class names: none, labels are taken on trust; where they are known, give --names FILE")
     refuse_useless(index, lines)
     return lines
 

@@ -73,7 +73,7 @@ def save_weights(
     names = list(class_names[: config.classes])
     if names:
         with writing(directory / CLASSES) as target:
-            target.write_text(json.dumps(names, indent=0, ensure_ascii=False) + "\n")
+            target.write_text(json.dumps(names, indent=0) + "\n")
     else:
         # Those of the weights that were here before would be taken for these weights'.
         (directory / CLASSES).unlink(missing_ok=True)
