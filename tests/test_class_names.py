@@ -124,6 +124,7 @@ def test_a_set_of_another_pack_stage_gives_the_numbering(tmp_path):
 def test_renaming_merges_classes_and_two_classes_of_one_name_stay_apart():
     merged = number(("cat", "kitty", "dog"), rename={"kitty": "cat"})
     assert merged.names == ("cat", "dog") and merged.ids == {0: 0, 1: 0, 2: 1}
+    assert merged.labels((1, 2, 0), "a") == (0, 1)
     cranes = ("crane", "heron", "crane")
     assert number(cranes).ids is None and number(cranes, cranes).ids is None
     with pytest.raises(DataError, match=r"lacks 1 of its 1 classes: 'crane'"):

@@ -113,7 +113,8 @@ class Numbering:
             )
         if self.ids is None:
             return tuple(labels)
-        return tuple(self.ids[label] for label in labels if label in self.ids)
+        # Two classes that are now one give one label, not two.
+        return tuple(dict.fromkeys(self.ids[label] for label in labels if label in self.ids))
 
 
 def number(
