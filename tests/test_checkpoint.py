@@ -428,7 +428,7 @@ def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -
 
 
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
     """Two real workers, one of which finds another disk at the run's path, as a node without the shared mount does."""
     (tmp_path / "run").mkdir()

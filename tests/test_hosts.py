@@ -533,3 +533,38 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     print(driver.said)
     assert "expected: a run directory on storage that every node mounts at the same path" in driver.said
     assert "checkpoint step" not in driver.said
+
+
+# ------------------------------------------------------------------------ a stranger on the network
+
+STRANGER = """
+import http.client, sys
+import grpc
+head = sys.argv[1]
+with grpc.insecure_channel(f"{head}:6379") as channel:
+    try:
+        print("gcs", channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=20))
+    except grpc.RpcError as error:
+        print("gcs", error.code().name)
+for port, path in ((8265, "/api/jobs/"), (52365, "/logs"), (52365, "/api/job_agent/jobs/")):
+    try:
+        connection = http.client.HTTPConnection(head, port, timeout=10)
+        connection.request("GET", path)
+        print(port, path, connection.getresponse().status)
+    except OSError as error:
+        print(port, path, type(error).__name__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_another_host_without_the_token_is_told_nothing(cluster) -> None:
+    """Of a cluster that the README's lines have started; its metrics ports ask for no token (docs/cluster.md)."""
+    told = cluster.network["h1"].run([sys.executable, "-c", STRANGER, cluster.head.address])
+    print(told)
+    assert told.splitlines() == [
+        "gcs UNAUTHENTICATED",
+        "8265 /api/jobs/ ConnectionRefusedError",
+        "52365 /logs 401",
+        "52365 /api/job_agent/jobs/ 401",
+    ]

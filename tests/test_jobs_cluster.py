@@ -1,8 +1,11 @@
 """One function on N workers: the same contract as plain processes and under an embedded Ray."""
 
 import dataclasses
+import http.client
+import importlib
 import json
 import os
+import pkgutil
 import re
 import signal
 import socket
@@ -11,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -171,15 +175,13 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(two, tmp_path, monkeypatch) -> None:
-    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
-
     from jobs.cluster import ray_failures
 
     monkeypatch.setattr("pipeline.checkpoints.sight.SEEN_WITHIN_S", 0.1)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
         worker_group.require_folder(tmp_path / "elsewhere")
     error = RuntimeError()
-    error.worker_failures = {1: UserExceptionWithTraceback(caught.value, "")}  # type: ignore[attr-defined]
+    error.worker_failures = {1: caught.value}  # type: ignore[attr-defined]
     failure = ray_failures.failure_of(error, tmp_path, 2)
     assert (failure.rank, failure.exit_code) == (1, 69) and "type run=/shared/NAME" in failure.cause
     with pytest.raises(ClusterError, match=r"rank 0 has ended well, and what it has written into .* is not here"):
@@ -571,6 +573,122 @@ def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tm
     # Ray opens its own directory to everybody; the one around it lets nobody through.
     assert len(directories) == 1 or backend == "processes"
     assert all(directory.parent.stat().st_mode & 0o777 == 0o700 for directory in directories)
+
+
+# What answers without a token: pages and health checks without content of ours, and the metrics of docs/cluster.md.
+OPEN_PATHS = {"/", "/favicon.ico", "/api/authentication_mode", "/api/gcs_healthz", "/api/healthz"}
+OPEN_PATHS.add("/api/local_raylet_healthz")
+OPEN_CALLS = {"/grpc.health.v1.Health/Check"}
+ROUTE = re.compile(r"""routes\.(get|post|put|delete|patch|view)\(\s*["'](/[^"']*)["']""")
+
+
+def listening_ports() -> dict[int, str]:
+    """Every port on which a process of the embedded cluster takes connections, and the process's name."""
+    ports = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    ports[connection.laddr.port] = process.name()
+    return ports
+
+
+def http_routes() -> set[tuple[str, str]]:
+    """(method, path) of every endpoint that Ray's dashboard and agents have, from their sources."""
+    import ray
+
+    routes = {("GET", "/metrics")}
+    for path in (Path(ray.__file__).parent / "dashboard").rglob("*.py"):
+        for method, route in ROUTE.findall(path.read_text()):
+            routes.add((method.upper().replace("VIEW", "GET"), re.sub(r"\{[^}]*\}", "x", route)))
+    return routes
+
+
+def grpc_methods() -> list[str]:
+    """Every method of every service that Ray's processes have, from its compiled descriptions."""
+    import ray.core.generated as generated
+
+    # Ray's Python has no description of the object manager; these names stand in the raylet.
+    methods = ["/ray.rpc.ObjectManagerService/Push", "/ray.rpc.ObjectManagerService/Pull"]
+    for module in pkgutil.iter_modules(generated.__path__):
+        if module.name.endswith("_pb2"):
+            descriptor = importlib.import_module(f"ray.core.generated.{module.name}").DESCRIPTOR
+            for service in descriptor.services_by_name.values():
+                methods += [f"/{service.full_name}/{method.name}" for method in service.methods]
+    return methods
+
+
+def http_answer(port: int, method: str, path: str) -> tuple[int, str] | None:
+    """Status and content of the answer to a request without a token; None of a port that does not speak HTTP."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    except (http.client.HTTPException, OSError):
+        return None
+    finally:
+        connection.close()
+
+
+def grpc_statuses(port: int, methods: list[str]) -> dict[str, str]:
+    """The answer to an empty call of each method without a token; empty of a port that does not speak gRPC."""
+    import grpc
+
+    statuses = {}
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(5)
+        except grpc.FutureTimeoutError:
+            return {}
+        calls = {method: channel.unary_unary(method).future(b"", timeout=20) for method in methods}
+        for method, call in calls.items():
+            statuses[method] = "OK" if call.exception() is None else call.code().name
+    return statuses
+
+
+@pytest.mark.slow
+def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
+    """Without one: all routes of its sources on every HTTP port, all methods of its services on every gRPC port."""
+    import ray
+
+    connect(two["ray"])
+    holder = ray.remote(num_cpus=0)(worker_functions.Holder).remote()
+    ray.get(holder.ready.remote())
+    routes = http_routes()
+    methods = [*grpc_methods(), *OPEN_CALLS]
+    assert len(routes) > 50 and len(methods) > 100, "Ray keeps them elsewhere now"
+    assert {("POST", "/api/jobs/"), ("GET", "/api/version"), ("GET", "/nodes")} <= routes
+    assert "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo" in methods
+    answers = Counter[str]()
+    told: dict[str, set[str]] = {}  # process → the endpoints that told something
+    for port, name in listening_ports().items():
+        anywhere = http_answer(port, "GET", "/nowhere")
+        # A metrics port has one page under every path. Ray has no token for it; it listens on 127.0.0.1.
+        if anywhere is not None and anywhere[0] == 200:
+            for line in anywhere[1].splitlines():
+                assert re.match(r"# |\w+({.*})? [-+.\w]+$", line), f"{name} tells more than numbers: {line}"
+            answers[f"metrics of {name}"] += 1
+        elif anywhere is not None:
+            for method, path in routes:
+                answer = http_answer(port, method, path)
+                assert answer is not None
+                answers[f"http {answer[0]}"] += 1
+                # 404 tells nothing: a path of the agent, asked of the dashboard, is open there.
+                if answer[0] not in (401, 404):
+                    told.setdefault(name, set()).add(path)
+        else:
+            statuses = grpc_statuses(port, methods)
+            assert not statuses or "UNAUTHENTICATED" in statuses.values(), f"none of the methods of {name} is known"
+            for method, status in statuses.items():
+                answers[f"grpc {status}"] += 1
+                if status not in ("UNAUTHENTICATED", "UNIMPLEMENTED"):
+                    told.setdefault(name, set()).add(method)
+    ray.kill(holder)
+    print(answers, told)
+    assert answers["http 401"] > 50 and answers["grpc UNAUTHENTICATED"] > 100
+    for name, endpoints in told.items():
+        assert endpoints <= OPEN_PATHS | OPEN_CALLS, name
 
 
 # ------------------------------------------------------------------------ nothing is left behind
