@@ -295,7 +295,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
         "code": code_version(),
         "commit": git_commit(),
         "inputs": stage.inputs,
-        "workers": campaign.cluster.workers,
+        "cluster": config.plain(campaign.cluster),
         "model": models.to_dict(stage.model) if stage.model else None,
         "config": config.plain(stage.config),
         "environment": environment(),

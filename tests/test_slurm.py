@@ -108,7 +108,7 @@ def submit(network: Network, run: str, options: str) -> str:
     """Submit the script as its header says, with other limits; return the job's number."""
     shared = network.shared
     slurm(network, "test -e ~/.ray/auth_token || RAY_AUTH_MODE=token ray get-auth-token --generate")
-    words = f"jobs/recipes/digits.yaml run={shared}/{run} cluster.workers=2 pretrain.passes=120"
+    words = f"jobs/recipes/digits.yaml run={shared}/{run} cluster.workers=2 pretrain.passes=60"
     script = ROOT / "deploy" / "slurm" / "train.sbatch"
     said = slurm(network, f"cd {ROOT} && sbatch {options} --output={shared}/patchline-%j.log {script} {words}")
     (number,) = re.findall(r"Submitted batch job (\d+)", said)

@@ -24,7 +24,7 @@ from jobs.session import run_campaign
 from pipeline.monitoring.telemetry import Record, read_metrics
 
 ROOT = Path(__file__).parents[1]
-FACTS = {"code": "c0de", "commit": "abc", "recipe": "1234", "workers": 2, "config": {"optim": {"lr": 0.1}}}
+FACTS = {"code": "c0de", "commit": "abc", "recipe": "1234", "config": {"optim": {"lr": 0.1}}}
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -136,7 +136,7 @@ class Mlflow:
                 parameters.append(self.mlflow.entities.Param(name, text[:LONGEST_TEXT]))
         for begin in range(0, len(parameters), 100):
             self.client.log_batch(run_id, params=parameters[begin : begin + 100])
-        for name in ("code", "commit", "workers"):
+        for name in ("code", "commit"):
             self.client.set_tag(run_id, f"patchline.{name}", facts[name])
         self.client.set_tag(run_id, "mlflow.source.git.commit", facts["commit"])
         say(f"{stage['name']} is run {run_id} of experiment {self.order['config']['experiment']}")
