@@ -93,7 +93,10 @@ def supervise(
         watch = Watch(folder, context.cluster.workers, stall_s, context.cluster.start_timeout_s)
         look = partial(look_at_attempt, context, watch, attempt, ask_to_stop)
         try:
-            value = run_worker_group(function, task, cluster=context.cluster, folder=folder, on_tick=look)
+            is_shared = context.remote is None
+            value = run_worker_group(
+                function, task, cluster=context.cluster, folder=folder, on_tick=look, is_shared=is_shared
+            )
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
             if is_move(context, folder, error):
