@@ -148,8 +148,10 @@ def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 @contextmanager
 def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """The few answers of Azure's blob service that reading needs, behind `AZURE_STORAGE_CONNECTION_STRING`."""
+    """The few answers of Azure's blob service that are needed, behind `AZURE_STORAGE_CONNECTION_STRING`."""
     pytest.importorskip("adlfs")
+    contents = {key: path.read_bytes() for key, path in files.items()}
+    lock = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -158,11 +160,29 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
             key = url.path.removeprefix("/account/images").lstrip("/")
             if query.get("comp") == ["list"]:
                 prefix = query.get("prefix", [""])[0]
-                self.answer(200, listing(files, prefix), {"Content-Type": "application/xml"})
-            elif key not in files:
+                self.answer(200, listing(contents, prefix), {"Content-Type": "application/xml"})
+            elif key not in contents:
                 self.answer(404, b"", {"x-ms-error-code": "BlobNotFound"})
             else:
-                self.answer_blob(files[key].read_bytes())
+                self.answer_blob(contents[key])
+
+        def do_PUT(self):
+            key = urlsplit(self.path).path.removeprefix("/account/images/")
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            # Put Blob of the service: 409 BlobAlreadyExists where `If-None-Match: *` is not met.
+            with lock:
+                is_refused = self.headers.get("If-None-Match") == "*" and key in contents
+                if not is_refused:
+                    contents[key] = content
+            if is_refused:
+                self.answer(409, b"", {"x-ms-error-code": "BlobAlreadyExists"})
+            else:
+                self.answer(201, b"", {"ETag": '"1"', "Last-Modified": "Fri, 20 Nov 2026 00:00:00 GMT"})
+
+        def do_DELETE(self):
+            key = urlsplit(self.path).path.removeprefix("/account/images/")
+            is_there = contents.pop(key, None) is not None
+            self.answer(202 if is_there else 404, b"", {} if is_there else {"x-ms-error-code": "BlobNotFound"})
 
         def answer_blob(self, content: bytes) -> None:
             status = 200
@@ -197,13 +217,13 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
         yield
 
 
-def listing(files: Files, prefix: str) -> bytes:
+def listing(contents: dict[str, bytes], prefix: str) -> bytes:
     """Azure's XML list of the blobs whose names begin with a prefix."""
     blobs = ""
-    for key, path in files.items():
+    for key, content in sorted(contents.items()):
         if key.startswith(prefix):
             blobs += (
-                f"<Blob><Name>{key}</Name><Properties><Content-Length>{path.stat().st_size}</Content-Length>"
+                f"<Blob><Name>{key}</Name><Properties><Content-Length>{len(content)}</Content-Length>"
                 "<BlobType>BlockBlob</BlobType></Properties></Blob>"
             )
     return f"<EnumerationResults ContainerName='images'><Blobs>{blobs}</Blobs></EnumerationResults>".encode()

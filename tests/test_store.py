@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from data import store as store_module
-from data.errors import CheckpointError, ConfigError, StorageError
+from data.errors import CheckpointError, ConfigError, RunOwned, StorageError
 from data.shards import remote
 from data.store import Store, check_store_url
+from jobs import mirror
 from jobs.__main__ import main
+from jobs.mirror import mirrored
 from jobs.ownership import claim_attempt
 from pipeline import handover
 from pipeline.checkpoints import saver, stored
@@ -154,20 +156,24 @@ def test_a_forked_process_has_a_client_of_its_own(run) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_store_that_would_let_two_owners_commit_is_refused(run, tmp_path) -> None:
-    """Google's emulator takes no notice of ifGenerationMatch; moto knows If-None-Match."""
-    Store(run).check_creates_once("attempts/000000.json")
-    with store("gs", {}):
-        folder = Store("gs://images/run")
-        with pytest.raises(StorageError, match="lets a second object take the place of one"):
-            folder.check_creates_once("attempts/000000.json")
-        # All else that is asked of a store it does.
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_path) -> None:
+    """And a store that would let two owners commit is refused: Google's emulator takes no notice of conditions."""
+    with store(scheme, {}):
+        folder = Store(f"{scheme}://images/run")
         (tmp_path / "file").write_bytes(b"content")
         folder.put_file("a/file", tmp_path / "file")
         folder.fetch("a/file", tmp_path / "fetched", 7)
         assert (tmp_path / "fetched").read_bytes() == b"content" and folder.sizes("a") == {"a/file": 7}
         folder.delete(["a/file", "nothing"])
         assert folder.sizes("a") == {} and folder.get("a/file") is None
+        if scheme == "gs":
+            with pytest.raises(StorageError, match="lets a second object take the place of one"):
+                folder.check_creates_once("attempts/000000.json")
+        else:
+            folder.check_creates_once("attempts/000000.json")
+            assert folder.create("name", b"mine") and not folder.create("name", b"another's")
+            assert folder.get("name") == b"mine"
     remote.forget_credentials()
 
 
@@ -372,6 +378,76 @@ def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_pat
     start(run, tmp_path / "other", monkeypatch)
     markers = {key(40, "MANIFEST.json"), key(40, stored.SWEPT)}
     assert objects(bucket, run).keys() == {"attempts/000001.json", "attempts/000002.json", *kept, *markers}
+
+
+# ------------------------------------------------------------------------ a run's small files, and its owner
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The local folders of one run on two machines; an owner gives five signs of life a second."""
+    monkeypatch.setattr(mirror, "BEAT_S", 0.2)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """The small files of a run's local folder, by name."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "mirror.json"]
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines, bucket) -> None:
+    with mirrored(machines[0], run, print) as put:
+        (machines[0] / "stage" / "checkpoints").mkdir(parents=True)
+        (machines[0] / "stage" / "checkpoints" / "rank-00000.safetensors").write_text("scratch")
+        (machines[0] / "stage" / ".tmp-1-2-done.json").write_text("half")
+        (machines[0] / "stage" / "done.json").write_text("done")
+        put()
+        claim_attempt(machines[0], run, "stage")
+        (machines[0] / "log.txt").write_text("the last line\n")
+    (machines[1] / "stage").mkdir()
+    (machines[1] / "stage" / "done.json").write_text("of an older owner")
+    said: list[str] = []
+    with mirrored(machines[1], run, said.append):
+        assert files_of(machines[1]) == {"stage/done.json": "done", "log.txt": "the last line\n"}
+        assert (machines[1] / "stage" / "attempts" / "attempt-000001").is_dir()
+        (machines[1] / "log.txt").write_text("the last line\nand one more\n")
+    assert said == [], "an owner that has said that it ends is not waited for"
+    assert objects(bucket, run)["log.txt"] == b"the last line\nand one more\n"
+
+
+def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, machines) -> None:
+    killed = mirror.Mirror(machines[0], run, print)
+    killed.take_over()
+    killed.note()
+    (machines[0] / "log.txt").write_text("never put\n")
+    said: list[str] = []
+    with mirrored(machines[0], run, said.append):
+        assert (machines[0] / "log.txt").read_text() == "never put\n"
+    assert said == [], "who has the lock of the folder knows that its last owner is dead"
+    assert Store(run).get("log.txt") == b"never put\n"
+
+
+def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machines, bucket) -> None:
+    said: list[str] = []
+    with (
+        mirrored(machines[0], run, print),
+        pytest.raises(RunOwned, match=rf"{run} is owned by process {os.getpid()} on"),
+    ):
+        mirror.Mirror(machines[1], run, said.append).take_over()
+
+    frozen = mirror.Mirror(machines[0], run, print)
+    frozen.take_over()
+    (machines[0] / "log.txt").write_text("of the frozen one")
+    with mirrored(machines[1], run, said.append):
+        assert "no sign of life: taking the run over" in said[-1]
+        (machines[1] / "log.txt").write_text("of the new one")
+        with pytest.raises(RunOwned):
+            frozen.put()
+    assert objects(bucket, run)["log.txt"] == b"of the new one"
 
 
 # ------------------------------------------------------------------------ commands

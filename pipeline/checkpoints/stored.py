@@ -196,7 +196,9 @@ class StoredCheckpoints:
             )
         reason = json.dumps({"swept by attempt": attempt}).encode()
         for checkpoint, files in self.listing().items():
-            if attempt_of(checkpoint) >= attempt or REFUSED in files or (MANIFEST in files and SWEPT not in files):
+            is_checkpoint = MANIFEST in files and SWEPT not in files
+            is_swept = files.keys() == {MANIFEST, SWEPT}
+            if attempt_of(checkpoint) >= attempt or REFUSED in files or is_checkpoint or is_swept:
                 continue
             # From here on its owner, should it wake up, cannot create it. Where it was faster, this is a checkpoint.
             if MANIFEST not in files and not self.store.create(self.name(checkpoint, MANIFEST), reason):
