@@ -76,6 +76,7 @@ class WorkerSpec(TypedDict):
     task: Task
     folder: Path
     cluster: ClusterConfig
+    is_shared: bool
 
 
 def run_worker_group(
@@ -93,7 +94,14 @@ def run_worker_group(
     """
     # The supervisor has waited for the places already, and has them.
     places = placement.reserve(cluster, str(folder), connect(cluster).embedded, on_tick=on_tick)
-    trainer = _make_trainer({"function": function, "task": task, "folder": folder, "cluster": cluster}, places)
+    spec: WorkerSpec = {
+        "function": function,
+        "task": task,
+        "folder": folder,
+        "cluster": cluster,
+        "is_shared": is_shared,
+    }
+    trainer = _make_trainer(spec, places)
     errors: list[BaseException] = []
     has_ended = threading.Event()
     copies = NodeCopies(folder)
@@ -305,10 +313,12 @@ def _worker(spec: WorkerSpec) -> None:
         gpus=spec["cluster"].gpus_per_worker,
         node_id=ray.get_runtime_context().get_node_id(),
     )
-    require_folder(spec["folder"])
+    if spec["is_shared"]:
+        require_folder(spec["folder"])
+    else:
+        # Ray may have moved this worker to a node that nobody has prepared.
+        spec["folder"].mkdir(parents=True, exist_ok=True)
     threading.Thread(target=notices.pass_on, args=(spec["folder"], info), daemon=True).start()
-    # Where the nodes share no storage, Ray may have moved this worker to a node that nobody has prepared.
-    spec["folder"].mkdir(parents=True, exist_ok=True)
     threading.Thread(target=worker_gauge.keep_set, args=(spec["folder"], info), daemon=True).start()
     with worker_records(spec["folder"], info) as result:
         result.value = spec["function"](spec["task"])
