@@ -10,7 +10,6 @@ from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import load_campaign, recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
-from jobs.context import COMMIT_VARIABLE, git_commit
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +30,7 @@ def submit(
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
     from jobs.cluster import submission
+    from jobs.context import COMMIT_VARIABLE, git_commit
 
     variables = {COMMIT_VARIABLE: git_commit()}  # a job's copy of the checkout has no git
     for item in env or []:
