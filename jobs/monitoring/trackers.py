@@ -63,8 +63,8 @@ class MlflowConfig:
 class TrackersConfig:
     """What gets a copy of every stage's metrics; none of it changes what is computed."""
 
-    wandb: WandbConfig = field(default_factory=WandbConfig)  # where W&B gets them
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)  # where MLflow gets them
+    wandb: WandbConfig = field(default_factory=WandbConfig)  # Weights & Biases: used where it has a project
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)  # MLflow: used where it has a uri
 
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["wandb", "mlflow"], "free")
 
