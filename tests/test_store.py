@@ -45,6 +45,7 @@ FLAKY = [500, 503, 429, "deaf", "stall"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Proxy]:
+    remote.forget_credentials()
     with store("s3", {}) as proxy:
         yield proxy
     remote.forget_credentials()
@@ -56,7 +57,6 @@ def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.setattr(store_module, "BACKOFF_S", 0.001)
     monkeypatch.setattr(store_module, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(saver, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
-    remote.forget_credentials()
     yield server
     server.fault_of_any = lambda method, path: None
     server.fault = lambda path: None
@@ -159,6 +159,7 @@ def test_a_forked_process_has_a_client_of_its_own(run) -> None:
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_path) -> None:
     """And a store that would let two owners commit is refused: Google's emulator takes no notice of conditions."""
+    remote.forget_credentials()
     with store(scheme, {}):
         folder = Store(f"{scheme}://images/run")
         (tmp_path / "file").write_bytes(b"content")
@@ -290,7 +291,7 @@ def test_a_torn_upload_is_never_committed(group, run, proxy, tmp_path, monkeypat
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
-@pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "MANIFEST.json"])
+@pytest.mark.parametrize("file", ["rank-00001.safetensors", "MANIFEST.json"])
 def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp_path, monkeypatch) -> None:
     content = bytearray(objects(bucket, run)[key(20, file)])
     bit = random.Random(file).randrange(len(content) * 8)
@@ -334,6 +335,7 @@ def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(grou
     assert said == [] and not flips
 
 
+@pytest.mark.slow
 def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tmp_path, monkeypatch) -> None:
     chance = random.Random(1)
     proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
