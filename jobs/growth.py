@@ -112,6 +112,7 @@ class Growth:
         self.clock = clock
         self.wanted: int | None = None  # the world for which the workers are to stop, once that is due
         self.since: dict[int, float] = {}  # world → from when on there was room for it without a break
+        self.step = -1  # of the newest commit, as last seen
         self.step_before: int | None = None  # of the newest commit when there was room for the first time
         self.has_ended = threading.Event()
 
@@ -142,6 +143,9 @@ class Growth:
             if world <= room:
                 since[world] = self.since.get(world, now)
         self.since = since
+        # Asked here and not in `is_due`, because an object store may take long to answer.
+        if since:
+            self.step = self.last_step()
 
     def larger_world(self) -> int | None:
         """Return the largest world for which there has been room for `patience_s`; None where there is none."""
@@ -161,9 +165,8 @@ class Growth:
         if world is None:
             self.step_before = None
             return False
-        step = self.last_step()
         if self.step_before is None:
-            self.step_before = step
-        if step > self.step_before:
+            self.step_before = self.step
+        if self.step > self.step_before:
             self.wanted = world
         return self.wanted is not None

@@ -261,6 +261,9 @@ def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker
         record = {"rank": rank, "node": f"n{rank}", "node_id": f"id{rank}", "pid": 1, "started": 0.0, "oom_kills": 0}
         (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps(record | end))
 
+    def lost() -> worker_group.WorkerGroupError | None:
+        return ray_failures.lost_node(tmp_path, 3, records(tmp_path, 3))
+
     raylet = socket.create_server(("127.0.0.1", 0))
     place = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
     nodes = [place | {"NodeID": f"id{rank}"} for rank in range(3)]
@@ -270,15 +273,15 @@ def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker
     for rank in range(3):
         left(rank)
     left(0, **raised, error=peer_lost)
-    assert ray_failures.lost_node(tmp_path, 3) is None, "every node takes connections: Train will see who died"
+    assert lost() is None, "every node takes connections: Train will see who died"
     raylet.close()
     left(0, **raised, error="the third batch was empty")
-    assert ray_failures.lost_node(tmp_path, 3) is None, "no peer says that a worker was lost"
+    assert lost() is None, "no peer says that a worker was lost"
     left(0, **raised, error=peer_lost)
     left(2, **raised, error=peer_lost)
-    assert str(ray_failures.lost_node(tmp_path, 3)) == "worker 1 on n1: its node does not answer"
+    assert str(lost()) == "worker 1 on n1: its node does not answer"
     left(1, **raised, error=peer_lost)
-    assert ray_failures.lost_node(tmp_path, 3) is None, "who has written its end was there to do so"
+    assert lost() is None, "who has written its end was there to do so"
 
     # A node that is drained goes as soon as its worker has: Train has ended it, because a peer had committed and ended.
     left(0, **raised | {"exit_code": 75, "kind": "Preempted"}, error="stopped at step 9 after committing it")
@@ -286,7 +289,7 @@ def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker
     nodes[1]["Alive"] = False
     committed = TrainWorkerGroupError("stopped", {0: WorkerHealthCheckFailedError("", OSError("75"))})
     assert ray_failures.failure_of(committed, tmp_path, 3).exit_code == 75
-    assert ray_failures.lost_node(tmp_path, 3) is None
+    assert lost() is None
 
 
 # ------------------------------------------------------------------------ what is too small or absent

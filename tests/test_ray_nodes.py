@@ -203,7 +203,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         assert rival.stdout.readline() == "placed\n"
         said: list[str] = []
         with pytest.raises(ClusterError):
-            reserve_places(ClusterConfig(workers=2, wait_s=4), "/runs/first", said.append)
+            reserve_places(ClusterConfig(workers=2, wait_s=7), "/runs/first", said.append)
         assert said[0].endswith("; held: 2 CPUs by /runs/second")
         rival.kill()
         assert reserve_places(two, "/runs/first")
@@ -213,7 +213,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
 
 
 def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(nodes) -> None:
-    low = ClusterConfig(workers=NODES, wait_s=4)
+    low = ClusterConfig(workers=NODES, wait_s=7)
     reserve_places(low, "/runs/low")
     # Told to make way for a driver that is not there any more: nobody does, and what it wrote is swept away.
     dead = Entry("99000000", "/runs/dead", 9, 0.0, 1, {"CPU": 1})

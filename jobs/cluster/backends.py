@@ -121,7 +121,7 @@ def stay_on_nodes(cluster: ClusterConfig, node_ids: Set[str]) -> None:
     if cluster.backend == "ray":
         from jobs.cluster import ray_backend
 
-        ray_backend.stay_on_nodes(node_ids)
+        ray_backend.stay_on_nodes(cluster, node_ids)
 
 
 def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:

@@ -36,6 +36,7 @@ NEXT_WORD_S = 10.0  # between two different words
 SAME_WORD_S = 60.0  # before the same word is said again
 NEXT_CHOICE_S = 5.0  # for Ray to place what has been asked for, before another number of workers is
 AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
+MISSED_S = 70.0  # a node that is dead has been missed by Ray after so long; one that is there is better than none
 LONGEST_LIST = 4  # nodes or campaigns that a word names
 OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
 
@@ -111,6 +112,15 @@ def reserve(
     return _reservations[0].group
 
 
+def held(cluster: ClusterConfig) -> PlacementGroup | None:
+    """Return the places that this process has, where they are those of this very worker group; None where not."""
+    for reservation in _reservations:
+        is_placed = placement_group_table(reservation.group)["state"] == "CREATED"
+        if is_placed and reservation.workers == cluster.world and reservation.share == share_of_worker(cluster):
+            return reservation.group
+    return None
+
+
 def workers_held() -> int:
     """Return for how many workers this process holds places."""
     return sum(reservation.workers for reservation in _reservations)
@@ -183,7 +193,7 @@ def _holds(request: Request) -> bool:
     if row["state"] == "REMOVED" or held.share != request.share or held.workers not in request.worlds:
         return False
     nodes = set(row["bundles_to_node_id"].values())
-    return not nodes & (_nodes_to_avoid() | set(draining_nodes()))
+    return not nodes & (_avoided_by(request) | set(draining_nodes()))
 
 
 def _ask(request: Request, workers: int) -> None:
@@ -247,12 +257,15 @@ def _open_to_us(avoided: set[str]) -> dict[str, Counter[str]]:
 
 
 def _others_wait() -> bool:
-    """Tell whether another campaign waits for places."""
+    """Tell whether another campaign waits for places that the cluster has, at least when it is empty."""
+    total = ray_state.total_resources_per_node()
     ours = {reservation.group.id.hex() for reservation in _reservations}
     for group, row in placement_group_table().items():
         is_waiting = row["state"] in ("PENDING", "RESCHEDULING")
         if is_waiting and row["name"].startswith(OWNER) and group not in ours:
-            return True
+            shares = list(row["bundles"].values())
+            if room_for(shares[0], total) >= len(shares):
+                return True
     return False
 
 
@@ -267,9 +280,10 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
     words = Words(say)
     while placement_group_table(_reservations[0].group)["state"] != "CREATED":
         now = time.monotonic()
-        if len(request.worlds) > 1 and now > next_choice:
+        if now > next_choice:
             next_choice = now + NEXT_CHOICE_S
-            if _choose(request, say):
+            _take_avoided_nodes(request)
+            if len(request.worlds) > 1 and _choose(request, say):
                 deadline = max(deadline, next_choice)
         if now > deadline:
             raise too_small(missing(request.worlds[-1], request.share), f"waited {request.timeout_s:.0f} s")
@@ -280,6 +294,20 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
             words.tell(word)
         on_tick()
         time.sleep(POLL_S)
+
+
+def _take_avoided_nodes(request: Request) -> None:
+    """Ask for the places anew, with nodes that were to be avoided, where only with them there is room."""
+    now = time.monotonic()
+    avoided = _avoided_by(request)
+    alive = {node for node in avoided if now > _avoided[node] + MISSED_S}
+    room = room_for(request.share, _open_to_us(avoided))
+    room_with_them = room_for(request.share, _open_to_us(avoided - alive))
+    world = request.largest_in(room_with_them)
+    if request.largest_in(room) is None and world is not None:
+        for node in alive:
+            del _avoided[node]
+        _ask(request, world)
 
 
 class Words:

@@ -41,6 +41,7 @@ from jobs.cluster.worker_group import ClusterConfig
 NAMESPACE = b"patchline"  # in Ray's key-value store
 ENTRIES = b"queue/"  # and the id of a driver → its entry
 MARKS = b"make-way/"  # and the id of a driver → the id of the driver for which it is to make way
+LEAST_LEFT_S = 0.001  # of a wait that is over; 0 would mean for ever
 LOOK_S = 1.0  # between two looks at the queue
 PREEMPT_AFTER_S = (
     3.0  # without room, and without anybody's coming or going: what is given back takes a moment to be free
@@ -93,14 +94,15 @@ def reserve(
     if has_places and job in queue.marks:
         placement.release()
         has_places = False
-    if has_places and waiting(queue.entries):
+    if has_places and placeable(queue.entries):
         worlds = [world for world in worlds if world <= placement.workers_held()] or worlds
     try:
         if not has_places:
             place.wait_for_turn()
         while True:
             try:
-                places = placement.reserve(cluster, run, False, say, place.look, worlds)
+                patient = dataclasses.replace(cluster, wait_s=place.left_s())
+                places = placement.reserve(patient, run, False, say, place.look, worlds)
             except NotOurTurn:
                 place.wait_for_turn()
                 continue
@@ -137,6 +139,9 @@ class Place:
         """Return when nobody is ahead who could be placed; say meanwhile for whom this campaign waits."""
         words = placement.Words(self.say)
         while True:
+            if self.left_s() == LEAST_LEFT_S:
+                missing = placement.missing(self.mine.workers, self.mine.share)
+                raise placement.too_small(missing, f"waited {self.wait_s:.0f} s")
             queue = self.look_at_queue()
             ahead = self.ahead(queue)
             if not ahead:
@@ -152,6 +157,12 @@ class Place:
             while time.monotonic() < looked + LOOK_S:
                 self.on_tick()
                 time.sleep(placement.POLL_S)
+
+    def left_s(self) -> float | None:
+        """Return for how many seconds more this campaign waits; None: for ever."""
+        if math.isinf(self.wait_s):
+            return None
+        return max(LEAST_LEFT_S, self.began + self.wait_s - time.monotonic())
 
     def look(self) -> None:
         """Look once a second while Ray has been asked for the places, and take them from others where that is right.
@@ -169,10 +180,7 @@ class Place:
         self.next_look = time.monotonic() + LOOK_S
 
     def look_at_queue(self) -> Queue:
-        """Return the queue with this driver in it, waiting. Raises ClusterError after `wait_s`."""
-        if time.monotonic() > self.began + self.wait_s:
-            missing = placement.missing(self.mine.workers, self.mine.share)
-            raise placement.too_small(missing, f"waited {self.wait_s:.0f} s")
+        """Return the queue with this driver in it, waiting."""
         queue = read()
         if queue.of_driver(self.mine.job) != self.mine:
             write(self.mine)
@@ -199,15 +207,17 @@ class Place:
         # Ray has just placed it: what looks like no room is its own.
         if placement.group_id() in held:
             return
+        # Of places that have lost a node the rest is kept for this campaign.
+        own = table.get(placement.group_id())
+        if own is not None:
+            add_to(free, held_by(own))
         others: list[Entry] = []
         for entry in queue.entries:
             if entry.job not in queue.marks:
                 others.append(entry)
             # Who has been told to make way will have done so soon.
-            for node, resources in held.get(entry.places, {}).items():
-                if entry.job in queue.marks and node in free:
-                    for name, amount in resources.items():
-                        free[node][name] = free[node].get(name, 0) + amount
+            if entry.job in queue.marks:
+                add_to(free, held.get(entry.places, {}))
         if placement.room_for(self.mine.share, free) >= self.mine.workers:
             self.scene = None
             return
@@ -264,8 +274,23 @@ def watch(folder: Path, job: str, has_ended: threading.Event) -> None:
 
 
 def is_anybody_waiting() -> bool:
-    """Tell whether a campaign waits for places. Any thread may ask."""
-    return waiting(read().entries) != []
+    """Tell whether a campaign waits for places that the cluster has when it is empty. Any thread may ask."""
+    return placeable(read().entries) != []
+
+
+def placeable(entries: Sequence[Entry]) -> list[Entry]:
+    """Return who waits and would fit into the cluster when it is empty: of the others nobody has to take account."""
+    total = staying(ray_state.total_resources_per_node())
+    return [entry for entry in waiting(entries) if placement.room_for(entry.share, total) >= entry.workers]
+
+
+def wait_again() -> None:
+    """Say that this campaign has lost its places and wants others, so that nobody who came later takes them."""
+    # The head may be away: then the places are asked for like those of a newcomer.
+    with suppress(Exception):
+        own = read().of_driver(own_job())
+        if own is not None and own.places:
+            write(dataclasses.replace(own, places=""))
 
 
 def own_job() -> str:
@@ -345,6 +370,14 @@ def staying(nodes: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
     """Return the resources of the nodes that are not about to leave."""
     leaving = placement.draining_nodes()
     return {node: dict(resources) for node, resources in nodes.items() if node not in leaving}
+
+
+def add_to(free: dict[str, dict[str, float]], held: Mapping[str, Resources]) -> None:
+    """Add what is held on nodes to what is free there; a node that is not there has nothing to give."""
+    for node, resources in held.items():
+        if node in free:
+            for name, amount in resources.items():
+                free[node][name] = free[node].get(name, 0) + amount
 
 
 def held_by(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:

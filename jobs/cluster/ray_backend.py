@@ -39,6 +39,7 @@ from jobs.cluster.ray_failures import failure_of, lost_node
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RankInfo,
+    SeenRecords,
     Task,
     WorkerFunction,
     WorkerGroupError,
@@ -93,7 +94,8 @@ def run_worker_group(
     Raises ClusterError as well, where the cluster is missing, refuses us or is too small.
     """
     # The supervisor has waited for the places already, and has them.
-    places = placement.reserve(cluster, str(folder), connect(cluster).embedded, on_tick=on_tick)
+    is_embedded = connect(cluster).embedded
+    places = placement.held(cluster) or placement.reserve(cluster, str(folder), is_embedded, on_tick=on_tick)
     spec: WorkerSpec = {
         "function": function,
         "task": task,
@@ -118,17 +120,19 @@ def run_worker_group(
     watch.start()
     watch_queue.start()
     lost: WorkerGroupError | None = None
+    seen = SeenRecords(folder)
     try:
         while fit.is_alive() and lost is None:
             fit.join(TICK_S)
             copies.look()
             on_tick()
             # Train would say so too, but only when Ray has missed the node.
-            lost = lost_node(folder, cluster.world)
+            lost = lost_node(folder, cluster.world, seen.look())
         copies.last_look()
         copies.end()
         if lost is not None:
             # What clears up behind the controller gives the places back, at any moment from now on.
+            queue.wait_again()
             placement.release()
             _end_controller(fit)
     except BaseException:
@@ -186,8 +190,10 @@ def leave_node(node_id: str) -> None:
     placement.avoid(node_id)
 
 
-def stay_on_nodes(node_ids: Set[str]) -> None:
+def stay_on_nodes(cluster: ClusterConfig, node_ids: Set[str]) -> None:
     """Have the next attempts placed without any other node."""
+    # An attempt that was ended in its midst has left the cluster.
+    connect(cluster)
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in node_ids:
             placement.avoid(node["NodeID"])

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from data.errors import ClusterError
-from jobs.cluster import placement
+from jobs.cluster import placement, queue
 from jobs.cluster.failures import group_failure, has_lost_a_peer
 from jobs.cluster.worker_group import WorkerGroupError, WorkerRecord, oom_kills, records
 
@@ -31,6 +31,7 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     worker_errors: Mapping[int, BaseException] | None = getattr(error, "worker_failures", None)
     if worker_errors is None:
         # What clears up behind a controller that has died gives the places back, at any moment from now on.
+        queue.wait_again()
         placement.release()
         return _controller_failure(getattr(error, "controller_failure", error))
     written = records(folder, world)
@@ -48,12 +49,12 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     return group_failure(folder, world, deaths)
 
 
-def lost_node(folder: Path, world: int) -> WorkerGroupError | None:
+def lost_node(folder: Path, world: int, written: Mapping[int, WorkerRecord]) -> WorkerGroupError | None:
     """Return the error of an attempt that has lost a node, as soon as its peers know; None where there is no such loss.
 
+    `written` are the workers' records as last seen.
     Train cannot tell before Ray has missed the node, because it waits for an answer from every worker.
     """
-    written = records(folder, world)
     # Without a peer that has raised, a node that takes no connection may only be slow: that is for Ray to judge.
     if not any(has_lost_a_peer(record) for record in written.values()):
         return None
@@ -72,11 +73,15 @@ def _gone_with_their_nodes(written: Mapping[int, WorkerRecord]) -> dict[int, str
     losses: dict[int, str] = {}
     if any(record.get("exit_code") is not None for record in written.values()):
         return losses
+    loss_of_node: dict[str, str] = {}  # a node that is silent takes seconds to ask, however many workers it had
     for rank, record in written.items():
-        if "ended" not in record:
-            loss = _loss_of_node(record)
-            if loss:
-                losses[rank] = loss
+        if "ended" in record:
+            continue
+        node_id = record.get("node_id", "")
+        if node_id not in loss_of_node:
+            loss_of_node[node_id] = _loss_of_node(record)
+        if loss_of_node[node_id]:
+            losses[rank] = loss_of_node[node_id]
     return losses
 
 

@@ -114,7 +114,8 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
             first = list(allowed)
             common = list(allowed)
         common = [world for world in common if world in allowed]
-    return common or first
+    # Where all have finished, nothing asks for a number.
+    return common or first or list(range(campaign.cluster.most, campaign.cluster.least - 1, -1))
 
 
 def needs_of(campaign: Campaign, world: int) -> Needs:
@@ -221,7 +222,14 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
         }
         run_worker_group = backends.worker_group_runner(cluster)
         with answering(shared):
-            report = run_worker_group(examine, task, cluster=cluster, folder=group_folder, on_tick=do_nothing)
+            report = run_worker_group(
+                examine,
+                task,
+                cluster=cluster,
+                folder=group_folder,
+                on_tick=do_nothing,
+                is_shared=needs.is_shared,
+            )
     return cast(PreflightReport, report)
 
 
