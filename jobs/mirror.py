@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 from uuid import uuid4
 
@@ -74,19 +75,32 @@ def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], N
         yield mirror.put
 
 
-def look(run: Path, remote: str | None) -> None:
-    """Fetch a run's small files for a command that only reads them; where a command works on it here, they are here.
+@contextmanager
+def looked_at(run: Path, remote: str | None) -> Iterator[Path]:
+    """Give the block a folder with a run's small files, for a command that only reads them.
 
-    Raises StorageError.
+    That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
+    temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
     """
-    if remote is None:
+    if remote is None or is_newest_here(run, remote):
+        yield run
         return
-    run.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="patchline-plan-") as temporary:
+        folder = Path(temporary).resolve()
+        Mirror(folder, remote, print).pull(is_ours=False)
+        yield folder
+
+
+def is_newest_here(run: Path, remote: str) -> bool:
+    """Tell whether the local folder of a run has all its small files: its owner works there, or did so last."""
+    if not run.is_dir():
+        return False
     with locked(run / OWNER_FILE, wait=False) as is_free:
+        if not is_free:
+            return True
         mirror = Mirror(run, remote, print)
         owner = mirror.owner()
-        if is_free and (owner is None or owner["token"] != mirror.last_token):
-            mirror.pull(is_ours=False)
+        return owner is not None and owner["token"] == mirror.last_token
 
 
 class Mirror:

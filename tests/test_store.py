@@ -452,6 +452,21 @@ def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machine
     assert objects(bucket, run)["log.txt"] == b"of the new one"
 
 
+def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is(run, machines) -> None:
+    with mirrored(machines[0], run, print) as put:
+        (machines[0] / "log.txt").write_text("of the driver\n")
+        put()
+        # A worker of the same run, on another node than the driver, has its files there.
+        (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
+        (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
+        before = files_of(machines[1])
+        with mirror.looked_at(machines[1], run) as folder:
+            assert files_of(folder) == {"log.txt": "of the driver\n"}
+        assert files_of(machines[1]) == before | {"owner.json": ""} and not folder.exists()
+        with mirror.looked_at(machines[0], run) as folder:
+            assert folder != machines[1]
+
+
 # ------------------------------------------------------------------------ commands
 
 
