@@ -366,6 +366,19 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(group, run, proxy, tmp_path, 
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
 
 
+def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
+    group, run, proxy, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    group.stored.store.attempts = 2
+    proxy.fault_of_any = lambda method, path: "deaf" if path.endswith("30-000001/MANIFEST.json") else None
+    assert group.save(30) is None and "no answer after 2 attempts" in group.savers[0].failure
+    proxy.fault_of_any = lambda method, path: 503 if method == "PUT" and "30-000001/rank-00001" in path else None
+    assert group.save(30) is None and "rank-00001" in group.savers[0].failure
+    proxy.fault_of_any = lambda method, path: None
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
+
+
 def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     claim_attempt(tmp_path / "run", run)

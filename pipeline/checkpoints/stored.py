@@ -142,7 +142,11 @@ class StoredCheckpoints:
         """Delete the files of a save that was not committed; what cannot be deleted is left to the next attempt."""
         checkpoint = name_of(manifest)
         try:
-            self.store.delete(self.name(checkpoint, file) for file in self.listing().get(checkpoint, {}))
+            files = self.listing().get(checkpoint, {})
+            # The same step was saved before, and committed: only the answer to its commit was lost.
+            if MANIFEST in files:
+                return
+            self.store.delete(self.name(checkpoint, file) for file in files)
         except (StorageError, OSError):
             return
 
