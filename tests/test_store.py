@@ -480,6 +480,46 @@ def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is
             assert folder != machines[1]
 
 
+def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, bucket, tmp_path, monkeypatch) -> None:
+    made = tmp_path / "made" / "stage"
+    made.mkdir(parents=True)
+    (made / "model.json").write_text("{}")
+    (made / "weights.safetensors").write_bytes(b"good weights")
+    handover.write_record(made / "done.json", {"files": handover.digests(made)})
+    for path in made.iterdir():
+        Store(run).put_file(f"stage/{path.name}", path)
+
+    # A node has a bad copy of the right size, and class names of other weights.
+    node = tmp_path / "node"
+    (node / "stage").mkdir(parents=True)
+    (node / "stage" / "weights.safetensors").write_bytes(b"baad weights")
+    (node / "stage" / "classes.json").write_text("[]")
+    handover.fetch_weights(run, node, node / "stage")
+    assert files_of(node) == files_of(made.parent)
+
+    # A transfer flips a bit once; then the object itself is bad, and the good file is not replaced.
+    fetch = Store.fetch
+    flips = [b"baad weights"]
+
+    def fetch_badly(self: Store, name: str, file: Path, size: int) -> None:
+        fetch(self, name, file, size)
+        if flips:
+            file.write_bytes(flips.pop())
+
+    records = handover.digests(made, ["weights.safetensors"])
+    monkeypatch.setattr(Store, "fetch", fetch_badly)
+    other = StoredCheckpoints(run, tmp_path / "other" / "stage")
+    other.directory.mkdir(parents=True)
+    other.bring_exactly(records)
+    assert (other.directory / "weights.safetensors").read_bytes() == b"good weights" and not flips
+    Store(run).put("stage/weights.safetensors", b"baad weights")
+    other.bring_exactly(records)
+    (other.directory / "weights.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
+        other.bring_exactly(records)
+    assert list(other.directory.iterdir()) == [], "a bad copy would be put by the driver"
+
+
 # ------------------------------------------------------------------------ commands
 
 

@@ -26,13 +26,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from data.errors import CheckpointError, DataError, StorageError
-from data.files import naming, write_whole
+from data.files import naming, temporary_name, write_whole
 from data.store import Store, each
 from pipeline.checkpoints.checkpoint import (
     MANIFEST,
@@ -176,14 +177,10 @@ class StoredCheckpoints:
     def bring_exactly(self, records: Mapping[str, FileRecord]) -> None:
         """Fetch those files of the stage that are not here, or not in the bytes of their record.
 
-        Raises StorageError, OSError.
+        Raises CheckpointError where the store has other bytes, StorageError, OSError.
         """
         for name, record in records.items():
-            path = self.directory / name
-            try:
-                verify_file(path, record)
-            except CheckpointError:
-                self.store.fetch(f"{self.stage}/{name}", path, record["bytes"])
+            bring(self.store, f"{self.stage}/{name}", self.directory / name, record)
 
     # ------------------------------------------------------------------------ which one to load
 
@@ -241,13 +238,13 @@ class StoredCheckpoints:
                 address = self.store.address(self.name(checkpoint, file))
                 raise CheckpointError(f"{address}: {size} bytes, the manifest says {record['bytes']}")
 
-        def bring(file: str) -> None:
+        def bring_file(file: str) -> None:
             path = folder / file
             expected = manifest.files[file]["bytes"]
             if not path.is_file() or path.stat().st_size != expected:
                 self.store.fetch(self.name(checkpoint, file), path, expected)
 
-        each(manifest.files, bring)
+        each(manifest.files, bring_file)
         return Chosen(folder, verify(folder))
 
     def fetch_newest(self) -> Chosen:
@@ -349,6 +346,32 @@ def attempt_of(checkpoint: str) -> int:
 def cannot_read(error: Exception) -> CheckpointError:
     """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
     return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")
+
+
+def bring(store: Store, name: str, path: Path, record: FileRecord) -> None:
+    """Fetch an object unless the local file has the bytes of its record; the file appears when it has them.
+
+    Raises CheckpointError where the store has other bytes, FileNotFoundError, StorageError, OSError.
+    """
+    with suppress(CheckpointError):
+        verify_file(path, record)
+        return
+    # Under a temporary name, because the driver puts whatever changes in the run's folder, over the good one too.
+    temporary = temporary_name(path)
+    try:
+        # Where the transfer was at fault, a second one is right.
+        for _ in range(2):
+            store.fetch(name, temporary, record["bytes"])
+            with suppress(CheckpointError):
+                verify_file(temporary, record)
+                os.replace(temporary, path)
+                return
+    finally:
+        temporary.unlink(missing_ok=True)
+    raise CheckpointError(
+        f"{store.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
+        "  bring the object back from a copy, then run the same command again"
+    )
 
 
 def say_once(say: Callable[[str], None], text: str) -> None:
