@@ -72,6 +72,9 @@ def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], N
     is_ours = mirror.take_over()
     mirror.pull(is_ours)
     with mirror.kept_alive():
+        # What the last command here could not put: workers on other nodes may need that a stage is done.
+        if is_ours:
+            mirror.put()
         yield mirror.put
 
 
