@@ -335,6 +335,22 @@ def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(grou
     assert said == [] and not flips
 
 
+def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, bucket, tmp_path, monkeypatch) -> None:
+    def gather(values: list[Any], mine: Any) -> None:
+        values[:] = [("", "good-node"), mine]
+
+    def keep_badly(self: StoredCheckpoints, checkpoint: str) -> Chosen:
+        raise CheckpointError("its sha256 is not the manifest's")
+
+    two_nodes = SimpleNamespace(**{**vars(ALONE), "get_world_size": lambda: 2, "all_gather_object": gather})
+    monkeypatch.setattr(stored, "dist", two_nodes)
+    monkeypatch.setattr(stored.socket, "gethostname", lambda: "bad-node")
+    monkeypatch.setattr(StoredCheckpoints, "fetch", keep_badly)
+    with pytest.raises(CheckpointError, match="bad-node cannot keep a good copy of step-0000000020-000001"):
+        StoredCheckpoints(run, tmp_path / "other" / STAGE).choose_together(1, print)
+    assert key(20, REFUSED) not in objects(bucket, run)
+
+
 @pytest.mark.slow
 def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tmp_path, monkeypatch) -> None:
     chance = random.Random(1)

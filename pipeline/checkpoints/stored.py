@@ -18,13 +18,14 @@ MANIFEST.json of every save that has none (`sweep`), and a name is created once.
 Loading, in order (`choose_together`):
 1. rank 0 sweeps, and lists what is committed;
 2. on every node one worker fetches the newest into the stage's local folder and reads every byte (`fetch`);
-3. where it is bad on a node, though fetched twice, rank 0 marks it, and the one before it is tried;
+3. where it is bad on every node, though fetched twice, rank 0 marks it, and the one before it is tried;
 4. all workers read the local copy as they would read any checkpoint on disk.
 """
 
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -283,15 +284,16 @@ class StoredCheckpoints:
         return self.committed()
 
     def fetch_together(self, checkpoint: str) -> str:
-        """Collective: fetch a checkpoint once a node; returns why it is bad on one of them, "" where it is whole.
+        """Collective: fetch a checkpoint once a node; returns why it is bad on all of them, "" where it is whole.
 
-        Raises CheckpointError, on every worker alike, where a node could not fetch it.
+        Raises CheckpointError, on every worker alike, where a node could not fetch it, or it is bad on some alone.
         """
-        outcome: str | CheckpointError = ""
+        outcome: str | CheckpointError | None = None  # of a worker that does not read; "" where it is whole
         if os.environ["LOCAL_RANK"] == "0":
             self.forget_others(checkpoint)
             try:
                 self.fetch(checkpoint)
+                outcome = ""
             except NewerSchema as error:
                 outcome = error
             except CheckpointError as error:
@@ -299,12 +301,24 @@ class StoredCheckpoints:
             except (StorageError, DataError, OSError) as error:
                 outcome = cannot_read(error)
         outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
+        dist.all_gather_object(outcomes, (outcome, socket.gethostname()))
         problem = ""
-        for outcome in outcomes:
+        host = ""
+        is_whole_somewhere = False
+        for outcome, reader in outcomes:
             if isinstance(outcome, CheckpointError):
                 raise outcome
-            problem = problem or outcome
+            if outcome == "":
+                is_whole_somewhere = True
+            elif outcome is not None and not problem:
+                problem = outcome
+                host = reader
+        # One node with a bad disk must not condemn checkpoint after checkpoint for all.
+        if problem and is_whole_somewhere:
+            raise CheckpointError(
+                f"{host} cannot keep a good copy of {checkpoint}, and another node can: {problem}\n"
+                "  take the node out, or look at its disk; then run the same command again"
+            )
         return problem
 
     def forget_others(self, checkpoint: str) -> None:
