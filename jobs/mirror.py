@@ -9,7 +9,8 @@ Here, in the run's local folder: the same small files, and mirror.json, which sa
 One command on such a run, in order (`mirrored`):
 1. refuse where another process owns it and lives (`take_over`): a store has no locks, so a sign of life is waited for;
 2. fetch its small files, unless the last owner worked in this very folder (`pull`);
-3. renew owner.json, and every minute put what has changed, in a thread; the end of a stage and of the command put too.
+3. renew owner.json, and put what has changed every minute, each in a thread; the end of a stage and of the command put
+   too.
 
 owner.json is there for good manners, so that two commands do not take turns. What keeps a checkpoint safe from an owner
 that was cut off and comes back is the number of its attempt (stored.py).
@@ -190,16 +191,21 @@ class Mirror:
 
     @contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Renew owner.json, and put what has changed, in a thread, as long as the block works, and once at its end."""
+        """Renew owner.json, and put what has changed, in a thread each while the block works, and once at its end."""
         self.note()
         has_ended = threading.Event()
-        thread = threading.Thread(target=self.keep_alive, args=(has_ended,), name="mirror", daemon=True)
-        thread.start()
+        # Two of them: a large file takes minutes, and without a sign of life for 30 s the owner is taken for dead.
+        threads = []
+        for work in (self.keep_alive, self.keep_putting):
+            threads.append(threading.Thread(target=work, args=(has_ended,), name="mirror", daemon=True))
+        for thread in threads:
+            thread.start()
         try:
             yield
         finally:
             has_ended.set()
-            thread.join()
+            for thread in threads:
+                thread.join()
             self.store.attempts = LAST_ATTEMPTS
             try:
                 self.put()
@@ -208,21 +214,29 @@ class Mirror:
                 self.say(f"the last lines of this command are in {self.run} alone: {error}")
 
     def keep_alive(self, has_ended: threading.Event) -> None:
-        """Do the thread's work until the command ends, or another one has taken the run over."""
+        """Give a sign of life, again and again, until the command ends, or another one has taken the run over."""
         beats = 0
         while not has_ended.wait(BEAT_S):
             beats += 1
             try:
                 self.check_owned()
                 self.renew(beats)
-                if beats % PUT_EVERY_BEATS == 0:
-                    self.put()
             except RunOwned as error:
                 self.say(f"taken over, nothing of this command is committed any more: {error}")
                 return
             except (PatchlineError, OSError) as error:
                 # It was asked again and again: say so, and go on. The workers' saves have a patience of their own.
                 self.say(f"{self.store.url} does not answer: {error}")
+
+    def keep_putting(self, has_ended: threading.Event) -> None:
+        """Put what has changed, again and again, as long as the run is this command's."""
+        while not has_ended.wait(PUT_EVERY_BEATS * BEAT_S):
+            try:
+                self.put()
+            except RunOwned:
+                return
+            except (PatchlineError, OSError) as error:
+                self.say(f"not all small files are in {self.store.url} yet: {error}")
 
     # ------------------------------------------------------------------------ there and back
 
