@@ -19,6 +19,7 @@ that was cut off and comes back is the number of its attempt (stored.py).
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -223,6 +224,9 @@ class Mirror:
                 self.renew(beats)
             except RunOwned as error:
                 self.say(f"taken over, nothing of this command is committed any more: {error}")
+                # Else a restart would claim the next attempt, and end the new owner's saves. It is heard as a stop is.
+                if not has_ended.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
                 return
             except (PatchlineError, OSError) as error:
                 # It was asked again and again: say so, and go on. The workers' saves have a patience of their own.

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -534,6 +536,18 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
         other.bring_exactly(records)
     assert list(other.directory.iterdir()) == [], "a bad copy would be put by the driver"
+
+
+def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, machines) -> None:
+    stops = threading.Event()
+    former = signal.signal(signal.SIGTERM, lambda number, frame: stops.set())
+    said: list[str] = []
+    with mirrored(machines[0], run, said.append) as put:
+        mirror.Mirror(machines[1], run, print).renew(0)
+        assert stops.wait(10) and "taken over" in said[-1]
+        with pytest.raises(RunOwned):
+            put()
+    signal.signal(signal.SIGTERM, former)
 
 
 # ------------------------------------------------------------------------ commands
