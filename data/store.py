@@ -72,6 +72,12 @@ class Store:
                 client.pipe_file(path, content, mode="create")
             except FileExistsError:
                 return False
+            except OSError as error:
+                # MinIO does not name the condition that failed, without which s3fs takes the refusal for an error.
+                response = getattr(error.__cause__, "response", None) or {}
+                if response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
+                    return False
+                raise
             return True
 
         if self.patiently(name, ask):

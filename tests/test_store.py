@@ -121,6 +121,22 @@ def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> N
     assert not Store(run).create("name", b"another's")
 
 
+def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
+    """MinIO answers so; the proxy's 412 has no content at all."""
+    assert Store(run).create("name", b"mine")
+    asked = []
+
+    def refuse(method: str, path: str) -> int | None:
+        if method != "PUT":
+            return None
+        asked.append(path)
+        return 412
+
+    proxy.fault_of_any = refuse
+    assert not Store(run).create("name", b"another's") and len(asked) == 1
+    assert Store(run).create("name", b"mine")
+
+
 def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(store_module, "PIECE", 10_000)
     monkeypatch.setattr(store_module, "ATTEMPTS", 30)
