@@ -369,6 +369,19 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     assert key(20, REFUSED) not in objects(bucket, run)
 
 
+def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(stored, "dist", ALONE)
+    folder = tmp_path / "shared" / STAGE
+    (folder / "checkpoints" / "step-0000000010-000001").mkdir(parents=True)
+    (folder / "checkpoints" / ".tmp-step-0000000010-000001-rank-00000.safetensors").write_text("of a save")
+
+    def fetch(_: int) -> str:
+        return StoredCheckpoints(run, folder).fetch_together("step-0000000020-000001")
+
+    with ThreadPoolExecutor(8) as nodes:
+        assert list(nodes.map(fetch, range(8))) == [""] * 8
+
+
 @pytest.mark.slow
 def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tmp_path, monkeypatch) -> None:
     chance = random.Random(1)

@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data.errors import CheckpointError, DataError, StorageError
-from data.files import naming, temporary_name, write_whole
+from data.files import locked, naming, temporary_name, write_whole
 from data.store import Store, each
 from pipeline.checkpoints.checkpoint import (
     MANIFEST,
@@ -55,6 +55,7 @@ REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
 ATTEMPTS = "attempts"  # in the run's folder: an object for each attempt that was claimed
 METRICS = "metrics.jsonl"
+FETCHING = "fetching.lock"  # of the local folder
 
 
 def committed_steps(directory: Path, remote: str | None) -> list[int]:
@@ -290,9 +291,12 @@ class StoredCheckpoints:
         """
         outcome: str | CheckpointError | None = None  # of a worker that does not read; "" where it is whole
         if os.environ["LOCAL_RANK"] == "0":
-            self.forget_others(checkpoint)
             try:
-                self.fetch(checkpoint)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # The scratch of two nodes may be one folder, such as a home on NFS.
+                with locked(self.folder / FETCHING):
+                    self.forget_others(checkpoint)
+                    self.fetch(checkpoint)
                 outcome = ""
             except NewerSchema as error:
                 outcome = error
@@ -325,8 +329,10 @@ class StoredCheckpoints:
         """Delete local copies of other checkpoints, and what is left of saves: the store has all that counts."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
+                if path.name == FETCHING:
+                    continue
                 if path.is_file():
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                 elif path.name != checkpoint:
                     shutil.rmtree(path, ignore_errors=True)
 
