@@ -278,8 +278,8 @@ class Mirror:
 
         Raises RunOwned where another command has taken the run over, StorageError.
         """
-        self.check_owned()
         with self.lock:
+            self.check_owned()
             paths = [path for path in self.run.rglob("*") if is_mirrored(path.relative_to(self.run))]
             for path in sorted(paths, key=put_last):
                 # A file may go while we look, as temporary ones do.
@@ -287,6 +287,8 @@ class Mirror:
                     name = path.relative_to(self.run).as_posix()
                     state = state_of(path)
                     if path.is_file() and self.known.get(name) != state:
+                        # Before each of them: a large one takes minutes, in which the run may be taken over.
+                        self.check_owned()
                         self.store.put_file(name, path)
                         self.known[name] = state
             self.note()

@@ -261,6 +261,17 @@ def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monk
     assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
 
 
+def test_a_frozen_owner_that_wakes_up_puts_no_metrics(group, run, tmp_path, monkeypatch) -> None:
+    group.stored.has_all_metrics = True
+    (tmp_path / "run" / STAGE / "metrics.jsonl").write_text("of the first owner\n")
+    assert group.save(30)
+    assert Store(run).get(f"{STAGE}/metrics.jsonl") == b"of the first owner\n"
+    start(run, tmp_path / "other", monkeypatch)
+    Store(run).put(f"{STAGE}/metrics.jsonl", b"of the second owner\n")
+    group.begin(40)
+    assert Store(run).get(f"{STAGE}/metrics.jsonl") == b"of the second owner\n"
+
+
 def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:

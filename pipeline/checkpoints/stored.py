@@ -125,7 +125,8 @@ class StoredCheckpoints:
             self.store.put_file(self.name(checkpoint, file), local)
         finally:
             local.unlink(missing_ok=True)
-        if is_first and self.has_all_metrics:
+        # Not those of a former owner that was frozen, whose lines would take the place of newer ones.
+        if is_first and self.has_all_metrics and newest_attempt_in(self.store) <= manifest.attempt:
             self.send([METRICS])
 
     def commit(self, manifest: Manifest) -> bool:
