@@ -205,9 +205,10 @@ class Mirror:
             yield
         finally:
             has_ended.set()
+            # Before the threads are waited for: they may be asking a store that is gone.
+            self.store.attempts = LAST_ATTEMPTS
             for thread in threads:
                 thread.join()
-            self.store.attempts = LAST_ATTEMPTS
             try:
                 self.put()
                 self.renew(0, is_released=True)

@@ -166,6 +166,21 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, 
     assert "very-secret" not in str(error.value)
 
 
+def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy) -> None:
+    folder = Store(run, attempts=1000)
+    asked: list[str] = []
+
+    def refuse(method: str, path: str) -> int:
+        asked.append(path)
+        if len(asked) == 5:
+            folder.attempts = 3
+        return 503
+
+    proxy.fault_of_any = refuse
+    with pytest.raises(StorageError, match="no answer after 5 attempts"):
+        folder.put("a.json", b"{}")
+
+
 def test_a_forked_process_has_a_client_of_its_own(run) -> None:
     Store(run).put("name", b"content")
     child = os.fork()
