@@ -72,6 +72,12 @@ class Store:
                 client.pipe_file(path, content, mode="create")
             except FileExistsError:
                 return False
+            except OSError as error:
+                # MinIO does not name the condition that failed, without which s3fs takes the refusal for an error.
+                response = getattr(error.__cause__, "response", None) or {}
+                if response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
+                    return False
+                raise
             return True
 
         if self.patiently(name, ask):
@@ -162,7 +168,9 @@ class Store:
         store's client is not installed; StorageError when all attempts were in vain.
         """
         reason = ""
-        for attempt in range(self.attempts):
+        attempt = 0
+        # Looked at anew each time: a command that ends has no more patience for what its threads still ask.
+        while attempt < self.attempts:
             try:
                 with denied_as_such():
                     return ask(client(self.scheme, TIMEOUT_S), f"{self.path}/{name}".rstrip("/"))
@@ -182,10 +190,11 @@ class Store:
             if attempt + 1 < self.attempts:
                 # A random part, so that many workers do not all ask again at once.
                 time.sleep(random.uniform(0, min(LONGEST_PAUSE_S, BACKOFF_S * 2**attempt)))
+            attempt += 1
 
         is_denied = reason == "PermissionError" or "Credentials" in reason
         remedy = "credentials come from the environment" if is_denied else "run again when it answers"
-        raise StorageError(f"{self.address(name)}: no answer after {self.attempts} attempts, last {reason}; {remedy}")
+        raise StorageError(f"{self.address(name)}: no answer after {attempt} attempts, last {reason}; {remedy}")
 
 
 def each(values: Iterable[Any], act: Callable[[Any], None]) -> None:

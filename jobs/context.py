@@ -26,6 +26,7 @@ class Context:
     stopping: Callable[[], bool]  # somebody asked this process to end
     class_names: tuple[str, ...] = ()  # of the outputs of the model, as far as anybody knows (jobs/class_names.py)
     remote: str | None = None  # URL of the run in an object store; `run` is then a local folder on every node
+    check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 
 
 def reference(value: str) -> tuple[str, str] | None:

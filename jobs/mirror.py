@@ -9,7 +9,8 @@ Here, in the run's local folder: the same small files, and mirror.json, which sa
 One command on such a run, in order (`mirrored`):
 1. refuse where another process owns it and lives (`take_over`): a store has no locks, so a sign of life is waited for;
 2. fetch its small files, unless the last owner worked in this very folder (`pull`);
-3. renew owner.json, and every minute put what has changed, in a thread; the end of a stage and of the command put too.
+3. renew owner.json, and put what has changed every minute, each in a thread; the end of a stage and of the command put
+   too.
 
 owner.json is there for good manners, so that two commands do not take turns. What keeps a checkpoint safe from an owner
 that was cut off and comes back is the number of its attempt (stored.py).
@@ -18,6 +19,7 @@ that was cut off and comes back is the number of its attempt (stored.py).
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 from uuid import uuid4
 
@@ -71,22 +74,38 @@ def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], N
     is_ours = mirror.take_over()
     mirror.pull(is_ours)
     with mirror.kept_alive():
+        # What the last command here could not put: workers on other nodes may need that a stage is done.
+        if is_ours:
+            mirror.put()
         yield mirror.put
 
 
-def look(run: Path, remote: str | None) -> None:
-    """Fetch a run's small files for a command that only reads them; where a command works on it here, they are here.
+@contextmanager
+def looked_at(run: Path, remote: str | None) -> Iterator[Path]:
+    """Give the block a folder with a run's small files, for a command that only reads them.
 
-    Raises StorageError.
+    That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
+    temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
     """
-    if remote is None:
+    if remote is None or is_newest_here(run, remote):
+        yield run
         return
-    run.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="patchline-plan-") as temporary:
+        folder = Path(temporary).resolve()
+        Mirror(folder, remote, print).pull(is_ours=False)
+        yield folder
+
+
+def is_newest_here(run: Path, remote: str) -> bool:
+    """Tell whether the local folder of a run has all its small files: its owner works there, or did so last."""
+    if not run.is_dir():
+        return False
     with locked(run / OWNER_FILE, wait=False) as is_free:
+        if not is_free:
+            return True
         mirror = Mirror(run, remote, print)
         owner = mirror.owner()
-        if is_free and (owner is None or owner["token"] != mirror.last_token):
-            mirror.pull(is_ours=False)
+        return owner is not None and owner["token"] == mirror.last_token
 
 
 class Mirror:
@@ -173,17 +192,23 @@ class Mirror:
 
     @contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Renew owner.json, and put what has changed, in a thread, as long as the block works, and once at its end."""
+        """Renew owner.json, and put what has changed, in a thread each while the block works, and once at its end."""
         self.note()
         has_ended = threading.Event()
-        thread = threading.Thread(target=self.keep_alive, args=(has_ended,), name="mirror", daemon=True)
-        thread.start()
+        # Two of them: a large file takes minutes, and without a sign of life for 30 s the owner is taken for dead.
+        threads = []
+        for work in (self.keep_alive, self.keep_putting):
+            threads.append(threading.Thread(target=work, args=(has_ended,), name="mirror", daemon=True))
+        for thread in threads:
+            thread.start()
         try:
             yield
         finally:
             has_ended.set()
-            thread.join()
+            # Before the threads are waited for: they may be asking a store that is gone.
             self.store.attempts = LAST_ATTEMPTS
+            for thread in threads:
+                thread.join()
             try:
                 self.put()
                 self.renew(0, is_released=True)
@@ -191,21 +216,32 @@ class Mirror:
                 self.say(f"the last lines of this command are in {self.run} alone: {error}")
 
     def keep_alive(self, has_ended: threading.Event) -> None:
-        """Do the thread's work until the command ends, or another one has taken the run over."""
+        """Give a sign of life, again and again, until the command ends, or another one has taken the run over."""
         beats = 0
         while not has_ended.wait(BEAT_S):
             beats += 1
             try:
                 self.check_owned()
                 self.renew(beats)
-                if beats % PUT_EVERY_BEATS == 0:
-                    self.put()
             except RunOwned as error:
                 self.say(f"taken over, nothing of this command is committed any more: {error}")
+                # Else a restart would claim the next attempt, and end the new owner's saves. It is heard as a stop is.
+                if not has_ended.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
                 return
             except (PatchlineError, OSError) as error:
                 # It was asked again and again: say so, and go on. The workers' saves have a patience of their own.
                 self.say(f"{self.store.url} does not answer: {error}")
+
+    def keep_putting(self, has_ended: threading.Event) -> None:
+        """Put what has changed, again and again, as long as the run is this command's."""
+        while not has_ended.wait(PUT_EVERY_BEATS * BEAT_S):
+            try:
+                self.put()
+            except RunOwned:
+                return
+            except (PatchlineError, OSError) as error:
+                self.say(f"not all small files are in {self.store.url} yet: {error}")
 
     # ------------------------------------------------------------------------ there and back
 
@@ -243,8 +279,8 @@ class Mirror:
 
         Raises RunOwned where another command has taken the run over, StorageError.
         """
-        self.check_owned()
         with self.lock:
+            self.check_owned()
             paths = [path for path in self.run.rglob("*") if is_mirrored(path.relative_to(self.run))]
             for path in sorted(paths, key=put_last):
                 # A file may go while we look, as temporary ones do.
@@ -252,6 +288,8 @@ class Mirror:
                     name = path.relative_to(self.run).as_posix()
                     state = state_of(path)
                     if path.is_file() and self.known.get(name) != state:
+                        # Before each of them: a large one takes minutes, in which the run may be taken over.
+                        self.check_owned()
                         self.store.put_file(name, path)
                         self.known[name] = state
             self.note()

@@ -162,6 +162,7 @@ def run_campaign(
                         say=follower.say,
                         tick=watchers.tick,
                         stopping=stopper.is_asked,
+                        check_owned=put_files,  # it looks first whether the run is still ours
                         fresh=fresh,
                     )
                     follower.log = None

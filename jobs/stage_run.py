@@ -46,6 +46,7 @@ def run_stage(
     say: Callable[[str], None],
     tick: Callable[[Path, int], None],
     stopping: Callable[[], bool],
+    check_owned: Callable[[], None],
     fresh: bool,
 ) -> dict[str, Any]:
     """Run a stage that has not finished; returns the content of its done.json.
@@ -82,6 +83,7 @@ def run_stage(
         stopping=stopping,
         class_names=class_names.of_stage(campaign, stage),
         remote=campaign.remote,
+        check_owned=check_owned,
     )
     outcome = dict(stage.module.run(stage.config, context))
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.

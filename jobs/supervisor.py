@@ -105,6 +105,7 @@ def supervise(
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context)
+        context.check_owned()
         attempt = claim_attempt(context.run, context.remote, context.directory.name)
         task = make_task(attempt)
         folder = attempt_folder(context.directory, attempt)

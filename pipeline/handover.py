@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.errors import DataError
+from data.errors import CheckpointError, DataError
 from data.files import naming, write_whole
 from data.store import Store
 from models.weights.files import CLASSES, CONFIG, WEIGHTS
 from pipeline.checkpoints.checkpoint import FileRecord
+from pipeline.checkpoints.stored import bring
 
 SCHEMA = 2  # of a record; 1 had neither this entry nor a digest
 DONE = "done.json"
@@ -208,7 +209,7 @@ def check_class_names(folder: Path, covering: Covering) -> None:
 def fetch_weights(remote: str, run: Path, folder: Path) -> None:
     """Bring the weights that a finished stage of a run in an object store handed on into the stage's local folder.
 
-    `remote` is the run's URL, `run` its local folder. What is here in its size stays. Raises DataError where the stage
+    `remote` is the run's URL, `run` its local folder. What is here in its bytes stays. Raises DataError where the stage
     has not finished or its files are not what it wrote, StorageError, OSError.
     """
     store = Store(remote)
@@ -221,9 +222,14 @@ def fetch_weights(remote: str, run: Path, folder: Path) -> None:
     covering = covering_record(folder)
     files = covering.files if covering is not None else {}
     for name in WEIGHT_FILES:
-        path = folder / name
-        if name in files and not (path.is_file() and path.stat().st_size == files[name]["bytes"]):
-            store.fetch(f"{stage}/{name}", path, files[name]["bytes"])
+        if name in files:
+            try:
+                bring(store, f"{stage}/{name}", folder / name, files[name])
+            except CheckpointError as error:
+                raise DataError(str(error)) from None
+    # Class names that an earlier owner has left here are not of these weights.
+    if covering is not None and CLASSES not in files:
+        (folder / CLASSES).unlink(missing_ok=True)
     check_weights(folder, lambda text: None)
 
 

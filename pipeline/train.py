@@ -277,13 +277,16 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     weights = export(last, worker.model_config)
     names = worker.job.class_names
     models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)
-    spent = account_rows(MetricsIndex(directory).rows)
-    values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
-    worker.telemetry.report("effective", values, spent.line())
+    remote = worker.saver.remote
+    # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
+    if remote is None or remote.has_all_metrics:
+        spent = account_rows(MetricsIndex(directory).rows)
+        values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
+        worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
-    if worker.saver.remote is not None:
-        worker.saver.remote.send(handover.WEIGHT_FILES)
+    if remote is not None:
+        remote.send(handover.WEIGHT_FILES)
     return {
         "step": progress.step,
         "samples_seen": manifest.samples_seen,

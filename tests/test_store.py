@@ -8,6 +8,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,6 +121,22 @@ def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> N
     assert not Store(run).create("name", b"another's")
 
 
+def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
+    """MinIO answers so; the proxy's 412 has no content at all."""
+    assert Store(run).create("name", b"mine")
+    asked = []
+
+    def refuse(method: str, path: str) -> int | None:
+        if method != "PUT":
+            return None
+        asked.append(path)
+        return 412
+
+    proxy.fault_of_any = refuse
+    assert not Store(run).create("name", b"another's") and len(asked) == 1
+    assert Store(run).create("name", b"mine")
+
+
 def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(store_module, "PIECE", 10_000)
     monkeypatch.setattr(store_module, "ATTEMPTS", 30)
@@ -146,6 +164,21 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, 
     with pytest.raises(StorageError, match=rf"{run}/a.json: no answer after 3 attempts, last \w+; {remedy}") as error:
         Store(run, attempts=3).put("a.json", b"{}")
     assert "very-secret" not in str(error.value)
+
+
+def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy) -> None:
+    folder = Store(run, attempts=1000)
+    asked: list[str] = []
+
+    def refuse(method: str, path: str) -> int:
+        asked.append(path)
+        if len(asked) == 5:
+            folder.attempts = 3
+        return 503
+
+    proxy.fault_of_any = refuse
+    with pytest.raises(StorageError, match="no answer after 5 attempts"):
+        folder.put("a.json", b"{}")
 
 
 def test_a_forked_process_has_a_client_of_its_own(run) -> None:
@@ -243,6 +276,17 @@ def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monk
     assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
 
 
+def test_a_frozen_owner_that_wakes_up_puts_no_metrics(group, run, tmp_path, monkeypatch) -> None:
+    group.stored.has_all_metrics = True
+    (tmp_path / "run" / STAGE / "metrics.jsonl").write_text("of the first owner\n")
+    assert group.save(30)
+    assert Store(run).get(f"{STAGE}/metrics.jsonl") == b"of the first owner\n"
+    start(run, tmp_path / "other", monkeypatch)
+    Store(run).put(f"{STAGE}/metrics.jsonl", b"of the second owner\n")
+    group.begin(40)
+    assert Store(run).get(f"{STAGE}/metrics.jsonl") == b"of the second owner\n"
+
+
 def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:
@@ -335,6 +379,35 @@ def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(grou
     assert said == [] and not flips
 
 
+def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, bucket, tmp_path, monkeypatch) -> None:
+    def gather(values: list[Any], mine: Any) -> None:
+        values[:] = [("", "good-node"), mine]
+
+    def keep_badly(self: StoredCheckpoints, checkpoint: str) -> Chosen:
+        raise CheckpointError("its sha256 is not the manifest's")
+
+    two_nodes = SimpleNamespace(**{**vars(ALONE), "get_world_size": lambda: 2, "all_gather_object": gather})
+    monkeypatch.setattr(stored, "dist", two_nodes)
+    monkeypatch.setattr(stored.socket, "gethostname", lambda: "bad-node")
+    monkeypatch.setattr(StoredCheckpoints, "fetch", keep_badly)
+    with pytest.raises(CheckpointError, match="bad-node cannot keep a good copy of step-0000000020-000001"):
+        StoredCheckpoints(run, tmp_path / "other" / STAGE).choose_together(1, print)
+    assert key(20, REFUSED) not in objects(bucket, run)
+
+
+def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(stored, "dist", ALONE)
+    folder = tmp_path / "shared" / STAGE
+    (folder / "checkpoints" / "step-0000000010-000001").mkdir(parents=True)
+    (folder / "checkpoints" / ".tmp-step-0000000010-000001-rank-00000.safetensors").write_text("of a save")
+
+    def fetch(_: int) -> str:
+        return StoredCheckpoints(run, folder).fetch_together("step-0000000020-000001")
+
+    with ThreadPoolExecutor(8) as nodes:
+        assert list(nodes.map(fetch, range(8))) == [""] * 8
+
+
 @pytest.mark.slow
 def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tmp_path, monkeypatch) -> None:
     chance = random.Random(1)
@@ -363,6 +436,19 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(group, run, proxy, tmp_path, 
     faults = iter(["deaf"])
     proxy.fault_of_any = lambda method, path: next(faults, None) if path.endswith("30-000001/MANIFEST.json") else None
     assert group.save(30) is not None
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
+
+
+def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
+    group, run, proxy, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    group.stored.store.attempts = 2
+    proxy.fault_of_any = lambda method, path: "deaf" if path.endswith("30-000001/MANIFEST.json") else None
+    assert group.save(30) is None and "no answer after 2 attempts" in group.savers[0].failure
+    proxy.fault_of_any = lambda method, path: 503 if method == "PUT" and "30-000001/rank-00001" in path else None
+    assert group.save(30) is None and "rank-00001" in group.savers[0].failure
+    proxy.fault_of_any = lambda method, path: None
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
 
 
@@ -429,8 +515,8 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     said: list[str] = []
     with mirrored(machines[0], run, said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
+        assert Store(run).get("log.txt") == b"never put\n", "workers on other nodes may need it"
     assert said == [], "who has the lock of the folder knows that its last owner is dead"
-    assert Store(run).get("log.txt") == b"never put\n"
 
 
 def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machines, bucket) -> None:
@@ -450,6 +536,73 @@ def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machine
         with pytest.raises(RunOwned):
             frozen.put()
     assert objects(bucket, run)["log.txt"] == b"of the new one"
+
+
+def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is(run, machines) -> None:
+    with mirrored(machines[0], run, print) as put:
+        (machines[0] / "log.txt").write_text("of the driver\n")
+        put()
+        # A worker of the same run, on another node than the driver, has its files there.
+        (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
+        (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
+        before = files_of(machines[1])
+        with mirror.looked_at(machines[1], run) as folder:
+            assert files_of(folder) == {"log.txt": "of the driver\n"}
+        assert files_of(machines[1]) == before | {"owner.json": ""} and not folder.exists()
+        with mirror.looked_at(machines[0], run) as folder:
+            assert folder != machines[1]
+
+
+def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, bucket, tmp_path, monkeypatch) -> None:
+    made = tmp_path / "made" / "stage"
+    made.mkdir(parents=True)
+    (made / "model.json").write_text("{}")
+    (made / "weights.safetensors").write_bytes(b"good weights")
+    handover.write_record(made / "done.json", {"files": handover.digests(made)})
+    for path in made.iterdir():
+        Store(run).put_file(f"stage/{path.name}", path)
+
+    # A node has a bad copy of the right size, and class names of other weights.
+    node = tmp_path / "node"
+    (node / "stage").mkdir(parents=True)
+    (node / "stage" / "weights.safetensors").write_bytes(b"baad weights")
+    (node / "stage" / "classes.json").write_text("[]")
+    handover.fetch_weights(run, node, node / "stage")
+    assert files_of(node) == files_of(made.parent)
+
+    # A transfer flips a bit once; then the object itself is bad, and the good file is not replaced.
+    fetch = Store.fetch
+    flips = [b"baad weights"]
+
+    def fetch_badly(self: Store, name: str, file: Path, size: int) -> None:
+        fetch(self, name, file, size)
+        if flips:
+            file.write_bytes(flips.pop())
+
+    records = handover.digests(made, ["weights.safetensors"])
+    monkeypatch.setattr(Store, "fetch", fetch_badly)
+    other = StoredCheckpoints(run, tmp_path / "other" / "stage")
+    other.directory.mkdir(parents=True)
+    other.bring_exactly(records)
+    assert (other.directory / "weights.safetensors").read_bytes() == b"good weights" and not flips
+    Store(run).put("stage/weights.safetensors", b"baad weights")
+    other.bring_exactly(records)
+    (other.directory / "weights.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
+        other.bring_exactly(records)
+    assert list(other.directory.iterdir()) == [], "a bad copy would be put by the driver"
+
+
+def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, machines) -> None:
+    stops = threading.Event()
+    former = signal.signal(signal.SIGTERM, lambda number, frame: stops.set())
+    said: list[str] = []
+    with mirrored(machines[0], run, said.append) as put:
+        mirror.Mirror(machines[1], run, print).renew(0)
+        assert stops.wait(10) and "taken over" in said[-1]
+        with pytest.raises(RunOwned):
+            put()
+    signal.signal(signal.SIGTERM, former)
 
 
 # ------------------------------------------------------------------------ commands

@@ -1,6 +1,7 @@
 """`patchline run|plan|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,24 +62,26 @@ def plan(
     """Print the campaign, batch arithmetic, parameters and FLOPs; exit as `run` would before its first stage."""
     from jobs import campaign
     from jobs.commands import plan
-    from jobs.mirror import look
+    from jobs.mirror import looked_at
     from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
         print(campaign.resolved(loaded))
         return
-    look(loaded.run, loaded.remote)
-    # As `run` does before its first stage: a plan promises nothing that would be refused.
-    check_unfinished(loaded, loaded.stages, fresh=fresh)
-    check_finished(loaded, loaded.stages, print)
-    show(plan.plan(loaded))
-    # What is missing is refused last, because all but a few lines of the plan can be told without it.
-    missing = missing_inputs(loaded, loaded.stages)
-    if missing and without_data:
-        show(["", f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65"])
-    else:
-        check_inputs(loaded, loaded.stages)
+    with looked_at(loaded.run, loaded.remote) as folder:
+        loaded = replace(loaded, run=folder)
+        # As `run` does before its first stage: a plan promises nothing that would be refused.
+        check_unfinished(loaded, loaded.stages, fresh=fresh)
+        check_finished(loaded, loaded.stages, print)
+        show(plan.plan(loaded))
+        # What is missing is refused last, because all but a few lines of the plan can be told without it.
+        missing = missing_inputs(loaded, loaded.stages)
+        if missing and without_data:
+            absent = f"{len(missing)} missing inputs"
+            show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
+        else:
+            check_inputs(loaded, loaded.stages)
 
 
 @commands.command()

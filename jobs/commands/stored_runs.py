@@ -23,7 +23,7 @@ from pipeline.checkpoints.checkpoint import MANIFEST, committed
 from pipeline.checkpoints.stored import ATTEMPTS, REFUSED, SWEPT, StoredCheckpoints
 
 # Of the run and of each stage; other files are read by no command here.
-SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "done.json", "metrics.jsonl")
+SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "task.json", "done.json", "metrics.jsonl")
 
 
 def status(url: str) -> list[str]:

@@ -18,21 +18,23 @@ MANIFEST.json of every save that has none (`sweep`), and a name is created once.
 Loading, in order (`choose_together`):
 1. rank 0 sweeps, and lists what is committed;
 2. on every node one worker fetches the newest into the stage's local folder and reads every byte (`fetch`);
-3. where it is bad on a node, though fetched twice, rank 0 marks it, and the one before it is tried;
+3. where it is bad on every node, though fetched twice, rank 0 marks it, and the one before it is tried;
 4. all workers read the local copy as they would read any checkpoint on disk.
 """
 
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from data.errors import CheckpointError, DataError, StorageError
-from data.files import naming, write_whole
+from data.files import locked, naming, temporary_name, write_whole
 from data.store import Store, each
 from pipeline.checkpoints.checkpoint import (
     MANIFEST,
@@ -53,6 +55,7 @@ REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
 ATTEMPTS = "attempts"  # in the run's folder: an object for each attempt that was claimed
 METRICS = "metrics.jsonl"
+FETCHING = "fetching.lock"  # of the local folder
 
 
 def committed_steps(directory: Path, remote: str | None) -> list[int]:
@@ -122,7 +125,8 @@ class StoredCheckpoints:
             self.store.put_file(self.name(checkpoint, file), local)
         finally:
             local.unlink(missing_ok=True)
-        if is_first and self.has_all_metrics:
+        # Not those of a former owner that was frozen, whose lines would take the place of newer ones.
+        if is_first and self.has_all_metrics and newest_attempt_in(self.store) <= manifest.attempt:
             self.send([METRICS])
 
     def commit(self, manifest: Manifest) -> bool:
@@ -142,7 +146,11 @@ class StoredCheckpoints:
         """Delete the files of a save that was not committed; what cannot be deleted is left to the next attempt."""
         checkpoint = name_of(manifest)
         try:
-            self.store.delete(self.name(checkpoint, file) for file in self.listing().get(checkpoint, {}))
+            files = self.listing().get(checkpoint, {})
+            # The same step was saved before, and committed: only the answer to its commit was lost.
+            if MANIFEST in files:
+                return
+            self.store.delete(self.name(checkpoint, file) for file in files)
         except (StorageError, OSError):
             return
 
@@ -172,14 +180,10 @@ class StoredCheckpoints:
     def bring_exactly(self, records: Mapping[str, FileRecord]) -> None:
         """Fetch those files of the stage that are not here, or not in the bytes of their record.
 
-        Raises StorageError, OSError.
+        Raises CheckpointError where the store has other bytes, StorageError, OSError.
         """
         for name, record in records.items():
-            path = self.directory / name
-            try:
-                verify_file(path, record)
-            except CheckpointError:
-                self.store.fetch(f"{self.stage}/{name}", path, record["bytes"])
+            bring(self.store, f"{self.stage}/{name}", self.directory / name, record)
 
     # ------------------------------------------------------------------------ which one to load
 
@@ -237,13 +241,13 @@ class StoredCheckpoints:
                 address = self.store.address(self.name(checkpoint, file))
                 raise CheckpointError(f"{address}: {size} bytes, the manifest says {record['bytes']}")
 
-        def bring(file: str) -> None:
+        def bring_file(file: str) -> None:
             path = folder / file
             expected = manifest.files[file]["bytes"]
             if not path.is_file() or path.stat().st_size != expected:
                 self.store.fetch(self.name(checkpoint, file), path, expected)
 
-        each(manifest.files, bring)
+        each(manifest.files, bring_file)
         return Chosen(folder, verify(folder))
 
     def fetch_newest(self) -> Chosen:
@@ -282,15 +286,19 @@ class StoredCheckpoints:
         return self.committed()
 
     def fetch_together(self, checkpoint: str) -> str:
-        """Collective: fetch a checkpoint once a node; returns why it is bad on one of them, "" where it is whole.
+        """Collective: fetch a checkpoint once a node; returns why it is bad on all of them, "" where it is whole.
 
-        Raises CheckpointError, on every worker alike, where a node could not fetch it.
+        Raises CheckpointError, on every worker alike, where a node could not fetch it, or it is bad on some alone.
         """
-        outcome: str | CheckpointError = ""
+        outcome: str | CheckpointError | None = None  # of a worker that does not read; "" where it is whole
         if os.environ["LOCAL_RANK"] == "0":
-            self.forget_others(checkpoint)
             try:
-                self.fetch(checkpoint)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # The scratch of two nodes may be one folder, such as a home on NFS.
+                with locked(self.folder / FETCHING):
+                    self.forget_others(checkpoint)
+                    self.fetch(checkpoint)
+                outcome = ""
             except NewerSchema as error:
                 outcome = error
             except CheckpointError as error:
@@ -298,20 +306,34 @@ class StoredCheckpoints:
             except (StorageError, DataError, OSError) as error:
                 outcome = cannot_read(error)
         outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
+        dist.all_gather_object(outcomes, (outcome, socket.gethostname()))
         problem = ""
-        for outcome in outcomes:
+        host = ""
+        is_whole_somewhere = False
+        for outcome, reader in outcomes:
             if isinstance(outcome, CheckpointError):
                 raise outcome
-            problem = problem or outcome
+            if outcome == "":
+                is_whole_somewhere = True
+            elif outcome is not None and not problem:
+                problem = outcome
+                host = reader
+        # One node with a bad disk must not condemn checkpoint after checkpoint for all.
+        if problem and is_whole_somewhere:
+            raise CheckpointError(
+                f"{host} cannot keep a good copy of {checkpoint}, and another node can: {problem}\n"
+                "  take the node out, or look at its disk; then run the same command again"
+            )
         return problem
 
     def forget_others(self, checkpoint: str) -> None:
         """Delete local copies of other checkpoints, and what is left of saves: the store has all that counts."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
+                if path.name == FETCHING:
+                    continue
                 if path.is_file():
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                 elif path.name != checkpoint:
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -345,6 +367,32 @@ def attempt_of(checkpoint: str) -> int:
 def cannot_read(error: Exception) -> CheckpointError:
     """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
     return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")
+
+
+def bring(store: Store, name: str, path: Path, record: FileRecord) -> None:
+    """Fetch an object unless the local file has the bytes of its record; the file appears when it has them.
+
+    Raises CheckpointError where the store has other bytes, FileNotFoundError, StorageError, OSError.
+    """
+    with suppress(CheckpointError):
+        verify_file(path, record)
+        return
+    # Under a temporary name, because the driver puts whatever changes in the run's folder, over the good one too.
+    temporary = temporary_name(path)
+    try:
+        # Where the transfer was at fault, a second one is right.
+        for _ in range(2):
+            store.fetch(name, temporary, record["bytes"])
+            with suppress(CheckpointError):
+                verify_file(temporary, record)
+                os.replace(temporary, path)
+                return
+    finally:
+        temporary.unlink(missing_ok=True)
+    raise CheckpointError(
+        f"{store.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
+        "  bring the object back from a copy, then run the same command again"
+    )
 
 
 def say_once(say: Callable[[str], None], text: str) -> None:
