@@ -20,6 +20,8 @@ import psutil
 import pytest
 
 from data.shards import remote
+from tests import hosts
+from tests.ray_hosts import Driver, RayHosts
 from tests.stores import Proxy, store
 
 ROOT = Path(__file__).parents[1]
@@ -204,6 +206,60 @@ def test_of_two_owners_one_is_refused_and_one_that_was_frozen_cannot_commit(prox
     # The store is as the second has left it.
     assert drive("three", f"run={run}", *longer).wait(300) == 0
     assert (tmp_path / "three.log").read_text().count("skipped, finished with the same config and inputs") == 3
+
+
+CREDENTIALS = """
+mkdir -p ~/.aws
+printf '[default]\\nregion = us-east-1\\nendpoint_url = http://store:5000\\n' >~/.aws/config
+printf '[default]\\naws_access_key_id = key\\naws_secret_access_key = very-secret\\n' >~/.aws/credentials
+"""
+BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='images')"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
+def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(small, shards, drive, tmp_path) -> None:
+    """Three hosts under Ray, with nothing in common but the sets and the store, which is a fourth host."""
+    # Every host has a /tmp of its own, and sees this test's folder alone.
+    shutil.copytree(shards, tmp_path / "sets")
+    small.write_text(RECIPE.format(shards=tmp_path / "sets"))
+    run = RUN.format(name="hosts")
+    slower = ("pretrain.micro_batch=1", "pretrain.log_every=1")
+    reference = drive("local", f"run={tmp_path / 'run'}", *slower)
+    with RayHosts(tmp_path, ["h0", "h1", "h2"]) as cluster:
+        network = cluster.network
+        assert reference.wait(600) == 0
+        with (tmp_path / "store.log").open("w") as log:
+            network.boot("store").start("python -m moto.server -H 0.0.0.0 -p 5000", log)
+        for name in cluster.names:
+            network[name].run(CREDENTIALS)
+        wait_for(tmp_path / "store.log", "Running on")
+        cluster.head.run(["python", "-c", BUCKET])
+
+        words = [str(small), f"run={run}", "cluster.backend=ray", "cluster.scratch=/tmp/scratch", *slower]
+        driver = Driver(cluster, words, tmp_path / "driver")
+        driver.until(lambda: "checkpoint step 10 committed" in driver.said, 300)
+        network[worker_host(cluster)].kill()
+        assert driver.wait(600) == 0, driver.said
+        print(driver.said)
+        assert "restarting from step" in driver.said and "attempt 2: resumed from step" in driver.said
+        cluster.head.run(f"cp -r /tmp/scratch {tmp_path}/head")
+        made = outcome(folder_of(tmp_path / "head"))
+        expected = outcome(tmp_path / "run")
+        # The last checkpoint lies in the store; here is the one from which this host went on.
+        for name in ("pretrain", "resize", "finetune", "ledger"):
+            assert made[name] == expected[name]
+        assert losses(folder_of(tmp_path / "head")) == losses(tmp_path / "run")
+
+
+def worker_host(cluster: RayHosts) -> str:
+    """A host that is not the head, with a worker of the running attempt."""
+    said = cluster.head.run("cat /tmp/scratch/*/pretrain-*/attempts/attempt-*/rank-*.json")
+    for name in cluster.names[1:]:
+        if f'"node": "{name}"' in said:
+            return name
+    raise AssertionError(said)
 
 
 def wait_for(log: Path, text: str) -> None:
