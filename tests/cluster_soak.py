@@ -102,15 +102,16 @@ def drain(soak: Soak) -> str:
 def cut(soak: Soak) -> str:
     name = soak.worker_host()
     soak.cluster.network[name].cut()
-    time.sleep(AWAY_S + 20)
-    soak.cluster.network[name].mend()
-    soak.restart_host(name)
-    return name
+    return back_after_a_dead_link(soak, name)
 
 
 def black_hole(soak: Soak) -> str:
     name = soak.worker_host()
     soak.cluster.network[name].black_hole()
+    return back_after_a_dead_link(soak, name)
+
+
+def back_after_a_dead_link(soak: Soak, name: str) -> str:
     time.sleep(AWAY_S + 20)
     soak.cluster.network[name].mend()
     soak.restart_host(name)

@@ -1,8 +1,6 @@
 """Class names travel with sets and weights, and the same id means the same class wherever two of them meet."""
 
-import io
 import json
-import tarfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from jobs.__main__ import main
 from jobs.campaign import load
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
+from tests.tars import write_tar
 
 
 def picture(value: int) -> bytes:
@@ -39,15 +38,6 @@ def class_folders(root: Path, names: str, images: int = 3) -> Path:
         for image in range(images):
             (root / name / f"{root.name}-{name}-{image}.jpg").write_bytes(picture(40 * number_ + 10 * image))
     return root
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for name, body in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
-    return path
 
 
 def labels_by_class(folder: Path) -> dict[str, set[bytes]]:

@@ -1,6 +1,5 @@
 """The doctor finds every kind of fault with exact counts, and what it repairs trains."""
 
-import io
 import struct
 import tarfile
 from collections import Counter
@@ -22,16 +21,9 @@ from data.shards.packing import pack
 from data.shards.page import write_page
 from data.shards.report import advice
 from data.shards.sources import Sample, digits
+from tests.tars import write_tar
 
 GOOD = list(islice(digits(True), 60))
-
-
-def write_tar(path, members):
-    with tarfile.open(path, "w") as tar:
-        for name, body in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
 
 
 def sample(number: int, image: bytes | None = None, label: bytes | None = None):

@@ -3,9 +3,7 @@
 `webdataset` reads the same tars beside, as the comparison: what it would leave out, double or stop at.
 """
 
-import io
 import json
-import tarfile
 import warnings
 from pathlib import Path
 
@@ -23,19 +21,11 @@ from data.shards.reader import Reader
 from data.shards.refusals import MOST_TYPES
 from data.shards.sources import Sample, tars
 from jobs.__main__ import main
+from tests.tars import write_tar
 
 
 def picture(value: int) -> bytes:
     return cv2.imencode(".jpg", np.full((8, 8, 3), value, np.uint8))[1].tobytes()
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for name, body in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
-    return path
 
 
 def samples(first: int, count: int) -> list[tuple[str, bytes]]:

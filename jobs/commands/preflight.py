@@ -31,7 +31,7 @@ from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
 from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroupError, do_nothing
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
@@ -231,10 +231,6 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
                 is_shared=needs.is_shared,
             )
     return cast(PreflightReport, report)
-
-
-def do_nothing() -> None:
-    """Look at nothing: a preflight has no log to show."""
 
 
 @contextmanager
