@@ -307,21 +307,21 @@ class StoredCheckpoints:
                 outcome = cannot_read(error)
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (outcome, socket.gethostname()))
-        problem = ""
-        host = ""
+        problem = ""  # of the first node that has one
+        node_with_problem = ""
         is_whole_somewhere = False
-        for outcome, reader in outcomes:
-            if isinstance(outcome, CheckpointError):
-                raise outcome
-            if outcome == "":
+        for of_worker, node in outcomes:
+            if isinstance(of_worker, CheckpointError):
+                raise of_worker
+            if of_worker == "":
                 is_whole_somewhere = True
-            elif outcome is not None and not problem:
-                problem = outcome
-                host = reader
+            elif of_worker is not None and not problem:
+                problem = of_worker
+                node_with_problem = node
         # One node with a bad disk must not condemn checkpoint after checkpoint for all.
         if problem and is_whole_somewhere:
             raise CheckpointError(
-                f"{host} cannot keep a good copy of {checkpoint}, and another node can: {problem}\n"
+                f"{node_with_problem} cannot keep a good copy of {checkpoint}, and another node can: {problem}\n"
                 "  take the node out, or look at its disk; then run the same command again"
             )
         return problem
