@@ -37,7 +37,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
 
 from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.backends import (
@@ -50,7 +51,15 @@ from jobs.cluster.backends import (
 )
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
-from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord, records
+from jobs.cluster.worker_group import (
+    ClusterConfig,
+    SeenRecords,
+    Task,
+    WorkerFunction,
+    WorkerGroupError,
+    WorkerRecord,
+    records,
+)
 from jobs.context import Context
 from jobs.growth import Growth, Sizes
 from jobs.ownership import claim_attempt
@@ -72,6 +81,39 @@ class StageFailed(PatchlineError):
         self.exit_code = exit_code
 
 
+class Companion(Protocol):
+    """Works beside the worker group of an attempt, and takes no part in it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def end(self) -> None:
+        """Give everything back at once."""
+
+
+class Alone:
+    """Stands in for a companion where there is none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def alone(task: Task, folder: Path, cluster: ClusterConfig) -> Companion:
+    """Return the companion of an attempt that has none."""
+    return Alone()
+
+
 def supervise(
     function: WorkerFunction,
     make_task: Callable[[int], Task],
@@ -80,13 +122,14 @@ def supervise(
     worlds: Sequence[int],
     stall_s: float,
     ask_to_stop: Callable[[Path], None],
+    accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone,
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
     `make_task(attempt)` returns what the workers of an attempt are told. `worlds` are the numbers of workers on which
     the stage may run, the largest first. `ask_to_stop(attempt_folder)` is called, again and again, while somebody wants
     this process to end; what it raises ends the attempt and comes out here. A worker that holds up all others for
-    `stall_s` seconds is a failure.
+    `stall_s` seconds is a failure. `accompany(task, attempt_folder, cluster)` returns what works beside each attempt.
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
@@ -114,9 +157,18 @@ def supervise(
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(folder, world, stall_s, cluster.start_timeout_s)
         seen = SeenRecords(folder)
-        look = partial(look_at_attempt, context, watch, seen, growth, attempt, ask_to_stop)
+        companion = accompany(task, folder, cluster)
+
+        def look() -> None:
+            try:
+                look_at_attempt(context, watch, seen, growth, attempt, ask_to_stop)  # noqa: B023 (called in this round)
+            except BaseException:
+                # Before the backend leaves the cluster: who is inside Ray then takes this process along.
+                companion.end()  # noqa: B023
+                raise
+
         try:
-            with growth:
+            with growth, companion:
                 value = run_worker_group(
                     function,
                     task,

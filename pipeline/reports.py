@@ -6,10 +6,15 @@ every rank judges its part of the set.
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 import models
 from data.evaluation import EvaluationBatch, EvaluationSet
+from pipeline.evaluation import beside
 from pipeline.evaluation.evaluate import (
     EvaluationFailed,
     EvaluationStopped,
@@ -29,6 +34,7 @@ def report_training(worker: Worker, progress: Progress, rate: float, *, has_line
 
     A save writes records between two lines. A record that the disk refuses is written again with the next steps.
     """
+    report_answers(worker)
     window = worker.window
     since_line = worker.since_line
     if not window.losses:  # all steps are in the last record
@@ -81,15 +87,14 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
         if job.probe_train and job.probe_test:
             values |= measure_few_shot(worker, progress.step, job.probe_train, job.probe_test)
     finally:
-        worker.window.evaluated_s += time.monotonic() - began
+        seconds = time.monotonic() - began
+        worker.window.evaluated_s += seconds
+        worker.loop_price.evaluated_s += seconds
     if values and worker.rank == 0:
-        progress.last_metrics = {name: value for name, value in values.items() if isinstance(value, float)}
-        shown = []
-        for name, value in progress.last_metrics.items():
-            if "seed" not in name:  # metrics.jsonl has every seed of the few-shot probe, the line their mean
-                shown.append(f"{name} {value:.4f}")
-        line = f"evaluate step {progress.step}  {'  '.join(shown)}{remark}"
-        worker.telemetry.report("evaluate", {"step": progress.step, **values}, line)
+        progress.last_metrics = beside.metrics_of(values)
+        line = beside.evaluation_line(progress.step, progress.last_metrics, remark)
+        where = {"where": "training", "seconds": round(seconds, 3)}
+        worker.telemetry.report("evaluate", {"step": progress.step, **values, **where}, line)
 
 
 def evaluate_between(worker: Worker, progress: Progress) -> bool:
@@ -97,15 +102,58 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
 
     An evaluation that fails is said and recorded, and the steps go on: what they learn does not depend on it.
     """
+    price = worker.loop_price
+    seconds_before = price.evaluated_s
     try:
         evaluate(worker, progress)
     except EvaluationStopped:
         if worker.rank == 0:
-            worker.telemetry.say(f"evaluate step {progress.step}: stopped, it is left out")
+            consequence = "it is left out" if worker.cfg.evaluate_on == "training" else "it is done later"
+            worker.telemetry.say(f"evaluate step {progress.step}: stopped, {consequence}")
         return False
     except EvaluationFailed as error:
         report_failure(worker, progress, error, "training goes on without it")
+    # Once an attempt, by the first evaluation: whoever finds it dear can have it done elsewhere.
+    if worker.rank == 0 and not price.is_said and price.evaluated_s > seconds_before:
+        price.is_said = True
+        seconds = price.evaluated_s - seconds_before
+        looks_for_spare = worker.cfg.evaluate_on == "spare"
+        line = price.line(progress.step, seconds, worker.cfg.evaluate_every, looks_for_spare=looks_for_spare)
+        worker.telemetry.say(line)
     return True
+
+
+def asks_beside(worker: Worker, step: int) -> bool:
+    """Collective: ask for the evaluation of a step beside training, where somebody is spare; tell whether it was asked.
+
+    The save of this step has begun: who judges it waits for its commit.
+    """
+    if worker.cfg.evaluate_on == "training" or worker.job.remote is not None:
+        return False
+    is_asked = [False]
+    if worker.rank == 0:
+        is_spare = (worker.job.attempt_folder / beside.SPARE_FILE).exists()
+        # A disk that refuses the question costs the loop an evaluation of its own, not the run.
+        with suppress(OSError):
+            # Where the workers judge it themselves and are killed meanwhile, the next attempt knows that it is due.
+            beside.put(Path(worker.job.directory), step, beside.ASKED if is_spare else beside.IN_LOOP)
+            is_asked = [is_spare]
+    dist.broadcast_object_list(is_asked, src=0)
+    return is_asked[0]
+
+
+def end_in_loop(worker: Worker, step: int) -> None:
+    """Say that an evaluation in the loop has come to its end; rank 0 only."""
+    if worker.rank == 0:
+        with suppress(OSError):
+            beside.take_away(Path(worker.job.directory), step, beside.IN_LOOP)
+
+
+def report_answers(worker: Worker) -> None:
+    """Report what the worker beside training has judged since the last call, each under its step; rank 0 only."""
+    if worker.rank == 0 and worker.cfg.evaluate_on == "spare":
+        for answer in beside.taken_answers(Path(worker.job.directory)):
+            worker.telemetry.report(answer["kind"], answer["values"], answer["line"])
 
 
 def evaluate_at_the_end(worker: Worker, progress: Progress, remark: str = "") -> None:
@@ -146,10 +194,9 @@ def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | 
     """
     samples = samples_of(worker, step, path)
     share_right, judged = accuracy(worker.engine.model, samples, worker.engine.dtype, worker.device)
-    # A damaged set must not pass for a worse or better model: what could not be judged is said.
     unreadable = worker.sets[path].samples - judged
     if unreadable and worker.rank == 0:
-        worker.telemetry.say(f"evaluate: {unreadable} bad samples of {path} count neither way; see `jobs data check`")
+        worker.telemetry.say(beside.unreadable_line(unreadable, path))
     return {"accuracy": share_right, "judged": judged}
 
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine import Engine, deepspeed_config
+from pipeline.evaluation import beside
 from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
@@ -107,6 +109,7 @@ class Worker:
     engine: Engine
     saver: Saver
     health: Health
+    loop_price: beside.LoopPrice = field(default_factory=beside.LoopPrice)  # of evaluations
     sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
 
     def wants_stop(self) -> bool:
@@ -190,6 +193,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
         remote=remote,
+        needed=partial(beside.due, directory) if cfg.evaluate_on == "spare" else tuple,
     )
     worker = Worker(
         cfg=cfg,

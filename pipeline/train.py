@@ -3,10 +3,11 @@
 1. `set_up` joins the group, builds data, model and engine, and loads a checkpoint or the weights to start from.
 2. Every step: forward and backward over the micro-batches; the optimizer steps with the last of them.
 3. All workers agree once a step: mean loss, bad samples, whether to stop, whether a save is written.
-4. What the step asks for: a report, the commit of a save, a new save, an evaluation, the end.
+4. What the step asks for: a report, the commit of a save, a new save, an evaluation (here, or by a worker beside
+   training: `evaluate_on: spare`), the end.
 5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size.
 
-What is trained is committed before it is evaluated: an evaluation that fails costs no step.
+What is trained is committed before it is evaluated: an evaluation that fails, or is killed, costs no step.
 
 In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
 Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
@@ -36,7 +37,7 @@ from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
 from pipeline.optimization.schedule import learning_rate
-from pipeline.reports import evaluate_at_the_end, evaluate_between, report_training
+from pipeline.reports import asks_beside, end_in_loop, evaluate_at_the_end, evaluate_between, report_training
 from pipeline.start import Job, Progress, Worker, micro_batches, set_up
 from pipeline.training_config import TrainConfig
 
@@ -84,6 +85,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     # Building and restoring are not training: without this the first report's images per second would hold them.
     window.clear()
     worker.since_line.clear()
+    worker.loop_price.begin(progress.step)
 
     while progress.step < worker.steps:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
@@ -141,8 +143,10 @@ def train(task: Mapping[str, Any]) -> StageResult:
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         is_last = progress.step == worker.steps
+        is_evaluated = cfg.evaluate_every > 0 and progress.step % cfg.evaluate_every == 0 and not is_last
         # A commit amid non-finite steps would pass for progress since the last time that the run went back.
-        is_due = progress.step % cfg.save_every == 0 and health.skipped_in_a_row == 0
+        is_calm = health.skipped_in_a_row == 0
+        is_due = is_calm and (is_evaluated or progress.step % cfg.save_every == 0)
         is_saved = is_due or is_last or stopping
         is_said = progress.step % cfg.log_every == 0 or is_last or stopping or progress.step == first_step
         # A commit implies its metrics: the record of its steps is written before the save begins.
@@ -152,11 +156,15 @@ def train(task: Mapping[str, Any]) -> StageResult:
             finish_save(worker, progress)
         if is_saved:
             begin_save(worker, progress)
-        if cfg.evaluate_every and progress.step % cfg.evaluate_every == 0 and not is_last and not stopping:
+        # Whoever judges it beside training waits for the commit; the steps do not.
+        is_judged_beside = is_evaluated and is_saved and asks_beside(worker, progress.step)
+        if is_evaluated and not is_judged_beside and not stopping:
             # What is trained is committed first: an evaluation may fail.
             if saver.in_flight:
                 finish_save(worker, progress)
             stopping = not evaluate_between(worker, progress)
+            if not stopping:
+                end_in_loop(worker, progress.step)
             if stopping and saver.last_committed != progress.step:
                 report_training(worker, progress, rate, has_line=False)
                 begin_save(worker, progress)

@@ -123,7 +123,9 @@ class TrainConfig:
     compile: bool = False  # torch.compile, block by block
     deepspeed: str | None = None  # path of a ds_config.json of yours; it may tune how data moves, nothing else
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
-    evaluate_every: int = 0  # steps between evaluations; 0: only at the end
+    evaluate_every: int = 0  # steps between evaluations, each of which is committed first; 0: only at the end
+    # in between: the workers that train, who stop for it; or a spare one beside them (docs/cluster.md)
+    evaluate_on: Literal["training", "spare"] = "training"
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
     log_every: int = 50  # steps between log lines
     save_every: int = 1000  # steps between checkpoints
@@ -139,7 +141,7 @@ class TrainConfig:
         "precision seed",
         warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
         "probe",
-        free="log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
+        free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
 
     def __post_init__(self) -> None:

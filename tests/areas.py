@@ -85,6 +85,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_resume.py",
         "test_short_ways.py",
         "test_slurm.py",
+        "test_spare.py",
         "test_store_runs.py",
     ),
 }

@@ -30,7 +30,7 @@ from jobs import terminal
 from jobs.cluster import processes
 from jobs.cluster import worker_group as group
 from jobs.ownership import owned
-from pipeline import objectives, reports, start, train
+from pipeline import judge, objectives, reports, start, train
 from pipeline.checkpoints import checkpoint, sight
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.saver import Saver
@@ -264,6 +264,36 @@ def stopped_in_an_evaluation() -> None:
         return original(*args)
 
     evaluate.hits = hits  # type: ignore[assignment]
+
+
+def spare_core() -> None:
+    """This machine has cores that no worker uses."""
+    os.sched_getaffinity = lambda pid: set(range(64))  # type: ignore[assignment]
+
+
+def evaluator_dies(how: str = "SIGKILL", times: int = 1) -> None:
+    """The first processes that judge a commit get this signal when they have begun; each leaves a file."""
+    spare_core()
+
+    def strike() -> None:
+        struck = len(list(Path().glob("struck-*")))
+        if struck < times:
+            Path(f"struck-{struck}").touch()
+            os.kill(os.getpid(), getattr(signal, how))
+
+    before(judge, "probe", lambda *args: True, strike)
+
+
+def slow_evaluator() -> None:
+    """Whoever judges a commit waits for the file "go" beside the run, and says so in "judging"."""
+    spare_core()
+
+    def wait() -> None:
+        Path("judging").touch()
+        while not Path("go").exists():
+            time.sleep(0.02)
+
+    before(judge, "probe", lambda *args: True, wait)
 
 
 def no_first_batch() -> None:

@@ -37,6 +37,7 @@ SAME_WORD_S = 60.0  # before the same word is said again
 NEXT_CHOICE_S = 5.0  # for Ray to place what has been asked for, before another number of workers is
 AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # a node that is dead has been missed by Ray after so long; one that is there is better than none
+BORROW_S = 5.0  # for Ray to place what seems to be free
 LONGEST_LIST = 4  # nodes or campaigns that a word names
 OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
 
@@ -69,6 +70,7 @@ class Request:
 
 
 _reservations: list[Reservation] = []  # of this process: none or one
+_lent: list[Reservation] = []  # of this process too: free places that it gives back when anybody wants them
 _avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
 
 
@@ -153,6 +155,52 @@ def forget() -> None:
     The nodes to avoid are kept: it may be the same cluster that is joined next, and no id is given twice.
     """
     _reservations.clear()
+    _lent.clear()
+
+
+def borrow(share: Mapping[str, int], run: str) -> PlacementGroup | None:
+    """Return a place for one process outside the worker group, where Ray has it at once; None where it has not.
+
+    Others see who has it by its name, which is none of those that they wait for. Any thread may ask.
+    """
+    group = placement_group([share], name=f"beside {run} {secrets.token_hex(4)}")
+    _lent.append(Reservation(group, 1, share))
+    deadline = time.monotonic() + BORROW_S
+    while time.monotonic() < deadline:
+        if placement_group_table(group)["state"] == "CREATED":
+            return group
+        time.sleep(POLL_S)
+    give_back()
+    return None
+
+
+def give_back() -> None:
+    """Give back what was borrowed, where anything was."""
+    while _lent:
+        remove_placement_group(_lent.pop().group)
+
+
+def is_room_to_borrow(share: Mapping[str, int]) -> bool:
+    """Tell whether a place is free, on a node that stays, and nobody waits for places. Any thread may ask."""
+    free = ray_state.available_resources_per_node()
+    leaving = _nodes_to_avoid() | set(draining_nodes())
+    staying = {node: resources for node, resources in free.items() if node not in leaving}
+    return room_for(share, staying) >= 1 and not is_anything_asked_for()
+
+
+def is_anything_asked_for() -> bool:
+    """Tell whether anybody, of whatever application, waits for a placement group for which the cluster is large enough.
+
+    Any thread may ask.
+    """
+    total = ray_state.total_resources_per_node()
+    ours = {reservation.group.id.hex() for reservation in [*_reservations, *_lent]}
+    for group, row in placement_group_table().items():
+        if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
+            bundles = row["bundles"].values()
+            if all(room_for({name: 1}, total) >= amount for bundle in bundles for name, amount in bundle.items()):
+                return True
+    return False
 
 
 def avoid(node_id: str) -> None:
@@ -248,7 +296,7 @@ def _open_to_us(avoided: set[str]) -> dict[str, Counter[str]]:
     for node, resources in ray_state.available_resources_per_node().items():
         if node not in leaving:
             nodes[node] = Counter(resources)
-    for reservation in _reservations:
+    for reservation in [*_reservations, *_lent]:
         # A bundle that has lost its node lies on none of these.
         for node in placement_group_table(reservation.group)["bundles_to_node_id"].values():
             if node in nodes:

@@ -105,7 +105,7 @@ def list_line(folder: Path, evaluation: Record) -> str:
         f"ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
     )
     for name, value in evaluation.items():
-        is_score = isinstance(value, float) and name != "time"
+        is_score = isinstance(value, float) and name not in ("time", "seconds")
         if is_score and "seed" not in name:
             line += f"  {name} {value:.4f}"
     return line

@@ -126,6 +126,9 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
     images = steps * cfg.batch_size
     lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes_text(images, samples, all_there)})")
 
+    if cfg.evaluate_every:
+        lines.append(f"  judge   {judge_line(cfg)}")
+
     # Where the samples come from: each set's share of a batch, and what a node's cache must hold.
     if cfg.data.mixture:
         lines += mixture_lines(cfg.batch_size, sets, steps)
@@ -169,6 +172,14 @@ def passes_text(images: int, samples: int | None, all_there: bool) -> str:
     if all_there:
         return text
     return f"{text} (as the recipe says; the data is not there yet)"
+
+
+def judge_line(cfg: TrainConfig) -> str:
+    """Say when the stage is evaluated, and by whom."""
+    line = f"every {cfg.evaluate_every:,} steps, each committed first, "
+    if cfg.evaluate_on == "spare":
+        return line + "on a worker beside training where one is spare, else by the workers; the last by the workers"
+    return line + "by the workers, who stop for it (evaluate_on=spare: beside them)"
 
 
 def mixture_lines(batch_size: int, sets: list[TrainingSet], steps: int) -> list[str]:

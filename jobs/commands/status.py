@@ -12,6 +12,7 @@ import psutil
 from data.errors import CheckpointError, DataError, UsageError
 from pipeline import handover
 from pipeline.checkpoints import checkpoint
+from pipeline.evaluation import beside
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import amount, duration, last_metrics
@@ -93,12 +94,15 @@ def stage_line(folder: Path) -> str:
     last = last_metrics(folder)
     if last is None:
         return "started, no step yet"
+    # Of evaluations beside training (`evaluate_on: spare`) these are still to come.
+    steps = beside.asked(folder)
+    to_judge = f"to be judged: {', '.join(map(str, steps))}  " if steps else ""
     # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"eta {duration(last['eta_s'])}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
-        f"{account_rows(MetricsIndex(folder).rows).line()}"
+        f"{to_judge}{account_rows(MetricsIndex(folder).rows).line()}"
     )
 
 

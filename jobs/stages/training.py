@@ -16,9 +16,10 @@ import models
 from data.errors import DataError
 from data.shards.index import Index, load_index, without
 from data.shards.reader import check_sizes
+from jobs.beside.evaluations import Evaluations
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
-from jobs.supervisor import supervise
+from jobs.supervisor import alone, supervise
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
@@ -43,11 +44,33 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     check_room(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
-    outcome = supervise(train, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=touch_stop_file)
+    evaluations = evaluations_beside(cfg, context)
+    outcome = supervise(
+        train,
+        make_task,
+        context,
+        worlds=worlds,
+        stall_s=cfg.stall_s,
+        ask_to_stop=touch_stop_file,
+        accompany=alone if evaluations is None else evaluations.accompany,
+    )
+    if evaluations is not None:
+        evaluations.finish()
     if context.remote is not None:
         # Rank 0 may have worked on another node: what it has handed on is brought here.
         StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
     return outcome
+
+
+def evaluations_beside(cfg: TrainConfig, context: Context) -> Evaluations | None:
+    """Return what has commits judged beside training; None where the recipe wants none, or they cannot be."""
+    is_judged = bool(cfg.data.evaluate or cfg.probe.train)
+    if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not is_judged:
+        return None
+    if context.remote is not None:
+        context.say(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
+        return None
+    return Evaluations(cfg, context)
 
 
 def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:

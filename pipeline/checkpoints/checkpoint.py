@@ -25,7 +25,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -365,8 +365,8 @@ def load(engine: Engine, chosen: Chosen) -> None:
     engine.updates = chosen.manifest.updates
 
 
-def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
-    """Delete old checkpoints: the newest `keep` (2 at least) stay, and every multiple of `keep_every` steps.
+def prune(folder: Path, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[Path]:
+    """Delete old checkpoints: the newest `keep` (2 at least) stay, every multiple of `keep_every`, and steps `needed`.
 
     A folder is renamed, durably, before it is deleted: no crash leaves half a checkpoint under a valid name.
     Raises OSError where the renaming fails; nothing is half deleted then.
@@ -375,7 +375,7 @@ def prune(folder: Path, keep: int, keep_every: int) -> list[Path]:
     # Two at least: the newest may turn out to be damaged when it is read.
     for checkpoint in committed(folder)[max(keep, 2) :]:
         is_milestone = keep_every > 0 and step_of(checkpoint) % keep_every == 0
-        if is_milestone:
+        if is_milestone or step_of(checkpoint) in needed:
             continue
         doomed = folder / f".tmp-old-{checkpoint.name}"
         os.rename(checkpoint, doomed)

@@ -24,7 +24,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class Saver:
         max_failed_saves: int,
         expected_bytes: int = 0,
         remote: StoredCheckpoints | None = None,
+        needed: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.folder = folder  # of the stage's checkpoints
         self.remote = remote  # where they are committed instead, when the nodes share no folder
@@ -76,6 +77,7 @@ class Saver:
         self.keep = keep
         self.keep_every = keep_every
         self.max_failed_saves = max_failed_saves
+        self.needed = needed  # steps whose checkpoints stay until they have been judged
         self.expected_bytes = expected_bytes  # of a checkpoint; from the first commit on, those of the last one
 
         self.last_committed: int | None = None  # step
@@ -236,7 +238,7 @@ class Saver:
         """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
         try:
             if self.remote is None:
-                prune(self.folder, self.keep, self.keep_every)
+                prune(self.folder, self.keep, self.keep_every, self.needed())
             else:
                 self.remote.prune(self.keep, self.keep_every)
         except (OSError, StorageError) as error:

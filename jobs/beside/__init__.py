@@ -1,0 +1,1 @@
+"""Judges the commits of a stage on places that training leaves free."""

@@ -1,0 +1,111 @@
+"""What a worker beside training does (`evaluate_on: spare`): judge one committed checkpoint as the loop would have.
+
+1. Every byte of the checkpoint is verified, and the weights are read: those that the loop computes with at that step.
+2. The sets are read in the batches in which the workers that saved it would have read them, one part after the other.
+   A product's last bits depend on the rows beside it, so that only the same batches give the same features.
+3. Accuracy and few-shot accuracy are those of pipeline/evaluation/evaluate.py.
+
+In:  {"config": …, "job": …, "checkpoint": "/runs/x/20-pretrain/checkpoints/step-0000001200", "folder": "…"}
+Out: {"values": {"accuracy": 0.81, "judged": 50000}, "node": "n7", "seconds": 74.1, "remarks": []}
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+
+import models
+from data.evaluation import EvaluationBatch, EvaluationSet
+from data.shards.index import Index, load_index
+from models import ModelConfig
+from pipeline import config
+from pipeline.arithmetic import recomputed_blocks
+from pipeline.checkpoints import checkpoint
+from pipeline.evaluation.beside import unreadable_line
+from pipeline.evaluation.evaluate import accuracy, features, probe, watched
+from pipeline.monitoring.watchdog import Phases
+from pipeline.start import Job
+from pipeline.training_config import TrainConfig
+
+
+class Judged(TypedDict):
+    """Holds what one evaluation beside training came to."""
+
+    values: dict[str, float | int]  # as the loop records them
+    node: str
+    seconds: float  # from the reading of the weights on
+    remarks: list[str]  # lines for people
+
+
+def judge(task: Mapping[str, Any]) -> Judged:
+    """Judge one checkpoint on the sets of its stage.
+
+    Raises CheckpointError where it is not what was committed, and whatever the reading of a set raises.
+    """
+    began = time.monotonic()
+    cfg = config.build(TrainConfig, task["config"], "config")
+    job = Job(**task["job"])
+    folder = Path(task["checkpoint"])
+    step = checkpoint.step_of(folder)
+    phases = Phases(Path(task["folder"]), 0, cfg.stall_s)
+    phases.enter("load", step)
+    manifest = checkpoint.verify(folder)
+    model_config = models.from_dict(job.model)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
+    model = model_of(cfg, model_config, folder, manifest).to(device, dtype)
+
+    def batches_of(index: Index) -> Iterator[EvaluationBatch]:
+        for rank in range(manifest.world):
+            samples = EvaluationSet(
+                index,
+                # These are the arguments of reports.batches_of, which reads the part of one worker.
+                cfg.data.preprocess or f"resize({model_config.image_size})",
+                batch_size=cfg.micro_batch,
+                rank=rank,
+                world=manifest.world,
+                max_labels=cfg.data.max_labels,
+                cache=cfg.data.cache,
+            )
+            yield from watched(samples, phases, step)
+
+    values: dict[str, float | int] = {}
+    remarks = []
+    if job.evaluate:
+        index = load_index(job.evaluate)
+        share_right, judged = accuracy(model, batches_of(index), dtype, device)
+        values |= {"accuracy": share_right, "judged": judged}
+        if judged < index.samples:
+            remarks.append(unreadable_line(index.samples - judged, job.evaluate))
+    if job.probe_train and job.probe_test:
+        train_features = features(model, batches_of(load_index(job.probe_train)), dtype, device)
+        test_features = features(model, batches_of(load_index(job.probe_test)), dtype, device)
+        phases.enter("probe", step)
+        values |= probe(train_features, test_features, cfg.probe)
+    phases.close()
+    seconds = round(time.monotonic() - began, 3)
+    return {"values": values, "node": socket.gethostname(), "seconds": seconds, "remarks": remarks}
+
+
+def model_of(
+    cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest: checkpoint.Manifest
+) -> torch.nn.Module:
+    """Return the network with the weights that the loop computes with after the checkpoint's step, in fp32.
+
+    Amid the steps these are the masters, also where the stage will end with averaged weights.
+    """
+    model = models.from_config(model_config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict(checkpoint.Reader(folder, manifest.files).weights(shapes), strict=False)
+    # As `start.build_model` prepares it: compiled blocks may round differently.
+    model.recomputed_blocks = recomputed_blocks(cfg, model_config)
+    if cfg.compile:
+        models.compile_blocks(model)
+    return model.eval()

@@ -1,0 +1,338 @@
+"""Commits judged beside training: the loop's values, nobody else's steps, and no silence when it goes wrong."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data.shards.index import load_index
+from jobs.beside.evaluations import Evaluations
+from jobs.beside.places import NoPlace
+from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
+from pipeline.checkpoints.checkpoint import committed, prune, step_of
+from pipeline.evaluation import beside
+from pipeline.monitoring.telemetry import read_metrics
+from pipeline.training_config import TrainConfig
+from tests import worker_functions
+from tests.test_checkpoint_runs import assert_same, finish, said, stage, start, step_losses
+
+EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
+SPARE = "pretrain.evaluate_on=spare"
+
+
+def judged(run: Path) -> dict[int, dict[str, float]]:
+    """What every evaluation has come to, by step; where and how long it was is left out."""
+    values = {}
+    for record in read_metrics(stage(run), "evaluate"):
+        named = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
+        assert record["step"] not in values, "reported twice"
+        values[record["step"]] = {name: value for name, value in record.items() if name not in named}
+    return values
+
+
+def where(run: Path) -> dict[int, str]:
+    return {record["step"]: record["where"] for record in read_metrics(stage(run), "evaluate")}
+
+
+@pytest.fixture(scope="module")
+def sets(shards) -> tuple[str, ...]:
+    """Judge accuracy and few-shot features on the test set: 2 workers have 45 batches of 4 each."""
+    path = shards / "test"
+    return (f"pretrain.data.evaluate={path}", f"pretrain.probe={{train: {path}, test: {path}, shots: [1, 5]}}")
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory, sets) -> Path:
+    """A run whose own workers judge its steps 16, 32 and 40."""
+    run = tmp_path_factory.mktemp("loop") / "run"
+    assert finish(run, *EVERY_16, *sets) == 0, said(run)
+    return run
+
+
+@pytest.fixture
+def run(loop, tmp_path) -> Path:
+    """A run with its shards packed and its training still to do."""
+    shutil.copytree(loop, tmp_path / "run", ignore=shutil.ignore_patterns("pretrain-*", "attempts", "status.json"))
+    return tmp_path / "run"
+
+
+# ------------------------------------------------------------------------ whole runs
+
+
+def test_what_is_judged_beside_training_is_what_the_loop_would_have_judged(loop, run, sets, shards) -> None:
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="spare_core") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run) == judged(loop)
+    assert judged(run).keys() == {16, 32, 40} and judged(run)[16]["judged"] == load_index(shards / "test").samples
+    assert where(run) == {16: "spare", 32: "spare", 40: "training"}
+    assert where(loop) == dict.fromkeys((16, 32, 40), "training")
+    log = (stage(run) / "log.txt").read_text()
+    assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
+    assert "beside training, on " in log and "evaluated in the loop" not in log
+    assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its price, once"
+    for folder in (run, loop):
+        assert {step_of(path) for path in committed(stage(folder) / "checkpoints")} >= {16, 32}, "committed first"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("precision=bf16", "zero=3"), ("polyak=0.9", "zero=1"), ("exact_parts=4",)])
+def test_the_values_are_the_loops_at_other_settings(options, run, sets) -> None:
+    settings = [f"pretrain.{option}" for option in options]
+    assert finish(run, *EVERY_16, *sets, *settings) == 0, said(run)
+    expected = judged(run)
+    shutil.rmtree(stage(run))
+    assert finish(run, *EVERY_16, *sets, *settings, SPARE, patch="spare_core") == 0, said(run)
+    assert where(run)[16] == "spare" and judged(run) == expected
+
+
+@pytest.mark.slow
+def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, sets) -> None:
+    assert finish(run, *EVERY_16, *sets, SPARE, "cluster.cpus_per_worker=1") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run) == judged(loop) and set(where(run).values()) == {"training"}
+    log = (stage(run) / "log.txt").read_text()
+    assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
+    assert not beside.due(stage(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "cause"), [("SIGKILL", "killed by SIGKILL"), ("SIGSTOP", "frozen: stopped by a signal")]
+)
+def test_an_evaluator_that_dies_or_hangs_costs_training_nothing(how, cause, loop, run, sets) -> None:
+    stall = "pretrain.stall_s=6"
+    assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run) == judged(loop) and where(run)[16] == "spare"
+    assert f"evaluate step 16: the process beside training failed ({cause}" in said(run), said(run)
+    assert "1 of 3 times" in said(run) and "restarting" not in said(run)
+    assert len(list(run.parent.glob("struck-*"))) == 1 and not (stage(run) / "incidents.txt").exists()
+
+
+@pytest.mark.slow
+def test_an_evaluator_that_always_dies_is_given_up_with_words(loop, run, sets) -> None:
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="evaluator_dies SIGKILL 99") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run)[40] == judged(loop)[40]
+    failed = {record["step"] for record in read_metrics(stage(run), "evaluate_failed")}
+    assert 16 in failed and failed | judged(run).keys() == {16, 32, 40}
+    assert "evaluate step 16 FAILED beside training (killed by SIGKILL)" in said(run), said(run)
+
+
+def wait_for(claim: Callable[[], object], process: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not claim():
+        assert process.is_alive() and time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
+def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loop, run, sets) -> None:
+    """Training has ended, and waits for its evaluations; then the driver is killed, or asked to stop."""
+    process = start(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator")
+    wait_for(lambda: "waiting for the evaluations of steps 16, 32" in said(run), process)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == exit_code, said(run)
+    assert beside.due(stage(run)) == {16, 32} and judged(run).keys() == {40}
+    assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
+    (run.parent / "go").touch()
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
+    assert_same(run, loop)
+    values = {record["step"]: record["accuracy"] for record in read_metrics(stage(run), "evaluate")}
+    assert values == {step: row["accuracy"] for step, row in judged(loop).items()}
+    assert step_losses(stage(run)) == step_losses(stage(loop)), "no step was computed twice"
+
+
+# ------------------------------------------------------------------------ one driver, no training
+
+
+class Scripted:
+    """Places where evaluations go as they are told: a value to return, or an error to raise."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.judged: list[int] = []
+        self.has_room = True
+
+    def are_free(self) -> bool:
+        return self.has_room
+
+    def are_wanted(self) -> bool:
+        return False
+
+    def training_has_ended(self) -> None:
+        self.has_room = True
+
+    def run(self, function: Any, task: dict[str, Any], folder: Path, on_tick: Callable[[], None]) -> Any:
+        on_tick()
+        self.judged.append(step_of(Path(task["checkpoint"])))
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return {"values": {"accuracy": 0.5, "judged": 4}, "node": "n1", "seconds": 1.5, "remarks": []}
+
+
+class Stage:
+    """A stage's folder with commits, and what has them judged."""
+
+    def __init__(self, folder: Path, places: Scripted) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        context: Any = SimpleNamespace(directory=folder, run=folder, say=self.said.append, tick=lambda *args: None)
+        self.attempt = folder / "attempts" / "attempt-000001"
+        self.attempt.mkdir(parents=True)
+        self.evaluations = Evaluations(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
+        self.evaluations.accompany({}, self.attempt, ClusterConfig(backend="processes"))
+        self.places = self.evaluations.places = places
+
+    def commit(self, *steps: int, suffix: str = beside.ASKED) -> None:
+        for step in steps:
+            (self.folder / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
+            beside.put(self.folder, step, suffix)
+
+    def answers(self) -> dict[int, str]:
+        return {int(answer["values"]["step"]): answer["kind"] for answer in beside.taken_answers(self.folder)}
+
+
+def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.places.has_room = False
+    made.commit(10, 20, 30)
+    made.evaluations.look()
+    assert made.places.judged == [] and beside.asked(tmp_path) == [20, 30]
+    assert not (made.attempt / beside.SPARE_FILE).exists(), "the loop is to judge the next one itself"
+    made.places.has_room = True
+    made.evaluations.look()
+    made.evaluations.look()
+    made.evaluations.look()
+    assert made.places.judged == [20, 30] and (made.attempt / beside.SPARE_FILE).exists()
+    assert made.answers() == {10: "evaluate_skipped", 20: "evaluate", 30: "evaluate"}
+    assert not made.answers() and not beside.due(tmp_path)
+
+
+def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    beside.put(tmp_path, 10, beside.ASKED)
+    made.evaluations.look()
+    assert beside.asked(tmp_path) == [10], "its save may be on its way"
+    made.commit(20)
+    made.evaluations.look()
+    assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
+
+
+def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_path) -> None:
+    death = WorkerGroupError(0, "n1", "killed by SIGKILL")
+    refusal = WorkerGroupError(0, "n1", "DataError: torn", exit_code=65, kind="DataError")
+    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), death, None, refusal, death, death, death))
+    made.commit(10)
+    for _ in range(3):
+        made.evaluations.look()
+    assert made.answers() == {10: "evaluate"}
+    assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
+    made.commit(20)
+    made.evaluations.look()
+    assert made.answers() == {20: "evaluate_failed"} and (made.attempt / beside.SPARE_FILE).exists()
+    made.commit(30)
+    for _ in range(3):
+        made.evaluations.look()
+    assert made.answers() == {30: "evaluate_failed"}
+    made.evaluations.look()
+    assert not (made.attempt / beside.SPARE_FILE).exists(), "from now on the loop judges"
+
+
+def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10, suffix=beside.IN_LOOP)
+    assert beside.due(tmp_path) == {10}
+    with made.evaluations:
+        deadline = time.monotonic() + 10
+        while beside.due(tmp_path):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        made.evaluations.end()
+    assert made.answers() == {10: "evaluate"}
+
+
+def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10, 20, 30, 40)
+    beside.take_away(tmp_path, 20, beside.ASKED)
+    removed = prune(tmp_path / "checkpoints", 2, 0, beside.due(tmp_path))
+    assert [step_of(path) for path in removed] == [20]
+
+
+# ------------------------------------------------------------------------ on Ray
+
+
+@pytest.mark.slow
+def test_under_ray_a_free_share_judges_the_same(run, sets) -> None:
+    """The embedded cluster of two CPUs, of which the worker has one."""
+    one = (*EVERY_16, *sets, "cluster.workers=1")
+    assert finish(run, *one) == 0, said(run)
+    expected, losses = judged(run), step_losses(stage(run))
+    weights = (stage(run) / "weights.safetensors").read_bytes()
+    shutil.rmtree(stage(run))
+    assert finish(run, *one, "cluster.backend=ray", SPARE) == 0, said(run)
+    assert where(run) == {16: "spare", 32: "spare", 40: "training"}, said(run)
+    assert judged(run) == expected and step_losses(stage(run)) == losses
+    assert (stage(run) / "weights.safetensors").read_bytes() == weights
+    assert not (stage(run) / "incidents.txt").exists() and "tried again" not in said(run)
+
+
+@pytest.mark.slow
+def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_named(tmp_path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from jobs.beside.ray_places import RayPlaces
+    from jobs.cluster.backends import connect, disconnect
+
+    cluster = ClusterConfig(workers=1)
+    cpus = int(connect(cluster).cpus)
+    try:
+        places = RayPlaces(cluster, "test")
+        assert places.are_free()
+
+        def run_until(name: str, look: Callable[[Path], None]) -> object:
+            folder = tmp_path / name
+            folder.mkdir()
+            task = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
+            return places.run(worker_functions.sleep_until_told, task, folder, lambda: look(folder))
+
+        # Somebody asks for all CPUs, of which the evaluation has one.
+        asked_for = []
+
+        def ask(folder: Path) -> None:
+            if (folder / "rank-00000.json").exists() and not asked_for:
+                asked_for.append(placement_group([{"CPU": 1}] * cpus))
+            if places.are_wanted():
+                raise NoPlace("somebody wants the place")
+
+        with pytest.raises(NoPlace):
+            run_until("wanted", ask)
+        assert asked_for and ray.get(asked_for[0].ready(), timeout=20) is not None
+        assert not places.are_free()
+        remove_placement_group(asked_for[0])
+
+        def kill(folder: Path) -> None:
+            record = folder / "rank-00000.json"
+            if record.exists():
+                os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+
+        with pytest.raises(WorkerGroupError, match="its process died"):
+            run_until("killed", kill)
+        deadline = time.monotonic() + 20
+        while not places.are_free():
+            assert time.monotonic() < deadline, "given back"
+            time.sleep(0.1)
+    finally:
+        disconnect()
