@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -74,7 +75,9 @@ class Evaluations:
         return self
 
     def __enter__(self) -> Self:
-        beside.ask_what_was_left(self.stage)
+        # A disk that refuses costs that evaluation, not the attempt.
+        with suppress(OSError):
+            beside.ask_what_was_left(self.stage)
         self.has_ended.clear()
         # A daemon, because the driver may end while it waits for an answer of Ray's head.
         self.thread = threading.Thread(target=self.watch, name="evaluations", daemon=True)

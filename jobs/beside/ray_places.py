@@ -103,9 +103,8 @@ class RayPlaces:
         evaluator = actor.remote()
         answer = evaluator.work.remote(function, task, folder, self.cluster)
         try:
-            ready: list[ray.ObjectRef] = []
-            while not ready:
-                ready, _ = ray.wait([answer], timeout=TICK_S)
+            # What is ready is taken, whoever wants the place.
+            while not ray.wait([answer], timeout=TICK_S)[0]:
                 on_tick()
             return ray.get(answer)
         except RayError as error:
