@@ -1,15 +1,18 @@
 """The queue of campaigns on one cluster: its order and who makes way, by tables made by hand, and for real."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jobs.cluster import placement, queue, room
 from jobs.cluster.queue_order import Entry, ahead_of, victims_of, waiting
 from pipeline.monitoring.telemetry import read_metrics
 from tests.test_ray_nodes import ROOT, cluster, nodes  # the last two are fixtures
@@ -87,6 +90,99 @@ def test_who_makes_way(priority, workers, cpus, free, expected) -> None:
     mine = Entry("job-m", "m", priority, 99, workers, {"CPU": cpus})
     room = {"n1": {"CPU": free[0]}, "n2": {"CPU": free[1]}}
     assert sorted(runs(victims_of(mine, [*entries, mine], held, room))) == sorted(expected)
+
+
+# ------------------------------------------------------------------------ what drivers write and read
+
+
+class FakeRay:
+    """Ray's key-value store and its tables, as a test sets them; by hand, so that a look costs no cluster."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.alive = {"job-m", "job-a", "job-b"}
+        self.total = {"n1": {"CPU": 2.0}, "n2": {"CPU": 2.0}}
+        self.free = {"n1": {"CPU": 0.0}, "n2": {"CPU": 0.0}}
+        self.draining: dict[str, int] = {}
+        self.groups: dict[str, dict[str, Any]] = {}
+
+    def internal_kv_keys(self, prefix: bytes, namespace: bytes) -> list[bytes]:
+        return [key for key in self.values if key.startswith(prefix)]
+
+    def internal_kv_multi_get(self, keys: list[bytes], namespace: bytes) -> dict[bytes, bytes]:
+        return {key: self.values[key] for key in keys}
+
+    def internal_kv_get(self, key: bytes, namespace: bytes) -> bytes | None:
+        return self.values.get(key)
+
+    def internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: bytes) -> None:
+        self.values[key] = value
+
+    def internal_kv_del(self, key: bytes, by_prefix: bool, namespace: bytes) -> None:
+        self.values.pop(key, None)
+
+    def job_table(self) -> list[dict[str, Any]]:
+        return [{"JobID": job, "IsDead": job not in self.alive} for job in ["job-m", "job-a", "job-b", "job-x"]]
+
+    def total_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return self.total
+
+    def available_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return self.free
+
+    def get_draining_nodes(self) -> dict[str, int]:
+        return self.draining
+
+    def runs(self, run: str, priority: int, since: float, on: Mapping[str, int]) -> Entry:
+        """Have a campaign run, with so many CPUs on each node."""
+        bundles = [node for node, count in on.items() for _ in range(count)]
+        self.groups[f"p{run}"] = {
+            "state": "CREATED",
+            "name": f"{placement.OWNER}{run} 1",
+            "bundles": {number: {"CPU": 1.0} for number in range(len(bundles))},
+            "bundles_to_node_id": dict(enumerate(bundles)),
+        }
+        its_entry = entry(run, priority, since, len(bundles), places=f"p{run}")
+        queue.write(its_entry)
+        return its_entry
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(queue, "_client", lambda: fake)
+    monkeypatch.setattr(queue, "own_job", lambda: "job-m")
+    for module in (queue, placement, room):
+        monkeypatch.setattr(module, "ray_state", fake)
+        monkeypatch.setattr(module, "placement_group_table", lambda: fake.groups)
+    monkeypatch.setattr(placement, "_avoided", {})
+    monkeypatch.setattr(placement, "_reservations", [])
+    monkeypatch.setattr(queue, "PREEMPT_AFTER_S", 0.0)
+    return fake
+
+
+def place_of(mine: Entry, said: list[str]) -> queue.Place:
+    queue.write(mine)
+    return queue.Place(mine, math.inf, said.append, lambda: None)
+
+
+def test_what_is_free_on_a_node_that_is_avoided_is_no_room(fake_ray) -> None:
+    """Ray was asked for places elsewhere: somebody has to make way, as if nothing were free."""
+    fake_ray.runs("a", 0, 10, {"n1": 1, "n2": 2})
+    fake_ray.free = {"n1": {"CPU": 1.0}, "n2": {"CPU": 0.0}}
+    said: list[str] = []
+    place = place_of(entry("m", 5, 99, 1), said)
+    place.preempt(queue.read())
+    assert said == [], "there is room"
+    placement.avoid("n1")
+    place.preempt(queue.read())
+    assert queue.reason_to_make_way("job-a") == "m (priority 5) waits for these places"
+    assert said == [
+        "a (priority 0) is to make way for this campaign (priority 5): it commits, and waits in the queue again"
+    ]
+    # Where the others would have no room even when they are empty, the node is taken, and is room.
+    large = place_of(entry("b", 5, 99, 3), said)
+    assert placement.avoided_for(large.mine.share, large.mine.workers) == set()
 
 
 # ------------------------------------------------------------------------ for real
