@@ -226,7 +226,9 @@ def inputs_of(kind: str, stage_config: Any) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for pattern in KINDS[kind].INPUTS:
         for field, value in fields_matching(pattern, stage_config).items():
-            if value is not None:
+            # A set's path is an input where it is of another set; that of images has no digest to speak of.
+            is_path_of_images = isinstance(stage_config, pack.Config) and not pack.is_input(stage_config, field)
+            if value is not None and not is_path_of_images:
                 inputs[field] = value
     return inputs
 
@@ -317,18 +319,21 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
 
 
 def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
-    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
+    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights or of a list.
 
     What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
     """
     try:
+        if field.endswith(pack.LISTS):
+            return hashlib.sha256(Path(path).read_bytes()).hexdigest()
         if field != "init":
             return load_index(path).digest
         return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
     except OSError as error:
-        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
+        expected = "a folder that holds the weights, or @stage" if field == "init" else "a file that is there"
+        missing.append(f"{name}.{field}: cannot be read: {error}\n  give {expected}")
     return MISSING
 
 
