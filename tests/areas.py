@@ -28,6 +28,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_randaug.py",
         "test_rot.py",
         "test_store.py",
+        "test_subset.py",
         "test_tar.py",
     ),
     "pipeline": (
