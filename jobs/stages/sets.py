@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from data.archives.published import checked
+from data.archives.sources import ARCHIVES, Archive
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
@@ -64,12 +66,14 @@ class SetConfig:
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
         "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
+        "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
+        "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "test"] = "train"  # cifar, digits
+    split: Literal["train", "validation", "trainval", "test"] = "train"  # of cifar, digits and the known data sets
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     only: str | None = None  # subset: file of the samples that it has
     but: str | None = None  # subset: file of samples that it does without; or leaks.json
@@ -81,13 +85,24 @@ class SetConfig:
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
+    partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
         forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
-        "rename"
+        "rename partial"
     )
     # As `config.tagged` means it.
-    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename", "only", "but", "part", "shots", "seed")
+    LATER: ClassVar[tuple[str, ...]] = (
+        "names",
+        "classes_of",
+        "rename",
+        "only",
+        "but",
+        "part",
+        "shots",
+        "seed",
+        "partial",
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "image_size classes shots")
@@ -107,6 +122,8 @@ class SetConfig:
         else:
             chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
             require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
+        splits = splits_of(self.source)
+        require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
             require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
@@ -115,6 +132,13 @@ class SetConfig:
 def subset_rule(cfg: SetConfig) -> Rule:
     """Return which samples a subset has; raises ConfigError where its fields say nothing, or do not fit."""
     return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
+
+
+def splits_of(source: str) -> tuple[str, ...]:
+    """Return the splits that a source has; sources without any take the word for train."""
+    if source in ARCHIVES:
+        return tuple(ARCHIVES[source].published)
+    return ("train", "test")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -173,6 +197,8 @@ def source_names(cfg: SetConfig) -> Names:
         return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
+    if cfg.source in ARCHIVES:
+        return ARCHIVES[cfg.source].classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -232,8 +258,18 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
+    if cfg.source in ARCHIVES:
+        return from_archive(ARCHIVES[cfg.source], cfg)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
+
+
+def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
+    """Return the samples of a known data set, compared with what is published of it."""
+    path = Path(cfg.path or "")
+    samples = archive.samples(path, cfg.split)
+    names = archive.classes(path)
+    return checked(samples, names, archive.published[cfg.split], f"{cfg.source}, {cfg.split}", partial=cfg.partial)
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -272,4 +308,6 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
+    if cfg.source in ARCHIVES:
+        return ARCHIVES[cfg.source].published[cfg.split].samples
     return IMAGENET_IMAGES.get(cfg.source)
