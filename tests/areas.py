@@ -29,6 +29,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_rot.py",
         "test_store.py",
         "test_tar.py",
+        "test_vtab.py",
     ),
     "pipeline": (
         "test_accounting.py",
