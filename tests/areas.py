@@ -15,6 +15,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_models_weights.py",
     ),
     "data": (
+        "test_archives.py",
         "test_cache.py",
         "test_decode.py",
         "test_doctor.py",

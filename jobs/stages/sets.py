@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from data.archives.published import checked
+from data.archives.sources import ARCHIVES, Archive
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
@@ -61,23 +63,26 @@ class SetConfig:
         "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids or real
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
+        "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
+        "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "test"] = "train"  # cifar, digits
+    split: Literal["train", "validation", "trainval", "test"] = "train"  # of cifar, digits and the known data sets
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     names: str | None = None  # file of class names in the order of ids: one a line, or .json; the set is numbered so
     classes_of: str | None = None  # index, its folder, or "@stage/set", whose numbering of classes the set takes
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
+    partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="source path root wnids real split keep image_size classes names classes_of rename"
+        forbid="source path root wnids real split keep image_size classes names classes_of rename partial"
     )
-    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename")  # as `config.tagged` means it
+    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename", "partial")  # as `config.tagged` means it
 
     def __post_init__(self) -> None:
         at_least(self, 1, "image_size classes")
@@ -85,9 +90,18 @@ class SetConfig:
         require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        splits = splits_of(self.source)
+        require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
             require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
+
+
+def splits_of(source: str) -> tuple[str, ...]:
+    """Return the splits that a source has; sources without any take the word for train."""
+    if source in ARCHIVES:
+        return tuple(ARCHIVES[source].published)
+    return ("train", "test")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -141,6 +155,8 @@ def source_names(cfg: SetConfig) -> Names:
         return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
+    if cfg.source in ARCHIVES:
+        return ARCHIVES[cfg.source].classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -200,8 +216,18 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
+    if cfg.source in ARCHIVES:
+        return from_archive(ARCHIVES[cfg.source], cfg)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
+
+
+def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
+    """Return the samples of a known data set, compared with what is published of it."""
+    path = Path(cfg.path or "")
+    samples = archive.samples(path, cfg.split)
+    names = archive.classes(path)
+    return checked(samples, names, archive.published[cfg.split], f"{cfg.source}, {cfg.split}", partial=cfg.partial)
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -240,4 +266,6 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
+    if cfg.source in ARCHIVES:
+        return ARCHIVES[cfg.source].published[cfg.split].samples
     return IMAGENET_IMAGES.get(cfg.source)
