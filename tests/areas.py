@@ -31,6 +31,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_store.py",
         "test_subset.py",
         "test_tar.py",
+        "test_vtab.py",
     ),
     "pipeline": (
         "test_accounting.py",
