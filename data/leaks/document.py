@@ -99,12 +99,12 @@ def in_pairs(leaks: Leaks, index: Index, side: Literal["train", "test"]) -> np.n
 
     leaked = np.zeros(index.samples, bool)
     start = 0
-    for number, shard in enumerate(index.shards):
-        keys = keys_of_shard.get(shard.name)
+    for number, indexed in enumerate(index.shards):
+        keys = keys_of_shard.get(indexed.name)
         # As in most shards, nothing leaks: its table need not be opened.
         if keys:
-            leaked[start : start + shard.samples] = np.isin(index.table(number)["key"], np.array(sorted(keys)))
-        start += shard.samples
+            leaked[start : start + indexed.samples] = np.isin(index.table(number)["key"], np.array(sorted(keys)))
+        start += indexed.samples
     return leaked
 
 
