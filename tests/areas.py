@@ -22,6 +22,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_files.py",
         "test_gpu.py",
         "test_ingest.py",
+        "test_leaks.py",
         "test_loader.py",
         "test_order.py",
         "test_packing.py",
