@@ -31,6 +31,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_store.py",
         "test_tar.py",
         "test_vtab.py",
+        "test_vtab_archives.py",
     ),
     "pipeline": (
         "test_accounting.py",

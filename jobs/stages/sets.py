@@ -35,6 +35,7 @@ from data.shards.sources import (
     tars_classes,
 )
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.vtab.source import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -65,12 +66,15 @@ class SetConfig:
         "digits",  # scikit-learn's, which need no path
         "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
+        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "validation", "trainval", "test"] = "train"  # of cifar, digits and the known data sets
+    # of cifar, digits and the known data sets; those with numbers are vtab's
+    split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
+    task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     names: str | None = None  # file of class names in the order of ids: one a line, or .json; the set is numbered so
     classes_of: str | None = None  # index, its folder, or "@stage/set", whose numbering of classes the set takes
@@ -80,9 +84,15 @@ class SetConfig:
     partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="source path root wnids real split keep image_size classes names classes_of rename partial"
+        forbid="source path root wnids real split keep image_size classes names classes_of rename partial task"
     )
-    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename", "partial")  # as `config.tagged` means it
+    LATER: ClassVar[tuple[str, ...]] = (
+        "names",
+        "classes_of",
+        "rename",
+        "partial",
+        "task",
+    )  # as `config.tagged` means it
 
     def __post_init__(self) -> None:
         at_least(self, 1, "image_size classes")
@@ -90,18 +100,26 @@ class SetConfig:
         require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
-        splits = splits_of(self.source)
+        has_task = self.task in VTAB if self.source == "vtab" else self.task is None
+        require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
+        splits = splits_of(self)
         require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
             require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
 
 
-def splits_of(source: str) -> tuple[str, ...]:
+def known_set(cfg: SetConfig) -> Archive | None:
+    """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
+    if cfg.source == "vtab" and cfg.task is not None:
+        return VTAB[cfg.task]
+    return ARCHIVES.get(cfg.source)
+
+
+def splits_of(cfg: SetConfig) -> tuple[str, ...]:
     """Return the splits that a source has; sources without any take the word for train."""
-    if source in ARCHIVES:
-        return tuple(ARCHIVES[source].published)
-    return ("train", "test")
+    known = known_set(cfg)
+    return tuple(known.published) if known else ("train", "test")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -155,8 +173,9 @@ def source_names(cfg: SetConfig) -> Names:
         return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
-    if cfg.source in ARCHIVES:
-        return ARCHIVES[cfg.source].classes(Path(cfg.path))
+    known = known_set(cfg)
+    if known is not None:
+        return known.classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -216,8 +235,9 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
-    if cfg.source in ARCHIVES:
-        return from_archive(ARCHIVES[cfg.source], cfg)
+    known = known_set(cfg)
+    if known is not None:
+        return from_archive(known, cfg)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
 
@@ -227,7 +247,9 @@ def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
     path = Path(cfg.path or "")
     samples = archive.samples(path, cfg.split)
     names = archive.classes(path)
-    return checked(samples, names, archive.published[cfg.split], f"{cfg.source}, {cfg.split}", partial=cfg.partial)
+    return checked(
+        samples, names, archive.published[cfg.split], f"{cfg.task or cfg.source}, {cfg.split}", partial=cfg.partial
+    )
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -266,6 +288,7 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
-    if cfg.source in ARCHIVES:
-        return ARCHIVES[cfg.source].published[cfg.split].samples
+    known = known_set(cfg)
+    if known is not None:
+        return known.published[cfg.split].samples
     return IMAGENET_IMAGES.get(cfg.source)
