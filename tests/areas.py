@@ -33,6 +33,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_subset.py",
         "test_tar.py",
         "test_vtab.py",
+        "test_vtab_archives.py",
     ),
     "pipeline": (
         "test_accounting.py",

@@ -54,3 +54,20 @@ def smallnorb_azimuth(tens_of_degrees: int) -> int:
 def interval(value: float, starts: Sequence[float]) -> int:
     """The index of the last start below `value`; a value on a start belongs to the interval before it."""
     return bisect_left(starts, value) - 1
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+# The class names of tasks whose sets have none for them: what an id means, in words of ours.
+NAMES: dict[str, tuple[str, ...]] = {
+    "svhn": tuple("0123456789"),
+    "patch_camelyon": ("no tumour", "tumour"),
+    "diabetic_retinopathy": ("none", "mild", "moderate", "severe", "proliferative"),
+    "clevr_count": tuple(f"{count} objects" for count in range(3, 11)),
+    "clevr_distance": (*(f"nearest up to {depth}" for depth in CLEVR_DEPTHS[1:]), f"nearest beyond {CLEVR_DEPTHS[-1]}"),
+    "dsprites_x_position": tuple(f"positions {2 * label} and {2 * label + 1} of 32" for label in range(16)),
+    "dsprites_orientation": tuple(f"orientation {label} of 16" for label in range(16)),
+    "kitti_distance": ("vehicle up to 8 m", "vehicle up to 20 m", "vehicle beyond 20 m", "no vehicle"),
+    "smallnorb_azimuth": tuple(f"azimuth {20 * label} degrees" for label in range(18)),
+    "smallnorb_elevation": tuple(f"elevation {30 + 5 * label} degrees" for label in range(9)),
+}

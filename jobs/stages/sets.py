@@ -36,6 +36,7 @@ from data.shards.sources import (
 )
 from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.vtab.source import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -68,12 +69,15 @@ class SetConfig:
         "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
         "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
+        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "validation", "trainval", "test"] = "train"  # of cifar, digits and the known data sets
+    # of cifar, digits and the known data sets; those with numbers are vtab's
+    split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
+    task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     only: str | None = None  # subset: file of the samples that it has
     but: str | None = None  # subset: file of samples that it does without; or leaks.json
@@ -89,7 +93,7 @@ class SetConfig:
 
     RESUME: ClassVar[Tags] = tags(
         forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
-        "rename partial"
+        "rename partial task"
     )
     # As `config.tagged` means it.
     LATER: ClassVar[tuple[str, ...]] = (
@@ -102,6 +106,7 @@ class SetConfig:
         "shots",
         "seed",
         "partial",
+        "task",
     )
 
     def __post_init__(self) -> None:
@@ -122,7 +127,9 @@ class SetConfig:
         else:
             chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
             require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
-        splits = splits_of(self.source)
+        has_task = self.task in VTAB if self.source == "vtab" else self.task is None
+        require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
+        splits = splits_of(self)
         require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
@@ -134,11 +141,17 @@ def subset_rule(cfg: SetConfig) -> Rule:
     return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
 
 
-def splits_of(source: str) -> tuple[str, ...]:
+def known_set(cfg: SetConfig) -> Archive | None:
+    """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
+    if cfg.source == "vtab" and cfg.task is not None:
+        return VTAB[cfg.task]
+    return ARCHIVES.get(cfg.source)
+
+
+def splits_of(cfg: SetConfig) -> tuple[str, ...]:
     """Return the splits that a source has; sources without any take the word for train."""
-    if source in ARCHIVES:
-        return tuple(ARCHIVES[source].published)
-    return ("train", "test")
+    known = known_set(cfg)
+    return tuple(known.published) if known else ("train", "test")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -197,8 +210,9 @@ def source_names(cfg: SetConfig) -> Names:
         return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
-    if cfg.source in ARCHIVES:
-        return ARCHIVES[cfg.source].classes(Path(cfg.path))
+    known = known_set(cfg)
+    if known is not None:
+        return known.classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -258,8 +272,9 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
-    if cfg.source in ARCHIVES:
-        return from_archive(ARCHIVES[cfg.source], cfg)
+    known = known_set(cfg)
+    if known is not None:
+        return from_archive(known, cfg)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
 
@@ -269,7 +284,9 @@ def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
     path = Path(cfg.path or "")
     samples = archive.samples(path, cfg.split)
     names = archive.classes(path)
-    return checked(samples, names, archive.published[cfg.split], f"{cfg.source}, {cfg.split}", partial=cfg.partial)
+    return checked(
+        samples, names, archive.published[cfg.split], f"{cfg.task or cfg.source}, {cfg.split}", partial=cfg.partial
+    )
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -308,6 +325,7 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
-    if cfg.source in ARCHIVES:
-        return ARCHIVES[cfg.source].published[cfg.split].samples
+    known = known_set(cfg)
+    if known is not None:
+        return known.published[cfg.split].samples
     return IMAGENET_IMAGES.get(cfg.source)
