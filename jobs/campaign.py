@@ -171,7 +171,9 @@ def inputs_of(kind: str, stage_config: Any) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for pattern in KINDS[kind].INPUTS:
         for field, value in fields_matching(pattern, stage_config).items():
-            if value is not None:
+            # A set's path is an input where it is of another set; that of images has no digest to speak of.
+            is_path_of_images = isinstance(stage_config, pack.Config) and not pack.is_input(stage_config, field)
+            if value is not None and not is_path_of_images:
                 inputs[field] = value
     return inputs
 

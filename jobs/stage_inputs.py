@@ -4,6 +4,7 @@ pretrain: {data: {train: "@shards/train"}}     a set of the pack stage `shards`:
 finetune: {init: weights/b16}                  a folder from outside the campaign: `content_digest`, `source_model`
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from data.errors import ConfigError, DataError
 from data.shards.index import load_index
 from jobs.context import reference
 from jobs.resolved_recipe import Stage
+from jobs.stages import pack
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
 from pipeline import handover
@@ -25,18 +27,21 @@ MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
 def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
-    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
+    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights or of a list.
 
     What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
     """
     try:
+        if field.endswith(pack.LISTS):
+            return hashlib.sha256(Path(path).read_bytes()).hexdigest()
         if field != "init":
             return load_index(path).digest
         return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
     except OSError as error:
-        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
+        expected = "a folder that holds the weights, or @stage" if field == "init" else "a file that is there"
+        missing.append(f"{name}.{field}: cannot be read: {error}\n  give {expected}")
     return MISSING
 
 

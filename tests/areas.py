@@ -21,6 +21,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_files.py",
         "test_gpu.py",
         "test_ingest.py",
+        "test_leaks.py",
         "test_loader.py",
         "test_order.py",
         "test_packing.py",
@@ -28,6 +29,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_randaug.py",
         "test_rot.py",
         "test_store.py",
+        "test_subset.py",
         "test_tar.py",
     ),
     "pipeline": (

@@ -38,6 +38,7 @@ from jobs.context import index_if_made
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.session import warn_of_unused_gpus
 from jobs.stage_run import missing_inputs
+from jobs.stages import pack
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic, memory_estimate
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
@@ -159,7 +160,8 @@ def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
     paths = []
     for field, value in stage.parents.items():
         path = campaign.resolve(value)
-        if field != "init" and path is not None:
+        is_set = field != "init" and not field.endswith(pack.LISTS)
+        if is_set and path is not None:
             paths.append(path)
     return paths
 
