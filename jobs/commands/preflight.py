@@ -30,6 +30,7 @@ import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
 from jobs.cluster import backends
+from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
@@ -228,7 +229,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
                 examine,
                 task,
                 cluster=cluster,
-                folder=group_folder,
+                seen=SeenRecords(group_folder),
                 on_tick=do_nothing,
                 is_shared=needs.is_shared,
             )
