@@ -3,10 +3,11 @@
 How a recipe becomes a campaign, in order (`load`):
 1. the YAML file is read and `key=value` overrides are laid on top;
 2. `run`, `cluster` and `trackers` are taken out; any other section is a stage, whose kind is its name or its `kind:`;
-3. each section becomes the frozen config of its kind, so that a wrong key stops here;
+3. a section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key stops here;
 4. stages are put in order: one that names another's output ("@stage" or "@stage/part") comes after it;
 5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (stage_inputs.py);
-6. `check_stage` compares each stage with the data that is there already (stage_checks.py); before it runs it is
+6. what sweeps have chosen already is put into the configs that wait for it (choices.py);
+7. `check_stage` compares each stage with the data that is there already (stage_checks.py); before it runs it is
    compared once more.
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
@@ -15,6 +16,7 @@ folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,8 @@ from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from data.store import check_store_url
+from jobs import sweeps
+from jobs.choices import config_as_known, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.monitoring.trackers import TrackersConfig
@@ -30,7 +34,7 @@ from jobs.ownership import check_place
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
 from jobs.stage_inputs import MISSING, check_part, content_digest, model_of_stage
-from jobs.stages import fewshot, finetune, pack, pretrain, resize
+from jobs.stages import fewshot, finetune, pack, pretrain, resize, sweep
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
@@ -61,8 +65,19 @@ KINDS: dict[str, StageKind] = {
     "resize": resize,
     "finetune": finetune,
     "fewshot": fewshot,
+    "sweep": sweep,
 }
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a recipe, typed, or one that a sweep has written."""
+
+    kind: str
+    config: Any  # an instance of the kind's Config
+    source: str  # the section that stands in the recipe
+    chosen: Mapping[str, str]  # field → "@stage" of the table that chooses its value
 
 
 # ------------------------------------------------------------------------------------------------ reading a recipe
@@ -82,12 +97,13 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     trackers = config.build(TrackersConfig, values.pop("trackers", {}), "trackers")
     require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
 
-    sections = {name: read_section(name, section) for name, section in values.items()}
+    sections = {}
+    for name, written in sweeps.expand(values, read_section).items():
+        sections[name] = Section(*read_section(name, written.values), written.source, written.chosen)
     # Parents first, because a stage's key and its model come from the stages that it reads.
     stages: dict[str, Stage] = {}
     for name in order_of_stages(sections):
-        kind, stage_config = sections[name]
-        stages[name] = resolve_stage(name, kind, stage_config, stages)
+        stages[name] = resolve_stage(name, sections[name], stages)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     remote = check_store_url(run) if "://" in run else None
@@ -96,6 +112,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     check_place(campaign.run)
     if remote is not None:
         check_no_pack(campaign)
+    campaign = settled(campaign)
     for stage in campaign.stages:
         check_stage(campaign, stage)
     return campaign
@@ -177,12 +194,12 @@ def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
     return reached
 
 
-def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
+def order_of_stages(sections: Mapping[str, Section]) -> list[str]:
     """Return the names of the stages: each after the stages that it reads, otherwise in the recipe's order."""
     reads: dict[str, set[str]] = {}
-    for name, (kind, stage_config) in sections.items():
+    for name, section in sections.items():
         reads[name] = set()
-        for field, value in inputs_of(kind, stage_config).items():
+        for field, value in {**inputs_of(section.kind, section.config), **section.chosen}.items():
             link = reference(value)
             if link is None:
                 continue
@@ -213,8 +230,10 @@ def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
     return order
 
 
-def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage]) -> Stage:
+def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> Stage:
     """Look at a section's inputs, find its model, compute its key, and return its stage."""
+    kind = section.kind
+    stage_config = section.config
     parents = inputs_of(kind, stage_config)
     keys: dict[str, str] = {}
     missing: list[str] = []
@@ -235,6 +254,12 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     # The key is of what may not change on resume. A test set may change half way: it is tagged otherwise.
     forbidden = config.tagged(stage_config, "forbid")
     inputs = {field: key for field, key in keys.items() if field in forbidden}
+    # A value that is still to be chosen stands in the config as the first of its grid, with the key of who chooses.
+    for field, value in section.chosen.items():
+        require(field not in parents, f"{name}: {field} names an input, which a grid with held_out cannot choose")
+        inputs[field] = f"{earlier[value[1:]].key}/{field}"
+    if name != section.source:
+        inputs |= judged_by(stage_config, keys)
     input_fields = {*parents, *KINDS[kind].INPUTS}
     # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
@@ -243,7 +268,17 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     model = None
     if keys.get("init") != MISSING:
         model = model_of_stage(name, kind, stage_config, earlier, missing)
-    return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
+    parents |= section.chosen
+    return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing), section.source, section.chosen)
+
+
+def judged_by(stage_config: Any, keys: Mapping[str, str]) -> dict[str, str]:
+    """Return what the numbers of a sweep's run depend on beyond its weights: a run of a sweep is there to be judged."""
+    judges = {}
+    for field, value in config.tagged(stage_config, "warn").items():
+        if field in ("data.evaluate", "data.preprocess") or field.startswith("probe."):
+            judges[field] = keys.get(field, str(value))
+    return judges
 
 
 def recipe_digest(campaign: Campaign) -> str:
@@ -253,8 +288,23 @@ def recipe_digest(campaign: Campaign) -> str:
 
 
 def resolved(campaign: Campaign) -> str:
-    """Return the campaign as YAML with every default written out, as the golden text of a recipe has it."""
+    """Return the campaign as YAML with every default written out, as the golden text of a recipe has it.
+
+    Of the runs of a sweep the first is written out; of the others, what is different.
+    """
     sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster), "trackers": config.plain(campaign.trackers)}
+    first_runs: dict[tuple[str, str], Stage] = {}  # by the sweep and the kind
     for stage in campaign.stages:
-        sections[stage.name] = {"kind": stage.kind, **config.plain(stage.config)}
+        first = first_runs.setdefault((stage.source, stage.kind), stage)
+        values = config_as_known(campaign, stage)
+        if first is not stage and stage.is_run and stage.kind != "sweep":
+            before = sweeps.flat(config_as_known(campaign, first), stage.name)
+            after = sweeps.flat(values, stage.name)
+            changed = {}
+            for field in {**before, **after}:
+                if before.get(field, "absent") != after.get(field, "absent"):
+                    changed[field] = after.get(field, "absent")
+            sections[stage.name] = {"as": first.name, "but": changed}
+        else:
+            sections[stage.name] = {"kind": stage.kind, **values}
     return config.to_yaml(sections)

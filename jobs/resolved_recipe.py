@@ -3,7 +3,8 @@
 jobs/campaign.py makes these of a recipe; all else that works on a campaign reads them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ class Stage:
     # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
     inputs: dict[str, str]
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
+    source: str = ""  # the section of the recipe: for a run of a sweep, the sweep's
+    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
+    known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether the stage is one of the runs of a sweep, or a table inside it."""
+        return self.name != self.source
 
 
 @dataclass(frozen=True)

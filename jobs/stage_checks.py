@@ -5,8 +5,9 @@ from data.shards.index import Index
 from jobs import class_names
 from jobs.context import index_if_made
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stages import fewshot
+from jobs.stages import fewshot, sweep
 from jobs.worlds import allowed_worlds
+from models.checks import did_you_mean
 from pipeline.arithmetic import steps_of
 from pipeline.config import require
 from pipeline.evaluation.evaluate import check_shape
@@ -26,6 +27,8 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
         if stage.model is not None:
             check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+    if isinstance(cfg, sweep.Config):
+        check_metrics(campaign, stage.name, cfg)
     if not isinstance(cfg, TrainConfig):
         return
     require(
@@ -62,6 +65,28 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
     if cfg.steps is not None or all_samples is not None:
         check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
+
+
+def check_metrics(campaign: Campaign, name: str, cfg: sweep.Config) -> None:
+    """Raise ConfigError where a run of a sweep will not have the metric that the sweep's table is made of."""
+    for run in cfg.runs:
+        metrics = metrics_of(campaign.stage(run).config)
+        if metrics is not None and cfg.best not in metrics:
+            raise ConfigError(
+                f"{name}: {run} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
+                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on"
+            )
+
+
+def metrics_of(cfg: object) -> list[str] | None:
+    """Return the metrics that a stage will have in the end; None where only the stage itself knows."""
+    metrics = []
+    if isinstance(cfg, TrainConfig) and cfg.data.evaluate is not None:
+        metrics.append("accuracy")
+    if isinstance(cfg, TrainConfig | fewshot.Config) and cfg.probe.train is not None:
+        metrics += [f"{shots}shot" for shots in cfg.probe.shots]
+    return metrics
 
 
 def index_of(campaign: Campaign, path: str) -> Index | None:

@@ -51,7 +51,12 @@ def not_now(text: str) -> None:
 
 def check_part(field: str, value: str, part: str, parent: Stage) -> None:
     """Raise ConfigError unless the parent stage makes what the field wants: sets of data, or weights for `init`."""
+    if field.endswith(".stage"):  # of a sweep's table, whose runs are stages of any kind
+        return
     if field.endswith(".init"):
+        if parent.kind == "sweep":
+            runs = ", ".join(f"@{run}" for run in parent.config.runs)
+            raise ConfigError(f"{field} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}")
         require(
             parent.kind in MAKE_WEIGHTS and not part,
             f"{field} is {value}: that is no weights\n"
@@ -74,10 +79,10 @@ def check_part(field: str, value: str, part: str, parent: Stage) -> None:
 def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage], missing: list[str]) -> Any:
     """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
 
-    It is None for pack, and where the weights that the stage starts from do not exist yet; where they do, and tell
-    nothing of their model, that is noted in `missing`.
+    It is None for pack and for the table of a sweep, and where the weights that the stage starts from do not exist yet;
+    where they do, and tell nothing of their model, that is noted in `missing`.
     """
-    if kind == "pack":
+    if kind in ("pack", "sweep"):
         return None
     source = None
     if stage_config.init is not None:

@@ -66,11 +66,12 @@ STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process 
 
 
 class StageFailed(PatchlineError):
-    """A stage ended for a reason that a restart does not cure; carries the worker's exit code."""
+    """A stage ended for a reason that a restart does not cure; carries the worker's exit code and exception."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.kind = kind  # name of the worker's exception; "" where it raised none
 
 
 def supervise(
@@ -156,7 +157,7 @@ def supervise(
         if not made_progress and fall_back(context, failure, sizes, world):
             continue
         if failure.exit_code is not None:
-            raise StageFailed(f"{context.name}: {message}", failure.exit_code)
+            raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
 
         # d: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
         if made_progress:
