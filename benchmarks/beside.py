@@ -1,6 +1,6 @@
 """What evaluations cost the steps: beside training, in the loop, and none, as whole runs in turns.
 
-    python benchmarks/beside.py [--rounds 5] [--steps 80] [--every 20] [--workers 1]
+    python benchmarks/beside.py [--rounds 5] [--steps 60] [--every 20] [--workers 1]
 
 Each run trains the same steps on the digits with the processes backend, from `python -m jobs run`. The time of a run is
 that of its training records, from the first log line on: with what the steps waited for saves and evaluations, without
@@ -33,7 +33,7 @@ shards:
     test: {{source: digits, split: test, image_size: 64}}
 pretrain:
   data: {{train: "@shards/train", evaluate: "@shards/test"}}
-  model: {{name: mu/8, width: 192, depth: 6, mlp: 768, heads: 3, image_size: 64, classes: 10}}
+  model: {{name: mu/8, width: 128, depth: 4, mlp: 512, heads: 2, image_size: 64, classes: 10}}
   loss: softmax
   optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 5}}}}
   steps: {steps}
@@ -67,7 +67,7 @@ def main() -> None:
     """Print the seconds of the steps, way by way, and how much longer they take than without evaluations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jobs.beside.places import NoPlace
-from jobs.cluster import placement, queue
+from jobs.cluster import placement, queue, room
 from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_group import (
     ClusterConfig,
@@ -43,7 +43,7 @@ class RayPlaces:
     def __init__(self, cluster: ClusterConfig, run: str) -> None:
         self.cluster = cluster
         self.run_name = run
-        self.share = placement.share_of_worker(cluster)
+        self.share = room.share_of_worker(cluster)
         self.has_training_ended = False
         self.is_borrowed = False  # the place that is used
         self.next_look = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs.cluster import processes
+from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import ClusterConfig, Task, WorkerFunction
 
 
@@ -39,7 +40,7 @@ class SpareCore:
         if self.cluster.gpus_per_worker:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[self.gpus_in_use :])
         cluster = dataclasses.replace(self.cluster, workers=1, environment=environment)
-        return processes.run_worker_group(function, task, cluster=cluster, folder=folder, on_tick=on_tick)
+        return processes.run_worker_group(function, task, cluster=cluster, seen=SeenRecords(folder), on_tick=on_tick)
 
 
 def visible_gpus() -> list[str]:
