@@ -276,29 +276,6 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
     assert_same(run, twin)
 
 
-FILL = """
-used=$(df --output=used --block-size=1 /tmp | tail -n 1)
-mount -o remount,size=$((used + 1000000)) /tmp
-dd if=/dev/zero of=/tmp/fill bs=4096 2>/dev/null || df --output=avail /tmp | tail -n 1
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_full_disk_on_one_host_changes_nothing(cluster, twin, shared) -> None:
-    """Its own /tmp, in which Ray and its workers keep their logs; what matters lies on the shared storage."""
-    run = shared / "full"
-    driver = begin(cluster, run)
-    driver.until(has_reported(run, 8), AGAIN_S)
-    victim = a_worker_host(driver, random.Random(SEED + 7))
-    assert cluster.network[victim].run(FILL).strip() == "0", "no byte is free"
-    code = driver.wait(AGAIN_S)
-    print(f"the disk of {victim} filled up: the run ended with {code}")
-    assert code == 0 and "restarting" not in driver.said, driver.said
-    assert_same(run, twin)
-    cluster.network[victim].kill()
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, LONG])
