@@ -197,6 +197,7 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
     """The run goes on on the host that was spare; the dead one comes back under its old name."""
     rng = random.Random(SEED)
+    times_s: list[float] = []
     for number in range(rounds):
         run = shared / f"step-{rounds}-{number}"
         driver = begin(cluster, run)
@@ -213,7 +214,9 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         assert victim not in newest_nodes(driver.run).values()
         assert f"on {victim}, " in verdict(driver), "the host that died is named"
         assert_same(run, twin)
-        assert again_s <= 30
+        times_s.append(again_s)
+    # At the end, so that a machine that is busy with other things hides no round.
+    assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.timeout(600)
@@ -221,6 +224,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
 @pytest.mark.parametrize("rounds", [1, LONG])
 def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 1)
+    times_s: list[float] = []
     for number in range(rounds):
         run = shared / f"save-{rounds}-{number}"
         driver = begin(cluster, run)
@@ -239,7 +243,9 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
         print(f"FAULT_SEED={SEED} round {number}: {victim} killed in the save of step {step}, {where}; ", end="")
         print(f"noticed after {noticed_s:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
         assert_same(run, twin)
-        assert again_s <= 30
+        times_s.append(again_s)
+    # At the end, so that a machine that is busy with other things hides no round.
+    assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.slow
@@ -413,6 +419,7 @@ def black_hole(cluster: RayHosts, host: str) -> None:
 @pytest.mark.timeout(900)
 def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 2)
+    times_s: list[float] = []
     for number in range(rounds):
         run = shared / f"{fault.__name__}-{rounds}-{number}"
         driver = begin(cluster, run)
@@ -434,7 +441,8 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
         for folder in committed(stage(run) / "checkpoints"):
             assert folder.name in before or read_manifest(folder).attempt == 2
         assert_same(run, twin)
-        assert noticed_s + 1.0 <= 30
+        times_s.append(noticed_s + 1.0)
+    assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.slow
