@@ -159,8 +159,11 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that ship, by their bare names."""
-    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    """The recipes that ship, by their names below jobs/recipes: digits, transfer/cifar10."""
+    recipes = {}
+    for file in sorted(RECIPES.rglob("*.yaml")):
+        recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file
+    return recipes
 
 
 def stage_of_kind(loaded: "Campaign", kind: str) -> str:
