@@ -5,41 +5,35 @@ How a recipe becomes a campaign, in order (`load`):
 2. `run`, `cluster` and `trackers` are taken out; any other section is a stage, whose kind is its name or its `kind:`;
 3. each section becomes the frozen config of its kind, so that a wrong key stops here;
 4. stages are put in order: one that names another's output ("@stage" or "@stage/part") comes after it;
-5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs;
-6. `check_stage` compares each stage with the data that is there already; before it runs it is compared once more.
+5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (stage_inputs.py);
+6. `check_stage` compares each stage with the data that is there already (stage_checks.py); before it runs it is
+   compared once more.
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Protocol
 
-import models
 from data.checks import check_name
-from data.errors import ConfigError, DataError
+from data.errors import ConfigError
 from data.files import state_folder
-from data.shards.index import Index, load_index
 from data.store import check_store_url
-from jobs import class_names
 from jobs.cluster.worker_group import ClusterConfig
-from jobs.context import index_if_made, reference
+from jobs.context import reference
 from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import check_stage
+from jobs.stage_inputs import MISSING, check_part, content_digest, model_of_stage
 from jobs.stages import fewshot, finetune, pack, pretrain, resize
-from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
-from models.weights.files import CONFIG
-from pipeline import config, handover
-from pipeline.arithmetic import steps_of
+from pipeline import config
 from pipeline.config import require
-from pipeline.evaluation.evaluate import check_shape
-from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
 
 class StageKind(Protocol):
@@ -68,73 +62,7 @@ KINDS: dict[str, StageKind] = {
     "finetune": finetune,
     "fewshot": fewshot,
 }
-MAKE_WEIGHTS = ("pretrain", "resize", "finetune")  # kinds that `init` may name
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
-MISSING = "missing"  # stands for the digest of an input that cannot be read
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One section of a recipe, resolved."""
-
-    name: str
-    kind: str
-    config: Any  # an instance of the kind's Config
-    parents: dict[str, str]  # input field → what the recipe says: "@stage/part", or a path
-    model: Any  # the architecture that the stage ends with; None for pack
-    key: str
-    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
-    inputs: dict[str, str]
-    missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
-
-    @property
-    def module(self) -> StageKind:
-        """Return the module in jobs/stages that does this kind's work."""
-        return KINDS[self.kind]
-
-
-@dataclass(frozen=True)
-class Campaign:
-    """What one recipe asks for: where, on how many workers, and which stages in which order."""
-
-    run: Path  # a local folder also where the run is kept in an object store
-    cluster: ClusterConfig
-    stages: tuple[Stage, ...]
-    trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
-    remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
-
-    @property
-    def place(self) -> str:
-        """Return where the run is kept, for people."""
-        return self.remote or str(self.run)
-
-    def stage(self, name: str) -> Stage:
-        """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        names = [stage.name for stage in self.stages]
-        raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, names)}")
-
-    def directory(self, stage: Stage) -> Path:
-        """Return the folder of a stage in the run directory."""
-        return self.run / f"{stage.name}-{stage.key[:8]}"
-
-    def resolve(self, value: str | None) -> str | None:
-        """Return the absolute path behind "@stage/part" or a path; a URL stays what it is."""
-        if value is None:
-            return None
-        link = reference(value)
-        if link is not None:
-            stage_name, part = link
-            return str(self.directory(self.stage(stage_name)) / part)
-        if "://" in value:
-            return value
-        return str(Path(value).resolve())
-
-    def done(self, stage: Stage) -> dict[str, Any] | None:
-        """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
-        return handover.read_done(self.directory(stage))
 
 
 # ------------------------------------------------------------------------------------------------ reading a recipe
@@ -314,147 +242,6 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     if keys.get("init") != MISSING:
         model = model_of_stage(name, kind, stage_config, earlier, missing)
     return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
-
-
-def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
-    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
-
-    What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
-    """
-    try:
-        if field != "init":
-            return load_index(path).digest
-        return handover.check_weights(Path(path), say=not_now).sha256
-    except DataError as error:
-        missing.append(f"{name}.{field}: {error}")
-    except OSError as error:
-        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
-    return MISSING
-
-
-def not_now(text: str) -> None:
-    """Leave a line unsaid: a stage says it when it starts from these weights; reading a recipe prints nothing."""
-
-
-def check_part(field: str, value: str, part: str, parent: Stage) -> None:
-    """Raise ConfigError unless the parent stage makes what the field wants: sets of data, or weights for `init`."""
-    if field.endswith(".init"):
-        require(
-            parent.kind in MAKE_WEIGHTS and not part,
-            f"{field} is {value}: that is no weights\n"
-            f"  expected @stage, of one of the kinds {', '.join(MAKE_WEIGHTS)}, or a folder of weights",
-        )
-        return
-    require(
-        parent.kind == "pack",
-        f"{field} is {value}: a {parent.kind} stage makes no data\n"
-        "  expected @stage/set of a pack stage, or the path of an index",
-    )
-    sets = parent.config.sets
-    require(
-        part in sets,
-        f"{field} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
-        f"  expected one of its sets: {', '.join(f'@{parent.name}/{name}' for name in sets)}",
-    )
-
-
-def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage], missing: list[str]) -> Any:
-    """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
-
-    It is None for pack, and where the weights that the stage starts from do not exist yet; where they do, and tell
-    nothing of their model, that is noted in `missing`.
-    """
-    if kind == "pack":
-        return None
-    source = None
-    if stage_config.init is not None:
-        source = source_model(stage_config.init, earlier)
-        if source is None:
-            if reference(stage_config.init) is None:
-                missing.append(
-                    f"{name}.init: no {CONFIG} in {stage_config.init}, which tells the model of the weights\n"
-                    "  give a folder as a stage or `python -m jobs import` writes it, or @stage"
-                )
-            return None
-    try:
-        if kind == "fewshot":
-            return source
-        if kind == "resize":
-            return model_config({"image_size": stage_config.image_size}, source)
-        return trained_model(stage_config, source)
-    except ConfigError as error:
-        raise ConfigError(f"{name}.{error}") from None
-
-
-def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
-    """Return the architecture of the weights that `init` names; None where they are missing (see `Stage.missing`)."""
-    link = reference(init)
-    if link is not None:
-        parent_name, _ = link
-        return earlier[parent_name].model
-    path = Path(init) / CONFIG
-    if not path.is_file():
-        return None
-    try:
-        return models.from_dict(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
-        raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
-
-
-def check_stage(campaign: Campaign, stage: Stage) -> None:
-    """Raise ConfigError or DataError where a stage does not fit the cluster, or the data that is there.
-
-    `load` asks for every stage, so that `plan` refuses what `run` would; data that a stage before it makes is there
-    when the stage is about to run, and then it asks again.
-    """
-    cfg = stage.config
-    class_names.check(campaign, stage)
-    if isinstance(cfg, fewshot.Config):
-        # One question is enough: ProbeConfig takes both sets or neither.
-        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
-        if stage.model is not None:
-            check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
-    if not isinstance(cfg, TrainConfig):
-        return
-    require(
-        bool(cfg.data.train or cfg.data.mixture),
-        f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
-    )
-    try:
-        allowed_worlds(cfg, campaign.cluster)  # reads and checks the user's DeepSpeed file as well
-    except ConfigError as error:
-        raise ConfigError(f"{stage.name}: {error}") from None
-
-    classes: dict[str, int] = {}  # of every labelled set that is there, by what the recipe calls it
-    samples: list[int] = []  # of every set to train on that is there
-    sets = cfg.data.sets().values()
-    for path, _weight in sets:
-        index = index_of(campaign, path)
-        if index is not None:
-            if index.samples == 0:
-                raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
-            classes[path] = index.classes
-            samples.append(index.samples)
-    if cfg.data.evaluate is not None:
-        index = index_of(campaign, cfg.data.evaluate)
-        if index is not None:
-            classes[cfg.data.evaluate] = index.classes
-
-    # The model is not known where the weights that it starts from do not exist.
-    if stage.model is not None:
-        check_model(cfg, stage.model, classes, f"{stage.name}.model")
-        is_judged = cfg.data.evaluate is not None or cfg.probe.train is not None
-        if is_judged:
-            check_shape(cfg.data.preprocess, stage.model, f"{stage.name}.data.preprocess")
-    # The steps are not known where passes are to be made over data that is not there.
-    all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
-    if cfg.steps is not None or all_samples is not None:
-        check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
-
-
-def index_of(campaign: Campaign, path: str) -> Index | None:
-    """The index of a set that a recipe names, None where it has not been made yet."""
-    return index_if_made(campaign.resolve(path) or "")
 
 
 def recipe_digest(campaign: Campaign) -> str:

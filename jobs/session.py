@@ -25,7 +25,7 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs.campaign import Campaign, Stage, recipe_digest
+from jobs.campaign import recipe_digest
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
@@ -33,6 +33,7 @@ from jobs.mirror import mirrored
 from jobs.monitoring.board import Board, Show
 from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from pipeline.handover import DONE
 from pipeline.monitoring.telemetry import duration

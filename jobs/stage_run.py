@@ -27,8 +27,10 @@ from typing import Any
 import models
 from data.errors import ConfigError, DataError
 from jobs import class_names
-from jobs.campaign import Campaign, Stage, check_stage, recipe_digest
+from jobs.campaign import KINDS, recipe_digest
 from jobs.context import Context, index_if_made, reference
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import check_stage
 from jobs.stages import fewshot, pack, training
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
@@ -85,7 +87,7 @@ def run_stage(
         remote=campaign.remote,
         check_owned=check_owned,
     )
-    outcome = dict(stage.module.run(stage.config, context))
+    outcome = dict(KINDS[stage.kind].run(stage.config, context))
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     files = outcome.pop("files", {})
 

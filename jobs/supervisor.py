@@ -50,7 +50,8 @@ from jobs.cluster.backends import (
 )
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
-from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord, records
+from jobs.cluster.worker_files import SeenRecords, WorkerRecord, records
+from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError
 from jobs.context import Context
 from jobs.growth import Growth, Sizes
 from jobs.ownership import claim_attempt
@@ -121,7 +122,7 @@ def supervise(
                     function,
                     task,
                     cluster=cluster,
-                    folder=folder,
+                    seen=seen,
                     on_tick=look,
                     is_shared=context.remote is None,
                 )
@@ -197,12 +198,12 @@ def look_at_attempt(
     attempt: int,
     ask_to_stop: Callable[[Path], None],
 ) -> None:
-    """Look at a running attempt once.
+    """Look at a running attempt once, at what the worker group has just `seen` of its workers.
 
     Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no worker
     has started, and whatever `ask_to_stop` raises.
     """
-    written = seen.look()
+    written = seen.by_rank
     end_if_stuck(context, watch, written)
     if growth.wanted is None and growth.is_due():
         context.say(f"room for {growth.wanted} workers, now {watch.world}: committing the step, to go on with more")

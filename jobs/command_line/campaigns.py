@@ -11,7 +11,7 @@ from data.errors import ConfigError
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say, show
 
 if TYPE_CHECKING:
-    from jobs.campaign import Campaign
+    from jobs.resolved_recipe import Campaign
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

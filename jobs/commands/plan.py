@@ -16,9 +16,10 @@ from data.decoder import images_per_cpu_s
 from data.order import shares as shares_of
 from data.shards.index import Index
 from jobs import class_names
-from jobs.campaign import Campaign, Stage, index_of
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import index_of
 from jobs.stage_run import changes_since_half_done
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
