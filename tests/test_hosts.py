@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.checkpoints.checkpoint import committed, read_manifest
+from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests import drives, hosts
 from tests.hosts import ROOT, Network
