@@ -31,13 +31,14 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
 from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
-from jobs.stages import fewshot, finetune, pack, pretrain, resize
+from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize
 from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
 from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.config import require
+from pipeline.evaluation import weights
 from pipeline.evaluation.evaluate import check_shape
 from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
@@ -67,6 +68,7 @@ KINDS: dict[str, StageKind] = {
     "resize": resize,
     "finetune": finetune,
     "fewshot": fewshot,
+    "evaluate": evaluate,
 }
 MAKE_WEIGHTS = ("pretrain", "resize", "finetune")  # kinds that `init` may name
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
@@ -86,6 +88,7 @@ class Stage:
     # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
     inputs: dict[str, str]
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
+    judges: str = ""  # the finished stage that it judges anew, of a stage that no recipe names (jobs/reevaluation.py)
 
     @property
     def module(self) -> StageKind:
@@ -143,16 +146,22 @@ class Campaign:
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
+    return load_values(values, f"runs/{recipe.stem}", str(recipe))
+
+
+def load_values(values: dict[str, Any], default_run: str, source: str) -> Campaign:
+    """Validate the values of a recipe, which came from `source`. Raises ConfigError or DataError as `load`."""
+    values = dict(values)
     # These three belong to the whole campaign; whatever is left is a stage.
-    run = values.pop("run", f"runs/{recipe.stem}")
+    run = values.pop("run", default_run)
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
-    require(run not in (None, ""), f"run is empty, expected a folder\n  type run=runs/{recipe.stem}")
+    require(run not in (None, ""), f"run is empty, expected a folder\n  type run={default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     # What is left of a `~` names somebody who has no home here; the folder of this name would be no home either.
     require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, values.pop("trackers", {}), "trackers")
-    require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
+    require(bool(values), f"{source} names no stage; known kinds: {', '.join(KINDS)}")
 
     sections = {name: read_section(name, section) for name, section in values.items()}
     # Parents first, because a stage's key and its model come from the stages that it reads.
@@ -293,7 +302,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
         link = reference(value)
         if link is None:
             require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-            keys[field] = content_digest(name, field, value, missing)
+            keys[field] = content_digest(name, kind, field, value, missing)
         else:
             parent_name, part = link
             parent = earlier[parent_name]
@@ -316,19 +325,24 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
 
 
-def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
-    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
+def content_digest(name: str, kind: str, field: str, path: str, missing: list[str]) -> str:
+    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights or a document.
 
     What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
     """
     try:
+        if field == "leaks":
+            return handover.digest_of(Path(path))["sha256"]
         if field != "init":
             return load_index(path).digest
+        if kind == "evaluate":
+            return weights.digest_of(path, say=not_now)
         return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
     except OSError as error:
-        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
+        what = "the weights" if field == "init" else "the document"
+        missing.append(f"{name}.{field}: cannot read {what}: {error}\n  give a path that holds them, or @stage")
     return MISSING
 
 
@@ -368,6 +382,8 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
         return None
     source = None
     if stage_config.init is not None:
+        if kind == "evaluate" and weights.is_foreign(stage_config.init):
+            return weights.load(stage_config.init, stage_config.model).config
         source = source_model(stage_config.init, earlier)
         if source is None:
             if reference(stage_config.init) is None:
@@ -377,7 +393,7 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
                 )
             return None
     try:
-        if kind == "fewshot":
+        if kind in ("fewshot", "evaluate"):
             return source
         if kind == "resize":
             return model_config({"image_size": stage_config.image_size}, source)
@@ -414,6 +430,9 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
         if stage.model is not None:
             check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+    if isinstance(cfg, evaluate.Config) and stage.model is not None:
+        indexes = {path: index for path in cfg.paths().values() if (index := index_of(campaign, path)) is not None}
+        evaluate.check_head(cfg, stage.model, indexes, stage.name)
     if not isinstance(cfg, TrainConfig):
         return
     require(

@@ -29,7 +29,7 @@ from data.errors import ConfigError, DataError
 from jobs import class_names
 from jobs.campaign import Campaign, Stage, check_stage, recipe_digest
 from jobs.context import Context, index_if_made, reference
-from jobs.stages import fewshot, pack, training
+from jobs.stages import evaluate, fewshot, pack, training
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.training_config import TrainConfig
@@ -148,6 +148,8 @@ def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool
             training.check_sets(stage.config, stage.name, campaign.resolve, index_if_made)
         if isinstance(stage.config, fewshot.Config):
             fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
+        if isinstance(stage.config, evaluate.Config):
+            evaluate.check_sets(stage.config, campaign.resolve, index_if_made)
     # Last, because the checks above tell of a lost shard how to train without it.
     check_packed(campaign, stages)
 
