@@ -31,14 +31,13 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import index_if_made, reference
 from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
-from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize
+from jobs.stages import any_weights, evaluate, fewshot, finetune, pack, pretrain, resize
 from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
 from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.config import require
-from pipeline.evaluation import weights
 from pipeline.evaluation.evaluate import check_shape
 from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
@@ -336,7 +335,7 @@ def content_digest(name: str, kind: str, field: str, path: str, missing: list[st
         if field != "init":
             return load_index(path).digest
         if kind == "evaluate":
-            return weights.digest_of(path, say=not_now)
+            return any_weights.digest_of(path, say=not_now)
         return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
@@ -382,8 +381,8 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
         return None
     source = None
     if stage_config.init is not None:
-        if kind == "evaluate" and weights.is_foreign(stage_config.init):
-            return weights.load(stage_config.init, stage_config.model).config
+        if kind == "evaluate" and any_weights.is_foreign(stage_config.init):
+            return any_weights.load(stage_config.init, stage_config.model).config
         source = source_model(stage_config.init, earlier)
         if source is None:
             if reference(stage_config.init) is None:

@@ -18,9 +18,8 @@ from data.errors import DataError
 from data.shards.index import Index
 from data.shards.names import Names, agreed, some
 from jobs.context import index_if_made, reference
-from jobs.stages import evaluate, fewshot
+from jobs.stages import any_weights, evaluate, fewshot
 from models.weights.files import CLASSES, CONFIG
-from pipeline.evaluation import weights
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.training_config import TrainConfig
 
@@ -103,7 +102,7 @@ def of_stage(campaign: Campaign, stage: Stage) -> Names:
 def of_weights(campaign: Campaign, init: str) -> Names:
     """Return what the outputs of weights are called: those of a folder, or those that a stage will write."""
     folder = Path(campaign.resolve(init) or "")
-    if (folder / CONFIG).is_file() or weights.is_foreign(str(folder)):
+    if (folder / CONFIG).is_file() or any_weights.is_foreign(str(folder)):
         try:
             return models.load_class_names(folder)
         except ValueError as error:

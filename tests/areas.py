@@ -63,6 +63,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_command_line.py",
         "test_configuration_page.py",
         "test_data_commands.py",
+        "test_evaluate_stage.py",
         "test_jobs_cluster.py",
         "test_jobs_submission.py",
         "test_layout.py",

@@ -30,12 +30,12 @@ from data.shards.cache import CacheConfig
 from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
-from jobs.stages import frozen, training
+from jobs.stages import any_weights, frozen, training
 from jobs.supervisor import supervise
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation import document, weights
+from pipeline.evaluation import document
 from pipeline.evaluation.evaluate import check_ops, check_shape
 from pipeline.evaluation.feature_store import FeatureStore
 from pipeline.evaluation.logistic import LogisticConfig
@@ -137,7 +137,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Judge what no earlier evaluation of this run has judged, and write the document."""
     check_sets(cfg, context.resolve)
     path = context.resolve(cfg.init) or ""
-    digest = weights.digest_of(path, context.say)
+    digest = any_weights.digest_of(path, context.say)
     leaks = read_leaks(context.resolve(cfg.leaks))
     questions = questions_of(cfg, context, leaks)
     known = answers_known(context, digest)
@@ -292,7 +292,7 @@ def make_evaluation_task(
 ) -> Task:
     """Return what the workers of an attempt are told. Raises DataError where weights or sets have changed."""
     init = context.resolve(cfg.init) or ""
-    weights.digest_of(init, context.say)
+    any_weights.digest_of(init, context.say)
     asked = []
     for question in questions:
         leaked = None
@@ -337,7 +337,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_of(path: str, overrides: Mapping[str, Any]) -> Callable[[], models.Model]:
     """Return what loads the weights; of a masked model the ViT inside, whose features are judged."""
-    return lambda: weights.load(path, overrides)
+    return lambda: any_weights.load(path, overrides)
 
 
 def is_asked_again(path: str, questions: list[dict[str, Any]], number: int) -> bool:
