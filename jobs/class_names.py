@@ -84,7 +84,7 @@ def check_judged(campaign: Campaign, stage: Stage, cfg: evaluate.Config) -> None
 def of_stage(campaign: Campaign, stage: Stage) -> Names:
     """Return what the outputs of a stage's model are called, as far as its sets or its weights tell; or nothing."""
     cfg = stage.config
-    if stage.kind == "resize":
+    if stage.kind in ("resize", "evaluate"):
         return of_weights(campaign, cfg.init)
     if not isinstance(cfg, TrainConfig) or cfg.objective == "masked":
         return ()

@@ -64,6 +64,12 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
+    # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
+    for override in overrides:
+        require(
+            "=" in override,
+            f"{override!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
+        )
     try:
         recipe = _load(path)
     except FileNotFoundError:
@@ -78,18 +84,12 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def with_overrides(values: Mapping[str, object], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return nested plain values with `key=value` overrides on top. Raises ConfigError as `read_yaml`."""
+    """Return nested plain values with `key=value` overrides on top. Raises ConfigError for one that cannot be read."""
     return plain_yaml(_merged(OmegaConf.create(dict(values)), overrides))
 
 
 def _merged(recipe: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return the values with `key=value` overrides on top."""
-    # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
-    for override in overrides:
-        require(
-            "=" in override,
-            f"{override!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
-        )
     try:
         dotlist = OmegaConf.from_dotlist([_quoted(override) for override in overrides])
         merged = OmegaConf.merge(recipe, dotlist)

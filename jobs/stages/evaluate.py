@@ -170,9 +170,26 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         "results": results,
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
+    say_what_to_know(cfg, context, results)
     for line in document.table(written):
         context.say(line)
     return {"metrics": document.metrics_of(written)}
+
+
+def say_what_to_know(cfg: Config, context: Context, results: Iterable[Mapping[str, Any]]) -> None:
+    """Say which sets have samples that could not be read, and where labels are taken on trust."""
+    sets = {result["set"]["name"]: result["set"] for result in results}
+    for name, judged in sets.items():
+        unreadable = judged["samples"] - judged["judged"]
+        if unreadable:
+            context.say(
+                f"{name}: {unreadable} bad samples of {judged['path']} count neither way; see `jobs data check`"
+            )
+        nameless = [] if context.class_names else ["the weights"]
+        if not load_index(judged["path"]).names:
+            nameless.append(f"the set {name}")
+        if nameless and cfg.judges_head():
+            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
 
 
 def check_sets(cfg: Config, resolve: training.Resolve, load: training.LoadIndex = load_index) -> None:
