@@ -347,6 +347,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         for path in needed:
             if path not in stores:
                 stores[path] = collected(this, cfg, path, task["questions"])
+        this.say(f"{asked['test']}: judging by {asked['protocol']['name']}")
         results.append(this.alone("judge", partial(answer_of, this, asked, stores)))
     this.close()
     return {"results": results}

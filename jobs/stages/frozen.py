@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import models
+from data.checks import printable_lines
 from data.errors import Preempted
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.shards.cache import CacheConfig
@@ -30,11 +31,13 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.feature_store import FeatureStore, collect
 from pipeline.evaluation.probe import Beat
 from pipeline.evaluation.rank_zero import at_rank_0_alone
+from pipeline.monitoring.telemetry import append_whole, duration
 from pipeline.monitoring.watchdog import Phases
 from pipeline.versions import code_version
 
 Result = TypeVar("Result")
 
+PROGRESS_S = 20.0  # between two lines that say how far a pass over a set is
 COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
 
 
@@ -95,7 +98,7 @@ class Judge:
             batches = store.watching(self.batches(index, ops, max_labels))
             # All workers hear of a stop, and of one that cannot read on, between two batches.
             agreed = evaluate.agreed(batches, self.wants_stop, self.device, self.phases.log)
-            collect(self.model, agreed, store, self.dtype, self.device, **wanted)
+            collect(self.model, self.with_progress(agreed, index, path), store, self.dtype, self.device, **wanted)
         return store
 
     def opened(self, path: str) -> Index:
@@ -122,6 +125,25 @@ class Judge:
             cache=self.cfg.cache,
         )
         yield from evaluate.watched(samples, self.phases)
+
+    def with_progress(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
+        """Iterate batches; rank 0 says now and then how far it is, which the others are too."""
+        began = time.monotonic()
+        last_said = began
+        passed = 0
+        for batch in batches:
+            yield batch
+            # All workers have passed as many batches as this one, but for the last.
+            passed = min(passed + self.cfg.micro_batch * dist.get_world_size(), index.samples)
+            if time.monotonic() - last_said > PROGRESS_S:
+                last_said = time.monotonic()
+                self.say(f"{path}: {passed:,} of {index.samples:,} images")
+        self.say(f"{path}: {index.samples:,} images in {duration(time.monotonic() - began)}")
+
+    def say(self, text: str) -> None:
+        """Write a line into the stage's log, which the driver shows; rank 0 alone."""
+        if self.rank == 0:
+            append_whole(self.folder.parents[1] / "log.txt", f"{printable_lines(text)}\n".encode())
 
     def alone(self, phase: str, work: Callable[[Beat], Result]) -> Result | None:
         """Collective: return what `work(beat)` gives at rank 0, None elsewhere; a stop is heard at a beat.
