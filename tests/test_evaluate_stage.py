@@ -19,7 +19,7 @@ from jobs import campaign
 from jobs.__main__ import main
 from jobs.cluster.worker_group import Task
 from jobs.reevaluation import with_new_evaluations
-from jobs.stages import evaluate
+from jobs.stages import any_weights, evaluate
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS
@@ -263,6 +263,22 @@ def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp
         assert loaded.stages[0].model == expected.config and not loaded.stages[0].missing
         keys.add(loaded.stages[0].key)
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("format", ["timm", "hf"])
+def test_weights_that_take_other_pixels_are_refused(
+    format: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / format
+    assert main(["export", str(world / "weights"), str(theirs), "--format", format]) == 0
+    any_weights.refuse_other_pixels(str(theirs))  # as exported they take those from −1 to 1
+    file = theirs / ("config.json" if format == "timm" else "preprocessor_config.json")
+    described = json.loads(file.read_text())
+    section = described["pretrained_cfg"] if format == "timm" else described
+    section["mean" if format == "timm" else "image_mean"] = [0.485, 0.456, 0.406]
+    file.write_text(json.dumps(described))
+    assert main(["evaluate", str(theirs), str(world / "test"), *LOCAL, "--output", str(tmp_path / "out")]) == 65
+    assert f"{file}: pixels are normalised by mean [0.485, 0.456, 0.406]" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ finished stages
