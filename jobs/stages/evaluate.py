@@ -128,6 +128,8 @@ class Question:
     digests: tuple[str | None, ...]  # as document.question_of: what its answer is known by
 
 
+Answers = dict[tuple[str | None, ...], dict[str, Any]]  # results by what they are known by: document.question_of
+
 DEFAULTS: Config | None = None
 INPUTS = ("init", "sets.*.test", "sets.*.train", "leaks")
 FILES: tuple[str, ...] = ()
@@ -140,33 +142,21 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     digest = any_weights.digest_of(path, context.say)
     leaks = read_leaks(context.resolve(cfg.leaks))
     questions = questions_of(cfg, context, leaks)
-    known = answers_known(context, digest)
-    open_questions = [question for question in questions if question.digests not in known]
-    answers = {digests: answer for digests, (answer, _) in known.items()}
+    answers = answers_known(context, digest)
+    open_questions = []
     for question in questions:
-        if question.digests in known:
-            _, place = known[question.digests]
+        if question.digests in answers:
+            place = answers[question.digests]["from"]
             context.say(f"{context.name}: {question.name} {question.protocol.name} carried over from {place}")
-
+        else:
+            open_questions.append(question)
     if open_questions:
-        for place in sorted(
-            {place for question in open_questions for place in (question.test, question.train) if place}
-        ):
-            index = load_index(place)
-            if not index.sees_rot:
-                context.say(index.lack)
-        make_task = partial(make_evaluation_task, cfg, context, open_questions, leaks)
-        worlds = allowed_worlds(cfg, context.cluster)
-        ask_to_stop = partial(frozen.stop_at_once, context.name)
-        outcome = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
-        for question, answer in zip(open_questions, outcome["results"], strict=True):
-            answers[question.digests] = answer
+        answers |= answers_of_workers(cfg, context, open_questions, leaks)
 
     results = [signed(answers[question.digests], question, leaks) for question in questions]
     written = {
         "schema": document.SCHEMA,
         "weights": {"path": path, "digest": digest, "model": models.to_dict(context.model)},
-        "code": code_version(),
         "results": results,
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
@@ -174,6 +164,27 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     for line in document.table(written):
         context.say(line)
     return {"metrics": document.metrics_of(written)}
+
+
+def answers_of_workers(
+    cfg: Config, context: Context, questions: list[Question], leaks: Mapping[str, Any] | None
+) -> Answers:
+    """Return the results of the questions, by their digests, as a worker group computes them."""
+    places = set()
+    for question in questions:
+        places |= {question.test, question.train} - {None}
+    for place in sorted(places):
+        index = load_index(place)
+        if not index.sees_rot:
+            context.say(index.lack)
+    make_task = partial(make_evaluation_task, cfg, context, questions, leaks)
+    worlds = allowed_worlds(cfg, context.cluster)
+    ask_to_stop = partial(frozen.stop_at_once, context.name)
+    outcome = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
+    answers = {}
+    for question, answer in zip(questions, outcome["results"], strict=True):
+        answers[question.digests] = {**answer, "code": code_version()}
+    return answers
 
 
 def say_what_to_know(cfg: Config, context: Context, results: Iterable[Mapping[str, Any]]) -> None:
@@ -269,9 +280,9 @@ def read_leaks(path: str | None) -> dict[str, Any] | None:
     return {**found, "path": path, "digest": handover.digest_of(Path(path))["sha256"]}
 
 
-def answers_known(context: Context, digest: str) -> dict[tuple[str | None, ...], tuple[dict[str, Any], str]]:
+def answers_known(context: Context, digest: str) -> Answers:
     """Return the results of earlier evaluations of these weights in this run, by their digests, with their folder."""
-    known: dict[tuple[str | None, ...], tuple[dict[str, Any], str]] = {}
+    answers: Answers = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
     for path in sorted(context.run.glob(f"*/{document.NAME}")):
         try:
@@ -281,17 +292,17 @@ def answers_known(context: Context, digest: str) -> dict[tuple[str | None, ...],
             earlier = json.loads(path.read_text())
         except (DataError, OSError, ValueError):
             continue
-        if earlier["schema"] != document.SCHEMA or earlier["weights"]["digest"] != digest:
-            continue
-        if earlier["weights"]["model"] == model:
+        weights = earlier["weights"]
+        if earlier["schema"] == document.SCHEMA and weights["digest"] == digest and weights["model"] == model:
             for result in earlier["results"]:
-                known[document.question_of(result)] = (result, path.parent.name)
-    return known
+                answers[document.question_of(result)] = {**result, "from": path.parent.name}
+    return answers
 
 
 def signed(answer: Mapping[str, Any], question: Question, leaks: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a result with the names and paths of now, which are not part of what it is known by."""
-    result = {**answer, "set": {"name": question.name, "path": question.test, **digest_part(answer["set"])}}
+    result = {name: value for name, value in answer.items() if name != "from"}
+    result |= {"set": {"name": question.name, "path": question.test, **digest_part(answer["set"])}}
     if question.train is not None:
         result["train"] = {"path": question.train, **digest_part(answer["train"])}
     if leaks is not None:

@@ -2,8 +2,8 @@
 
 {"schema": 1,
  "weights": {"path": "…/finetune-1a2b3c4d", "digest": "9f3c…", "model": {…}},
- "code": "77ab…",
  "results": [{
+   "code": "77ab…",                                               the version that computed it
    "set": {"name": "test", "path": "…", "digest": "…", "samples": 360, "judged": 360},
    "train": {"path": "…", "digest": "…", "samples": 1437, "used": 1437},          null for protocols of the head
    "protocol": {"name": "fewshot", "fields": {…}, "digest": "…"},
