@@ -11,7 +11,9 @@ behind it, which is run, skipped and shown as any other.
 from dataclasses import replace
 from typing import Any
 
-from jobs.campaign import Campaign, Stage, check_stage, resolve_stage
+from jobs.campaign import Section, resolve_stage
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import check_stage
 from jobs.stages import evaluate
 from pipeline import config, handover
 from pipeline.evaluation.protocols import FewShotConfig
@@ -55,7 +57,8 @@ def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
 def fields_changed(campaign: Campaign, stage: Stage) -> set[str]:
     """Return the fields of a finished stage's config that may change and have; none of one that has not finished."""
     record_path = campaign.directory(stage) / "stage.json"
-    if campaign.done(stage) is None or not record_path.exists():
+    done = campaign.done(stage)
+    if done is None or "diverged" in done or not record_path.exists():
         return set()
     before = handover.read_record(record_path).values["warn"]
     now = config.tagged(stage.config, "warn")
@@ -79,4 +82,4 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
         stall_s=cfg.stall_s,
         **judged,
     )
-    return replace(resolve_stage(name, "evaluate", section, names), judges=stage.name)
+    return replace(resolve_stage(name, Section("evaluate", section, name, {}), names), judges=stage.name)

@@ -24,7 +24,8 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs.campaign import Campaign, Stage, recipe_digest
+from jobs.campaign import recipe_digest
+from jobs.choices import settled
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
@@ -33,7 +34,9 @@ from jobs.monitoring.board import Board, Show
 from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
 from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
+from jobs.stages.sweep import DIVERGED
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -43,7 +46,7 @@ MOST_VALUES = 6  # that a row of the closing table shows
 LONGEST_MESSAGE = 600  # characters; as JSON each may take six bytes
 
 # Kinds whose work is done by the driver itself; all others run on workers.
-WORKERLESS_KINDS = ("pack", "resize")
+WORKERLESS_KINDS = ("pack", "resize", "sweep")
 
 
 class Stopper:
@@ -128,8 +131,10 @@ def run_campaign(
             status_file(loaded.run, command, follower.keep),
         ):
             stopper = Stopper(follower.say)
-            loaded = with_new_evaluations(loaded)
-            stages = stages_to_run(loaded, only)
+            # Once more: of a run in a store, the files of the last owner are here only now.
+            loaded = with_new_evaluations(settled(loaded))
+            names = names_of_stages(loaded, only)
+            stages = [loaded.stage(name) for name in names]
             check_inputs(loaded, stages)
             check_unfinished(loaded, stages, fresh=fresh)
             unverified = check_finished(loaded, stages, follower.say)
@@ -146,7 +151,10 @@ def run_campaign(
                 follower.skip(loaded.directory(stage))
 
             rows = []
-            for stage in stages:
+            for name in names:
+                # What the table of a sweep has just chosen is in the configs that waited for it.
+                loaded = settled(loaded)
+                stage = loaded.stage(name)
                 # Before the stopper is asked, or a signal between the two would be heard after the stage.
                 stopper.works_here = stage.kind in WORKERLESS_KINDS
                 outcome = loaded.done(stage)
@@ -209,12 +217,9 @@ def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterato
     write_status(run, ExitCode.DONE, "done", command)
 
 
-def stages_to_run(loaded: Campaign, only: str | None) -> list[Stage]:
-    """Return the stages that the command is of: all, or the one that is named with what judges it anew."""
-    if only is None:
-        return list(loaded.stages)
-    named = loaded.stage(only)
-    return [named, *stages_behind(loaded, named)]
+def names_of_stages(loaded: Campaign, only: str | None) -> list[str]:
+    """Return the stages that the command is of: all, or those of one section with what judges them anew."""
+    return [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source, stage.judges)]
 
 
 def stages_behind(loaded: Campaign, stage: Stage) -> list[Stage]:
@@ -275,6 +280,8 @@ def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
     """Why a finished stage is not run again, and what it did otherwise than is asked now."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
+    if DIVERGED in (loaded.done(stage) or {}):
+        line = f"{stage.name}: skipped, diverged with the same config and inputs (key {stage.key[:8]})"
     if not is_verified:
         line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
@@ -320,6 +327,10 @@ def result_text(row: Mapping[str, Any]) -> str:
         if len(shown) > MOST_VALUES:
             shown[MOST_VALUES - 1 :] = [f"… {len(shown)} values in all"]
         return "  ".join(shown)
+    if "diverged" in row:
+        return "diverged"
+    if "summary" in row:  # of a sweep's table
+        return row["summary"]
     if "sets" in row:
         shards = sum(packed["shards"] for packed in row["sets"].values())
         return f"{len(row['sets'])} sets, {shards} shards"

@@ -112,6 +112,20 @@ class Config:
                 paths[f"sets.{name}.train"] = judged.train
         return paths
 
+    def metrics(self) -> list[str]:
+        """Return the names of the values that come out, as `document.metrics_of` calls them."""
+        values: list[str] = []
+        for protocol in self.protocols:
+            if protocol == "fewshot":
+                values += [f"{shots}shot" for shots in self.fewshot.shots]
+            elif protocol == "knn":
+                values += [f"knn-{k}" for k in self.knn.k]
+            else:
+                values.append(protocol)
+        if len(self.sets) == 1:
+            return values
+        return [f"{name} {value}" for name in self.sets for value in values]
+
     def judges_head(self) -> bool:
         """Tell whether a protocol looks at what the head says."""
         return any(protocol not in FEATURES for protocol in self.protocols)
@@ -172,7 +186,9 @@ def answers_of_workers(
     """Return the results of the questions, by their digests, as a worker group computes them."""
     places = set()
     for question in questions:
-        places |= {question.test, question.train} - {None}
+        places.add(question.test)
+        if question.train is not None:
+            places.add(question.train)
     for place in sorted(places):
         index = load_index(place)
         if not index.sees_rot:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from data.archives.published import checked
+from data.archives.sources import ARCHIVES, Archive
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
@@ -32,7 +34,9 @@ from data.shards.sources import (
     tars,
     tars_classes,
 )
+from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.vtab.source import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -41,6 +45,7 @@ SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Name
     "parquet": (image_parquet, parquet_classes),
     "imagenet-train": (imagenet_train, imagenet_train_classes),
 }
+SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 # CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
 CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
 CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
@@ -61,33 +66,92 @@ class SetConfig:
         "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids or real
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
+        "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
+        "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
+        "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
+        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "test"] = "train"  # cifar, digits
+    # of cifar, digits and the known data sets; those with numbers are vtab's
+    split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
+    task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
+    only: str | None = None  # subset: file of the samples that it has
+    but: str | None = None  # subset: file of samples that it does without; or leaks.json
+    part: str | None = None  # subset: first:stop in samples or percent, ":98%" or "98%:"; with a seed, of a permutation
+    shots: int | None = None  # subset: samples of each class, drawn by the seed as the few-shot probe draws them
+    seed: int | None = None  # subset: of shots, or of part
     names: str | None = None  # file of class names in the order of ids: one a line, or .json; the set is numbered so
     classes_of: str | None = None  # index, its folder, or "@stage/set", whose numbering of classes the set takes
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
+    partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="source path root wnids real split keep image_size classes names classes_of rename"
+        forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
+        "rename partial task"
     )
-    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename")  # as `config.tagged` means it
+    # As `config.tagged` means it.
+    LATER: ClassVar[tuple[str, ...]] = (
+        "names",
+        "classes_of",
+        "rename",
+        "only",
+        "but",
+        "part",
+        "shots",
+        "seed",
+        "partial",
+        "task",
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "image_size classes")
+        at_least(self, 1, "image_size classes shots")
+        check_seed(self.seed)
         lowest = min((entry for entry in self.keep or [] if isinstance(entry, int)), default=0)
         require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        if self.source == "subset":
+            subset_rule(self)  # raises ConfigError where it chooses by nothing
+            renumbers = self.names or self.classes_of or self.rename or self.classes
+            require(
+                not renumbers,
+                "a subset has the class ids and names of its set\n"
+                "  leave out names, classes_of, rename and classes, or pack the set again with them",
+            )
+        else:
+            chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
+            require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
+        has_task = self.task in VTAB if self.source == "vtab" else self.task is None
+        require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
+        splits = splits_of(self)
+        require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
             require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
+
+
+def subset_rule(cfg: SetConfig) -> Rule:
+    """Return which samples a subset has; raises ConfigError where its fields say nothing, or do not fit."""
+    return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
+
+
+def known_set(cfg: SetConfig) -> Archive | None:
+    """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
+    if cfg.source == "vtab" and cfg.task is not None:
+        return VTAB[cfg.task]
+    return ARCHIVES.get(cfg.source)
+
+
+def splits_of(cfg: SetConfig) -> tuple[str, ...]:
+    """Return the splits that a source has; sources without any take the word for train."""
+    known = known_set(cfg)
+    return tuple(known.published) if known else ("train", "test")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -96,8 +160,11 @@ class SetConfig:
 def numberings_of(sets: Mapping[str, SetConfig], say: Callable[[str], None]) -> dict[str, Numbering]:
     """Return how the classes of each set are numbered, so that a class has one id in all; `say` is told who follows.
 
-    Raises DataError as `numbering_of`.
+    Subsets are not among them: they have the numbering of their set. Raises DataError as `numbering_of`.
     """
+    sets = {name: cfg for name, cfg in sets.items() if cfg.source != "subset"}
+    if not sets:
+        return {}
     giver = "train" if "train" in sets else next(iter(sets))
     first = numbering_of(sets[giver], giver)
     numberings = {}
@@ -121,6 +188,8 @@ def paths_of(cfg: SetConfig) -> dict[str, str]:
     if cfg.source == "digits":
         return {}
     paths = {"path": cfg.path, "root": cfg.root, "wnids": cfg.wnids, "real": cfg.real, "names": cfg.names}
+    if cfg.source == "subset":  # whose path may be "@stage/set": a campaign looks at it as at any other input
+        paths = {}
     return {key: path for key, path in paths.items() if path is not None}
 
 
@@ -141,6 +210,9 @@ def source_names(cfg: SetConfig) -> Names:
         return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
+    known = known_set(cfg)
+    if known is not None:
+        return known.classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -200,8 +272,21 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
+    known = known_set(cfg)
+    if known is not None:
+        return from_archive(known, cfg)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
+
+
+def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
+    """Return the samples of a known data set, compared with what is published of it."""
+    path = Path(cfg.path or "")
+    samples = archive.samples(path, cfg.split)
+    names = archive.classes(path)
+    return checked(
+        samples, names, archive.published[cfg.split], f"{cfg.task or cfg.source}, {cfg.split}", partial=cfg.partial
+    )
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -240,4 +325,7 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
+    known = known_set(cfg)
+    if known is not None:
+        return known.published[cfg.split].samples
     return IMAGENET_IMAGES.get(cfg.source)

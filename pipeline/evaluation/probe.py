@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.shards.subset import few_shot_rows
 from pipeline.evaluation.evaluate import L2
 from pipeline.evaluation.feature_store import FeatureStore
 
@@ -25,20 +26,6 @@ from pipeline.evaluation.feature_store import FeatureStore
 Beat = Callable[[], None]  # called between two blocks of a long computation: what it raises ends the computation
 
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
-
-
-def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
-
-    A class with fewer rows gives all it has; larger shots contain smaller ones.
-    """
-    # One generator for all classes, as in the original: another order of classes would pick other rows.
-    rng = np.random.default_rng(seed)
-    picked = []
-    for label in range(int(labels.max()) + 1):
-        rows_of_class = np.flatnonzero(labels == label)
-        picked.append(rng.permutation(rows_of_class)[:shots])
-    return np.concatenate(picked)
 
 
 class LinearMap(NamedTuple):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from data.checks import at_least
+from data.shards.subset import few_shot_rows
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
@@ -27,7 +28,7 @@ from pipeline.evaluation.evaluate import L2, ProbeConfig
 from pipeline.evaluation.feature_store import FeatureStore
 from pipeline.evaluation.logistic import LogisticConfig, logistic
 from pipeline.evaluation.neighbours import NeighboursConfig, knn
-from pipeline.evaluation.probe import Beat, LinearMap, few_shot_rows, fit, fit_all
+from pipeline.evaluation.probe import Beat, LinearMap, fit, fit_all
 
 # N samples of the test set that are there, L labels of a sample at most, K best classes
 
