@@ -159,6 +159,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.leaked: list[list[int] | None] = []
 
     def __call__(self, function: Any, make_task: Any, context: Any, **_: Any) -> dict[str, Any]:
         task: Task = make_task(1)
@@ -166,6 +167,7 @@ class Workers:
         for question in task["questions"]:
             name = question["protocol"]["name"]
             self.asked.append((Path(question["test"]).name, name))
+            self.leaked.append(question["leaked"])
             index = load_index(question["test"])
             protocol = evaluate.Protocol(**question["protocol"])
             train = None
@@ -178,7 +180,7 @@ class Workers:
                     "train": train,
                     "protocol": {"name": name, "fields": protocol.fields, "digest": protocol.digest},
                     "values": {name: entry},
-                    "leaks": "not checked",
+                    "leaks": "not checked" if question["leaked"] is None else {"leaked": 3, "values": {name: entry}},
                 }
             )
         return {"results": results}
@@ -213,6 +215,28 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
 
 
+def test_workers_are_told_the_leaked_samples_of_each_set(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(evaluate, "supervise", workers)
+    index = load_index(world / "test")
+    pairs = []
+    for number in (3, 102, 354):
+        key = bytes(index.table(number // 100)["key"][number % 100]).decode()
+        test = [index.shards[number // 100].name, key]
+        pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
+    compared = {"path": "shards/test", "digest": index.digest}
+    leaks = {"schema": 1, "train": [compared], "test": [compared], "pairs": pairs}
+    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
+    assert workers.leaked == [[3, 102, 354]]
+    (result,) = document["results"]
+    assert result["leaks"]["train"] == [compared] and result["leaks"]["path"] == str(tmp_path / "leaks.json")
+    judged(world, tmp_path / "out")
+    assert workers.leaked == [[3, 102, 354], None], "without the document is another question"
+
+
 def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,8 +259,8 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
         ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
         ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
         ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 judge"),
-        ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "has not looked at the set test (digest"),
-        ([weights, test, "leaks=nowhere.json"], 65, "leaks: cannot read the document"),
+        ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "knows nothing of the set test: "),
+        ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),
         ([str(tmp_path / "nothing"), test], 65, "nothing"),
         ([weights, test, "preprocess=resize(24)"], 78, "makes images of 24×24, expected the model's 16×16"),
     ]

@@ -16,16 +16,19 @@ the same at any world size, and what is summed is counted, or summed by rank 0 i
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
 from data.files import write_whole
+from data.leaks.document import Leaks, leaked_test_samples, read_leaks
 from data.shards.cache import CacheConfig
 from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import Task
@@ -142,6 +145,15 @@ class Question:
     digests: tuple[str | None, ...]  # as document.question_of: what its answer is known by
 
 
+@dataclass(frozen=True)
+class LeaksFile:
+    """A leaks.json of `python -m jobs leaks`."""
+
+    path: str
+    digest: str  # sha256 of the file
+    leaks: Leaks
+
+
 Answers = dict[tuple[str | None, ...], dict[str, Any]]  # results by what they are known by: document.question_of
 
 DEFAULTS: Config | None = None
@@ -154,7 +166,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     check_sets(cfg, context.resolve)
     path = context.resolve(cfg.init) or ""
     digest = any_weights.digest_of(path, context.say)
-    leaks = read_leaks(context.resolve(cfg.leaks))
+    leaks = leaks_at(context.resolve(cfg.leaks))
     questions = questions_of(cfg, context, leaks)
     answers = answers_known(context, digest)
     open_questions = []
@@ -180,9 +192,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     return {"metrics": document.metrics_of(written)}
 
 
-def answers_of_workers(
-    cfg: Config, context: Context, questions: list[Question], leaks: Mapping[str, Any] | None
-) -> Answers:
+def answers_of_workers(cfg: Config, context: Context, questions: list[Question], leaks: LeaksFile | None) -> Answers:
     """Return the results of the questions, by their digests, as a worker group computes them."""
     places = set()
     for question in questions:
@@ -193,7 +203,8 @@ def answers_of_workers(
         index = load_index(place)
         if not index.sees_rot:
             context.say(index.lack)
-    make_task = partial(make_evaluation_task, cfg, context, questions, leaks)
+    asked = [as_asked(question, leaks) for question in questions]
+    make_task = partial(make_evaluation_task, cfg, context, asked)
     worlds = allowed_worlds(cfg, context.cluster)
     ask_to_stop = partial(frozen.stop_at_once, context.name)
     outcome = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
@@ -257,7 +268,7 @@ def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str
 # ------------------------------------------------------------------------------------------------ in the driver
 
 
-def questions_of(cfg: Config, context: Context, leaks: Mapping[str, Any] | None) -> list[Question]:
+def questions_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[Question]:
     """Return what is asked, set by set and protocol by protocol, in the order of the recipe."""
     common = {
         "preprocess": cfg.preprocess or f"resize({context.model.image_size})",
@@ -276,24 +287,17 @@ def questions_of(cfg: Config, context: Context, leaks: Mapping[str, Any] | None)
             if not protocol.best:
                 train = context.resolve(judged.train)
                 train_digest = load_index(train or "").digest
-            leaks_digest = leaks["digest"] if leaks else None
+            leaks_digest = leaks.digest if leaks else None
             digests = (test_digest, train_digest, protocol.digest, leaks_digest)
             questions.append(Question(name, test, train, protocol, digests))
     return questions
 
 
-def read_leaks(path: str | None) -> dict[str, Any] | None:
+def leaks_at(path: str | None) -> LeaksFile | None:
     """Return a leaks.json with its path and digest; None where none is named. Raises DataError where it is none."""
     if path is None:
         return None
-    try:
-        leaks = json.loads(Path(path).read_text())
-        found = {"test": leaks["test"], "train": leaks["train"], "pairs": leaks["pairs"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"leaks: {path} is no leaks.json: {error!r}\n  expected one of `python -m jobs leaks`"
-        ) from None
-    return {**found, "path": path, "digest": handover.digest_of(Path(path))["sha256"]}
+    return LeaksFile(path, handover.digest_of(Path(path))["sha256"], read_leaks(path))
 
 
 def answers_known(context: Context, digest: str) -> Answers:
@@ -315,7 +319,7 @@ def answers_known(context: Context, digest: str) -> Answers:
     return answers
 
 
-def signed(answer: Mapping[str, Any], question: Question, leaks: Mapping[str, Any] | None) -> dict[str, Any]:
+def signed(answer: Mapping[str, Any], question: Question, leaks: LeaksFile | None) -> dict[str, Any]:
     """Return a result with the names and paths of now, which are not part of what it is known by."""
     result = {name: value for name, value in answer.items() if name != "from"}
     result |= {"set": {"name": question.name, "path": question.test, **digest_part(answer["set"])}}
@@ -323,7 +327,8 @@ def signed(answer: Mapping[str, Any], question: Question, leaks: Mapping[str, An
         result["train"] = {"path": question.train, **digest_part(answer["train"])}
     if leaks is not None:
         entry = {name: answer["leaks"][name] for name in ("leaked", "values")}
-        result["leaks"] = {"path": leaks["path"], "digest": leaks["digest"], "train": leaks["train"], **entry}
+        looked_at = [asdict(compared) for compared in leaks.leaks.train]
+        result["leaks"] = {"path": leaks.path, "digest": leaks.digest, "train": looked_at, **entry}
     return result
 
 
@@ -331,26 +336,29 @@ def digest_part(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in ("name", "path")}
 
 
-def make_evaluation_task(
-    cfg: Config, context: Context, questions: Iterable[Question], leaks: Mapping[str, Any] | None, attempt: int
-) -> Task:
-    """Return what the workers of an attempt are told. Raises DataError where weights or sets have changed."""
+def as_asked(question: Question, leaks: LeaksFile | None) -> dict[str, Any]:
+    """Return a question as the workers are told it. Raises DataError where `leaks` is not about its set."""
+    return {
+        "test": question.test,
+        "train": question.train,
+        "protocol": {"name": question.protocol.name, "fields": question.protocol.fields},
+        "leaked": None if leaks is None else leaked_of(leaks, question),
+    }
+
+
+def make_evaluation_task(cfg: Config, context: Context, asked: Sequence[Mapping[str, Any]], attempt: int) -> Task:
+    """Return what the workers of an attempt are told. Raises DataError where the weights have changed."""
     init = context.resolve(cfg.init) or ""
     any_weights.digest_of(init, context.say)
-    asked = []
-    for question in questions:
-        leaked = None
-        if leaks is not None:
-            leaked = document.leaked_samples(leaks, leaks["path"], load_index(question.test), question.name)
-        asked.append(
-            {
-                "test": question.test,
-                "train": question.train,
-                "protocol": {"name": question.protocol.name, "fields": question.protocol.fields},
-                "leaked": leaked,
-            }
-        )
     return {**frozen.task_of(context, attempt), "config": config.plain(cfg), "init": init, "questions": asked}
+
+
+def leaked_of(leaks: LeaksFile, question: Question) -> list[int]:
+    """Return the numbers of a set's leaked samples. Raises DataError where the document is not about this very set."""
+    try:
+        return np.flatnonzero(leaked_test_samples(leaks.leaks, load_index(question.test))).tolist()
+    except DataError as error:
+        raise DataError(f"leaks {leaks.path} knows nothing of the set {question.name}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------ in a worker
