@@ -10,41 +10,17 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
 
 import models
 from data.errors import DataError
 from data.shards.index import Index
 from data.shards.names import Names, agreed, some
 from jobs.context import index_if_made, reference
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import fewshot
 from models.weights.files import CLASSES, CONFIG
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.training_config import TrainConfig
-
-
-class Stage(Protocol):
-    """Of a campaign's stage, what is looked at here."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def model(self) -> Any: ...
-
-
-class Campaign(Protocol):
-    """Of a campaign, what is looked at here."""
-
-    def stage(self, name: str) -> Stage: ...
-
-    def resolve(self, value: str | None) -> str | None: ...
 
 
 def check(campaign: Campaign, stage: Stage) -> None:

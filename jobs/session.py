@@ -24,7 +24,8 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs.campaign import Campaign, Stage, recipe_digest
+from jobs.campaign import recipe_digest
+from jobs.choices import settled
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
@@ -32,7 +33,9 @@ from jobs.mirror import mirrored
 from jobs.monitoring.board import Board, Show
 from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
+from jobs.stages.sweep import DIVERGED
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -41,7 +44,7 @@ STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an
 LONGEST_MESSAGE = 600  # characters; as JSON each may take six bytes
 
 # Kinds whose work is done by the driver itself; all others run on workers.
-WORKERLESS_KINDS = ("pack", "resize")
+WORKERLESS_KINDS = ("pack", "resize", "sweep")
 
 
 class Stopper:
@@ -117,7 +120,7 @@ def run_campaign(
     trackers: list[Tracker] = []
     if also is not None:
         watchers.ticks.append(also)
-    stages = [stage for stage in loaded.stages if only in (None, stage.name)]
+    names = [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source)]
 
     try:
         # The lock comes first: the status.json of a run that another process owns is not ours to write.
@@ -127,6 +130,8 @@ def run_campaign(
             status_file(loaded.run, command, follower.keep),
         ):
             stopper = Stopper(follower.say)
+            loaded = settled(loaded)  # once more: of a run in a store, the files of the last owner are here only now
+            stages = [loaded.stage(name) for name in names]
             check_inputs(loaded, stages)
             check_unfinished(loaded, stages, fresh=fresh)
             unverified = check_finished(loaded, stages, follower.say)
@@ -143,7 +148,10 @@ def run_campaign(
                 follower.skip(loaded.directory(stage))
 
             rows = []
-            for stage in stages:
+            for name in names:
+                # What the table of a sweep has just chosen is in the configs that waited for it.
+                loaded = settled(loaded)
+                stage = loaded.stage(name)
                 # Before the stopper is asked, or a signal between the two would be heard after the stage.
                 stopper.works_here = stage.kind in WORKERLESS_KINDS
                 outcome = loaded.done(stage)
@@ -257,6 +265,8 @@ def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
     """Why a finished stage is not run again, and what it did otherwise than is asked now."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
+    if DIVERGED in (loaded.done(stage) or {}):
+        line = f"{stage.name}: skipped, diverged with the same config and inputs (key {stage.key[:8]})"
     if not is_verified:
         line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
@@ -277,13 +287,14 @@ def clock() -> str:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the closing table as lines: of each stage the images seen, its result and its time."""
-    lines = [f"{'stage':12} {'images seen':>12} {'result':44} {'time':>8}"]
+    width = max(12, *(len(row["stage"]) for row in rows)) if rows else 12
+    lines = [f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}"]
     for row in rows:
         images_seen = f"{row['samples_seen']:,}" if "samples_seen" in row else "-"
         time_text = duration(row["seconds"])
         if row["skipped"]:
             time_text += "*"
-        lines.append(f"{row['stage']:12} {images_seen:>12} {result_text(row):44} {time_text:>8}")
+        lines.append(f"{row['stage']:{width}} {images_seen:>12} {result_text(row):44} {time_text:>8}")
     if any(row["skipped"] for row in rows):
         lines.append("* finished earlier, skipped now")
     return lines
@@ -295,6 +306,10 @@ def result_text(row: Mapping[str, Any]) -> str:
     metrics = {name: value for name, value in row.get("metrics", {}).items() if "seed" not in name}
     if metrics:
         return "  ".join(f"{name} {value:.1%}" for name, value in metrics.items())
+    if "diverged" in row:
+        return "diverged"
+    if "summary" in row:  # of a sweep's table
+        return row["summary"]
     if "sets" in row:
         shards = sum(packed["shards"] for packed in row["sets"].values())
         return f"{len(row['sets'])} sets, {shards} shards"

@@ -27,8 +27,7 @@ from data.decoder import Decoder
 from data.errors import RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
 from jobs import terminal
-from jobs.cluster import processes
-from jobs.cluster import worker_group as group
+from jobs.cluster import processes, worker_files
 from jobs.ownership import owned
 from pipeline import objectives, reports, start, train
 from pipeline.checkpoints import checkpoint, sight
@@ -301,7 +300,7 @@ def no_batch_behind_a_stretch() -> None:
 
 def short_of_memory() -> None:
     """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
-    group.VMSTAT = vmstat = Path("vmstat").absolute()
+    worker_files.VMSTAT = vmstat = Path("vmstat").absolute()
 
     def killed() -> None:
         vmstat.write_text("oom_kill_disable 0\noom_kill 1\n")

@@ -14,7 +14,7 @@ import pytest
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.cluster import worker_gauge
-from jobs.cluster.worker_group import records
+from jobs.cluster.worker_files import records
 from jobs.commands.demo import step_losses
 from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned

@@ -3,7 +3,7 @@
 connect(cluster)  # Ray only: starts or joins it
 world = wait_for_resources(cluster, "/runs/digits", say, look, worlds)  # Ray: reserves a place for every worker
 run_worker_group = worker_group_runner(cluster)
-value = run_worker_group(train, task, cluster=cluster, folder=attempt_folder, on_tick=look)
+value = run_worker_group(train, task, cluster=cluster, seen=SeenRecords(attempt_folder), on_tick=look)
 disconnect()
 
 Ray takes seconds to import, so only a function that needs it imports it.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.cluster import processes
+from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RunWorkerGroup,
@@ -157,4 +158,4 @@ def run_worker_group(
     folder.mkdir(parents=True)
     runner = worker_group_runner(cluster)
     look = on_tick or do_nothing
-    return runner(function, task, cluster=cluster, folder=folder, on_tick=look, is_shared=is_shared)
+    return runner(function, task, cluster=cluster, seen=SeenRecords(folder), on_tick=look, is_shared=is_shared)

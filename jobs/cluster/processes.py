@@ -24,6 +24,7 @@ from types import FrameType
 
 from data.errors import ClusterError
 from jobs.cluster.failures import describe_exit_code, group_failure
+from jobs.cluster.worker_files import SeenRecords, oom_kills, rank_zero_value, worker_file
 from jobs.cluster.worker_group import (
     LOOPBACK,
     PEER_GRACE_S,
@@ -32,10 +33,7 @@ from jobs.cluster.worker_group import (
     Task,
     WorkerFunction,
     meeting_place,
-    oom_kills,
-    rank_zero_value,
     serve_store,
-    worker_file,
     worker_records,
 )
 
@@ -52,7 +50,7 @@ def run_worker_group(
     task: Task,
     *,
     cluster: ClusterConfig,
-    folder: Path,
+    seen: SeenRecords,
     on_tick: Callable[[], None],
     is_shared: bool = True,
 ) -> object:
@@ -60,6 +58,7 @@ def run_worker_group(
 
     All are on this machine, so that they share its folders in any case.
     """
+    folder = seen.folder
     _require_gpus(cluster)
     # It listens as long as this function runs: the workers meet there.
     store = serve_store(LOOPBACK)
@@ -74,6 +73,7 @@ def run_worker_group(
             # The end of any worker ends the wait; otherwise it is the pause between two looks.
             alive = [worker.sentinel for worker in workers if worker.is_alive()]
             wait(alive, timeout=TICK_S)
+            seen.look()
             on_tick()
         # Read before the kill below: None is a worker that still worked when a peer failed, and not to blame.
         exit_codes = [worker.exitcode for worker in workers]

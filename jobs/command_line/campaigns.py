@@ -11,7 +11,7 @@ from data.errors import ConfigError
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say, show
 
 if TYPE_CHECKING:
-    from jobs.campaign import Campaign
+    from jobs.resolved_recipe import Campaign
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -167,7 +167,8 @@ def stage_of_kind(loaded: "Campaign", kind: str) -> str:
     """The name of the one stage of a kind. Raises ConfigError where there are several, or none."""
     from pipeline.config import require
 
-    names = [stage.name for stage in loaded.stages if stage.kind == kind]
+    # All runs of a sweep are one section of the recipe, which is run whole.
+    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind == kind))
     require(
         len(names) == 1,
         f"the recipe has {len(names)} stages of kind {kind}: {', '.join(names)}; --stage names one",

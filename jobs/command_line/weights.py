@@ -47,14 +47,17 @@ def import_foreign(
 @commands.command()
 def export(directory: OurFolder, path: Target, format: Format, _debug: Debug = False) -> None:
     """Write our weights as official, timm or transformers ones."""
+    from jobs.commands import stored_runs
     from jobs.commands.weights import export_weights
 
+    stored_runs.refuse_as_weights(directory, "export")
     show(export_weights(directory, path, format))
 
 
 @commands.command()
 def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> None:
     """Draw what a ViT looks at: the paper's figures 6, 7 and 11."""
-    from jobs.commands import analyze
+    from jobs.commands import analyze, stored_runs
 
+    stored_runs.refuse_as_weights(weights, "analyze")
     show(analyze.analyze(weights, images, output, limit))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from data.errors import ExitCode
 from jobs import campaign
-from jobs.campaign import Campaign
-from jobs.cluster.worker_group import records
+from jobs.cluster.worker_files import records
+from jobs.resolved_recipe import Campaign
 from jobs.session import run_campaign
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.stored import committed_steps

@@ -171,3 +171,13 @@ def refuse(path: str, command: str) -> None:
             "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
             f"  with the store's own tools, for example: aws s3 sync {path} runs/NAME"
         )
+
+
+def refuse_as_weights(path: str, command: str) -> None:
+    """Raise UsageError, which names the command that helps, where one that reads weights is given a run's URL."""
+    if "://" in path:
+        raise UsageError(
+            f"{command} takes weights on a disk, found {path}\n"
+            "  fetch those of a run in a store first\n"
+            f"  type: python -m jobs checkpoints export {path} --to weights/NAME, then {command} weights/NAME"
+        )

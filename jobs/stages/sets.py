@@ -34,6 +34,7 @@ from data.shards.sources import (
     tars,
     tars_classes,
 )
+from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
 from data.vtab.source import VTAB
 from pipeline.config import Tags, require, tags
@@ -44,6 +45,7 @@ SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Name
     "parquet": (image_parquet, parquet_classes),
     "imagenet-train": (imagenet_train, imagenet_train_classes),
 }
+SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 # CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
 CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
 CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
@@ -64,6 +66,7 @@ class SetConfig:
         "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids or real
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
+        "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
         "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
         "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
@@ -76,6 +79,11 @@ class SetConfig:
     split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
     task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
+    only: str | None = None  # subset: file of the samples that it has
+    but: str | None = None  # subset: file of samples that it does without; or leaks.json
+    part: str | None = None  # subset: first:stop in samples or percent, ":98%" or "98%:"; with a seed, of a permutation
+    shots: int | None = None  # subset: samples of each class, drawn by the seed as the few-shot probe draws them
+    seed: int | None = None  # subset: of shots, or of part
     names: str | None = None  # file of class names in the order of ids: one a line, or .json; the set is numbered so
     classes_of: str | None = None  # index, its folder, or "@stage/set", whose numbering of classes the set takes
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
@@ -84,22 +92,41 @@ class SetConfig:
     partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="source path root wnids real split keep image_size classes names classes_of rename partial task"
+        forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
+        "rename partial task"
     )
+    # As `config.tagged` means it.
     LATER: ClassVar[tuple[str, ...]] = (
         "names",
         "classes_of",
         "rename",
+        "only",
+        "but",
+        "part",
+        "shots",
+        "seed",
         "partial",
         "task",
-    )  # as `config.tagged` means it
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "image_size classes")
+        at_least(self, 1, "image_size classes shots")
+        check_seed(self.seed)
         lowest = min((entry for entry in self.keep or [] if isinstance(entry, int)), default=0)
         require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        if self.source == "subset":
+            subset_rule(self)  # raises ConfigError where it chooses by nothing
+            renumbers = self.names or self.classes_of or self.rename or self.classes
+            require(
+                not renumbers,
+                "a subset has the class ids and names of its set\n"
+                "  leave out names, classes_of, rename and classes, or pack the set again with them",
+            )
+        else:
+            chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
+            require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
         has_task = self.task in VTAB if self.source == "vtab" else self.task is None
         require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
         splits = splits_of(self)
@@ -107,6 +134,11 @@ class SetConfig:
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
             require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
+
+
+def subset_rule(cfg: SetConfig) -> Rule:
+    """Return which samples a subset has; raises ConfigError where its fields say nothing, or do not fit."""
+    return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
@@ -128,8 +160,11 @@ def splits_of(cfg: SetConfig) -> tuple[str, ...]:
 def numberings_of(sets: Mapping[str, SetConfig], say: Callable[[str], None]) -> dict[str, Numbering]:
     """Return how the classes of each set are numbered, so that a class has one id in all; `say` is told who follows.
 
-    Raises DataError as `numbering_of`.
+    Subsets are not among them: they have the numbering of their set. Raises DataError as `numbering_of`.
     """
+    sets = {name: cfg for name, cfg in sets.items() if cfg.source != "subset"}
+    if not sets:
+        return {}
     giver = "train" if "train" in sets else next(iter(sets))
     first = numbering_of(sets[giver], giver)
     numberings = {}
@@ -153,6 +188,8 @@ def paths_of(cfg: SetConfig) -> dict[str, str]:
     if cfg.source == "digits":
         return {}
     paths = {"path": cfg.path, "root": cfg.root, "wnids": cfg.wnids, "real": cfg.real, "names": cfg.names}
+    if cfg.source == "subset":  # whose path may be "@stage/set": a campaign looks at it as at any other input
+        paths = {}
     return {key: path for key, path in paths.items() if path is not None}
 
 

@@ -12,24 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.shards.subset import few_shot_rows
+
 # N rows, D features, C classes
 
 L2 = 2.0**10  # configs/common_fewshot.py: fixed, never selected on validation data
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
-
-
-def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
-
-    A class with fewer rows gives all it has; larger shots contain smaller ones.
-    """
-    # One generator for all classes, as in the original: another order of classes would pick other rows.
-    rng = np.random.default_rng(seed)
-    picked = []
-    for label in range(int(labels.max()) + 1):
-        rows_of_class = np.flatnonzero(labels == label)
-        picked.append(rng.permutation(rows_of_class)[:shots])
-    return np.concatenate(picked)
 
 
 def solve(x: Tensor, y: Tensor, l2: float) -> Tensor:
