@@ -34,7 +34,7 @@ PROVENANCE = "provenance.json"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 WEIGHT_FILES = (*NEEDED_FILES, CLASSES)
 # What stages leave in their folders for others to read. Logs are not among them: they grow, nothing is made of them.
-HANDED_ON = (*WEIGHT_FILES, "metrics.json", "report.txt", "stage.json", TASK, PROVENANCE)
+HANDED_ON = (*WEIGHT_FILES, "metrics.json", "evaluation.json", "report.txt", "stage.json", TASK, PROVENANCE)
 SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
 
 

@@ -63,6 +63,7 @@ def plan(
     from jobs import campaign
     from jobs.commands import plan
     from jobs.mirror import looked_at
+    from jobs.reevaluation import with_new_evaluations
     from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
@@ -70,7 +71,7 @@ def plan(
         print(campaign.resolved(loaded))
         return
     with looked_at(loaded.run, loaded.remote) as folder:
-        loaded = replace(loaded, run=folder)
+        loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         check_unfinished(loaded, loaded.stages, fresh=fresh)
         check_finished(loaded, loaded.stages, print)
