@@ -34,7 +34,7 @@ from jobs.ownership import check_place
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
 from jobs.stage_inputs import MISSING, check_part, content_digest, model_of_stage
-from jobs.stages import fewshot, finetune, pack, pretrain, resize, sweep
+from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize, sweep
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
@@ -65,6 +65,7 @@ KINDS: dict[str, StageKind] = {
     "resize": resize,
     "finetune": finetune,
     "fewshot": fewshot,
+    "evaluate": evaluate,
     "sweep": sweep,
 }
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
@@ -86,16 +87,22 @@ class Section:
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
+    return load_values(values, f"runs/{recipe.stem}", str(recipe))
+
+
+def load_values(values: dict[str, Any], default_run: str, source: str) -> Campaign:
+    """Validate the values of a recipe, which came from `source`. Raises ConfigError or DataError as `load`."""
+    values = dict(values)
     # These three belong to the whole campaign; whatever is left is a stage.
-    run = values.pop("run", f"runs/{recipe.stem}")
+    run = values.pop("run", default_run)
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
-    require(run not in (None, ""), f"run is empty, expected a folder\n  type run=runs/{recipe.stem}")
+    require(run not in (None, ""), f"run is empty, expected a folder\n  type run={default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     # What is left of a `~` names somebody who has no home here; the folder of this name would be no home either.
     require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, values.pop("trackers", {}), "trackers")
-    require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
+    require(bool(values), f"{source} names no stage; known kinds: {', '.join(KINDS)}")
 
     sections = {}
     for name, written in sweeps.expand(values, read_section).items():
@@ -242,7 +249,7 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> 
         link = reference(value)
         if link is None:
             require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-            keys[field] = content_digest(name, field, value, missing)
+            keys[field] = content_digest(name, kind, field, value, missing)
         else:
             parent_name, part = link
             parent = earlier[parent_name]
@@ -269,7 +276,18 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> 
     if keys.get("init") != MISSING:
         model = model_of_stage(name, kind, stage_config, earlier, missing)
     parents |= section.chosen
-    return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing), section.source, section.chosen)
+    return Stage(
+        name,
+        kind,
+        stage_config,
+        parents,
+        model,
+        key,
+        inputs,
+        tuple(missing),
+        source=section.source,
+        chosen=section.chosen,
+    )
 
 
 def judged_by(stage_config: Any, keys: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from data.shards.index import Index
 from jobs import class_names
 from jobs.context import index_if_made
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stages import fewshot, sweep
+from jobs.stages import evaluate, fewshot, sweep
 from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from pipeline.arithmetic import steps_of
@@ -27,6 +27,13 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
         if stage.model is not None:
             check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+    if isinstance(cfg, evaluate.Config) and stage.model is not None:
+        indexes = {}
+        for path in cfg.paths().values():
+            index = index_of(campaign, path)
+            if index is not None:
+                indexes[path] = index
+        evaluate.check_head(cfg, stage.model, indexes, stage.name)
     if isinstance(cfg, sweep.Config):
         check_metrics(campaign, stage.name, cfg)
     if not isinstance(cfg, TrainConfig):
@@ -75,7 +82,7 @@ def check_metrics(campaign: Campaign, name: str, cfg: sweep.Config) -> None:
             raise ConfigError(
                 f"{name}: {run} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
                 f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
-                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on"
+                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
             )
 
 
@@ -86,6 +93,8 @@ def metrics_of(cfg: object) -> list[str] | None:
         metrics.append("accuracy")
     if isinstance(cfg, TrainConfig | fewshot.Config) and cfg.probe.train is not None:
         metrics += [f"{shots}shot" for shots in cfg.probe.shots]
+    if isinstance(cfg, evaluate.Config):
+        metrics += cfg.metrics()
     return metrics
 
 

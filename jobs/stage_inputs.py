@@ -15,7 +15,7 @@ from data.errors import ConfigError, DataError
 from data.shards.index import load_index
 from jobs.context import reference
 from jobs.resolved_recipe import Stage
-from jobs.stages import pack
+from jobs.stages import any_weights, pack
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
 from pipeline import handover
@@ -26,16 +26,18 @@ MAKE_WEIGHTS = ("pretrain", "resize", "finetune")  # kinds that `init` may name
 MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
-def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
+def content_digest(name: str, kind: str, field: str, path: str, missing: list[str]) -> str:
     """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights or of a list.
 
     What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
     """
     try:
-        if field.endswith(pack.LISTS):
+        if field.endswith(pack.LISTS) or field == "leaks":
             return hashlib.sha256(Path(path).read_bytes()).hexdigest()
         if field != "init":
             return load_index(path).digest
+        if kind == "evaluate":
+            return any_weights.digest_of(path, say=not_now)
         return handover.check_weights(Path(path), say=not_now).sha256
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
@@ -86,6 +88,8 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
         return None
     source = None
     if stage_config.init is not None:
+        if kind == "evaluate" and any_weights.is_foreign(stage_config.init):
+            return any_weights.load(stage_config.init, stage_config.model).config
         source = source_model(stage_config.init, earlier)
         if source is None:
             if reference(stage_config.init) is None:
@@ -95,7 +99,7 @@ def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str
                 )
             return None
     try:
-        if kind == "fewshot":
+        if kind in ("fewshot", "evaluate"):
             return source
         if kind == "resize":
             return model_config({"image_size": stage_config.image_size}, source)

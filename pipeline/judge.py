@@ -3,7 +3,7 @@
 1. Every byte of the checkpoint is verified, and the weights are read: those that the loop computes with at that step.
 2. The sets are read in the batches in which the workers that saved it would have read them, one part after the other.
    A product's last bits depend on the rows beside it, so that only the same batches give the same features.
-3. Accuracy and few-shot accuracy are those of pipeline/evaluation/evaluate.py.
+3. Accuracy and the few-shot probe are computed as in the loop (pipeline/evaluation).
 
 In:  {"config": …, "job": …, "checkpoint": "/runs/x/20-pretrain/checkpoints/step-0000001200", "folder": "…"}
 Out: {"values": {"accuracy": 0.81, "judged": 50000}, "node": "n7", "seconds": 74.1, "remarks": []}
@@ -25,8 +25,11 @@ from models import ModelConfig
 from pipeline import config
 from pipeline.arithmetic import recomputed_blocks
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import Manifest, step_of
 from pipeline.evaluation.beside import unreadable_line
-from pipeline.evaluation.evaluate import accuracy, features, probe, watched
+from pipeline.evaluation.evaluate import accuracy, watched
+from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job
 from pipeline.training_config import TrainConfig
@@ -50,7 +53,7 @@ def judge(task: Mapping[str, Any]) -> Judged:
     cfg = config.build(TrainConfig, task["config"], "config")
     job = Job(**task["job"])
     folder = Path(task["checkpoint"])
-    step = checkpoint.step_of(folder)
+    step = step_of(folder)
     phases = Phases(Path(task["folder"]), 0, cfg.stall_s)
     phases.enter("load", step)
     manifest = checkpoint.verify(folder)
@@ -76,6 +79,15 @@ def judge(task: Mapping[str, Any]) -> Judged:
             )
             yield from watched(samples, phases, step)
 
+    def features_of(path: str) -> FeatureStore:
+        index = load_index(path)
+        store = FeatureStore(index, Path(task["folder"]))
+        collect(model, store.watching(batches_of(index)), store, dtype, device)
+        return store
+
+    def beat() -> None:
+        phases.enter("probe", step)
+
     values: dict[str, float | int] = {}
     remarks = []
     if job.evaluate:
@@ -85,18 +97,13 @@ def judge(task: Mapping[str, Any]) -> Judged:
         if judged < index.samples:
             remarks.append(unreadable_line(index.samples - judged, job.evaluate))
     if job.probe_train and job.probe_test:
-        train_features = features(model, batches_of(load_index(job.probe_train)), dtype, device)
-        test_features = features(model, batches_of(load_index(job.probe_test)), dtype, device)
-        phases.enter("probe", step)
-        values |= probe(train_features, test_features, cfg.probe)
+        values |= few_shot_metrics(features_of(job.probe_train), features_of(job.probe_test), cfg.probe, beat)
     phases.close()
     seconds = round(time.monotonic() - began, 3)
     return {"values": values, "node": socket.gethostname(), "seconds": seconds, "remarks": remarks}
 
 
-def model_of(
-    cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest: checkpoint.Manifest
-) -> torch.nn.Module:
+def model_of(cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest: Manifest) -> torch.nn.Module:
     """Return the network with the weights that the loop computes with after the checkpoint's step, in fp32.
 
     Amid the steps these are the masters, also where the stage will end with averaged weights.

@@ -17,7 +17,8 @@ from data.shards.index import load_index
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
 from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
-from pipeline.checkpoints.checkpoint import committed, prune, step_of
+from pipeline.checkpoints.checkpoint import prune
+from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import beside
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig

@@ -28,7 +28,7 @@ from jobs.cluster.failures import is_stopped_by_signal, worker_failure
 from jobs.cluster.worker_files import records
 from jobs.cluster.worker_group import ClusterConfig, Task, WorkerGroupError
 from jobs.context import Context
-from pipeline.checkpoints.checkpoint import committed, step_of
+from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import beside
 from pipeline.judge import Judged, judge
 from pipeline.monitoring.telemetry import Telemetry, duration

@@ -63,6 +63,7 @@ def plan(
     from jobs import campaign
     from jobs.commands import plan
     from jobs.mirror import looked_at
+    from jobs.reevaluation import with_new_evaluations
     from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
@@ -70,7 +71,7 @@ def plan(
         print(campaign.resolved(loaded))
         return
     with looked_at(loaded.run, loaded.remote) as folder:
-        loaded = replace(loaded, run=folder)
+        loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         check_unfinished(loaded, loaded.stages, fresh=fresh)
         check_finished(loaded, loaded.stages, print)
@@ -102,9 +103,15 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 @commands.command()
 def status(run: Run, _debug: Debug = False) -> None:
     """Show stage, step, loss, speed, ETA and last checkpoint."""
-    from jobs.commands import status, stored_runs
+    from jobs.commands import status
 
-    show(stored_runs.status(run) if "://" in run else status.status(Path(run).resolve()))
+    if "://" in run:
+        # What reads a store imports torch, for which a run in a folder does not have to wait.
+        from jobs.commands import stored_runs
+
+        show(stored_runs.status(run))
+    else:
+        show(status.status(Path(run).resolve()))
 
 
 @commands.command()
@@ -159,8 +166,11 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that ship, by their bare names."""
-    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    """The recipes that ship, by their names below jobs/recipes: digits, transfer/cifar10."""
+    recipes = {}
+    for file in sorted(RECIPES.rglob("*.yaml")):
+        recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file
+    return recipes
 
 
 def stage_of_kind(loaded: "Campaign", kind: str) -> str:
