@@ -22,7 +22,7 @@ from jobs.reevaluation import with_new_evaluations
 from jobs.stages import any_weights, evaluate
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
-from pipeline.evaluation.protocols import FEATURES, PROTOCOLS
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests.conftest import RECIPE
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
@@ -169,7 +169,7 @@ class Workers:
             self.asked.append((Path(question["test"]).name, name))
             self.leaked.append(question["leaked"])
             index = load_index(question["test"])
-            protocol = evaluate.Protocol(**question["protocol"])
+            protocol = Protocol(**question["protocol"])
             train = None
             if question["train"] is not None:
                 train = {"digest": load_index(question["train"]).digest, "samples": 1442, "used": 1442}
