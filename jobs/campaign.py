@@ -276,7 +276,18 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> 
     if keys.get("init") != MISSING:
         model = model_of_stage(name, kind, stage_config, earlier, missing)
     parents |= section.chosen
-    return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing), section.source, section.chosen)
+    return Stage(
+        name,
+        kind,
+        stage_config,
+        parents,
+        model,
+        key,
+        inputs,
+        tuple(missing),
+        source=section.source,
+        chosen=section.chosen,
+    )
 
 
 def judged_by(stage_config: Any, keys: Mapping[str, str]) -> dict[str, str]:

@@ -77,6 +77,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_preflight_command.py",
         "test_queue.py",
         "test_ray_nodes.py",
+        "test_recipes.py",
         "test_sweeps.py",
         "test_trackers.py",
         "test_ways_in.py",

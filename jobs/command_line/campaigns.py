@@ -103,9 +103,15 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 @commands.command()
 def status(run: Run, _debug: Debug = False) -> None:
     """Show stage, step, loss, speed, ETA and last checkpoint."""
-    from jobs.commands import status, stored_runs
+    from jobs.commands import status
 
-    show(stored_runs.status(run) if "://" in run else status.status(Path(run).resolve()))
+    if "://" in run:
+        # What reads a store imports torch, for which a run in a folder does not have to wait.
+        from jobs.commands import stored_runs
+
+        show(stored_runs.status(run))
+    else:
+        show(status.status(Path(run).resolve()))
 
 
 @commands.command()
@@ -160,8 +166,11 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that ship, by their bare names."""
-    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    """The recipes that ship, by their names below jobs/recipes: digits, transfer/cifar10."""
+    recipes = {}
+    for file in sorted(RECIPES.rglob("*.yaml")):
+        recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file
+    return recipes
 
 
 def stage_of_kind(loaded: "Campaign", kind: str) -> str:

@@ -71,7 +71,7 @@ class SetConfig:
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
         "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
-    path: str | None = None  # the file or folder that the source reads; digits need none
+    path: str | None = None  # the file or folder that the source reads, or tars as a/train-*.tar; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
@@ -293,8 +293,14 @@ def check_paths(cfg: SetConfig) -> None:
     """Raise DataError where there is nothing at one of a source's paths."""
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in paths_of(cfg).values():
-        if not Path(path).exists():
+        if not is_there(path):
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
+
+
+def is_there(path: str) -> bool:
+    """Tell whether something lies at a path, the last part of which may stand for several files: a/train-*.tar."""
+    place = Path(path)
+    return place.exists() or ("*" in place.name and any(place.parent.glob(place.name)))
 
 
 def cifar_files(cfg: SetConfig) -> list[Path]:
