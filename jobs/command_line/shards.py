@@ -10,7 +10,8 @@ from jobs.command_line.words import Debug, make_group, show
 
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
-    "img2dataset), parquet (Hugging Face images), imagenet-train, imagenet-validation, cifar, digits."
+    "img2dataset), parquet (Hugging Face images), imagenet-train, imagenet-validation, cifar, digits; or "
+    "one of the known data sets of docs/data-sets.md: pets, flowers102, vtab."
 )
 TARS = (
     "A folder of WebDataset tars, or the tars themselves; or URLs (s3, gs, az, https) of either, quoted: "
@@ -20,7 +21,7 @@ TARS = (
 Source = Annotated[str, typer.Argument(help=SOURCES)]
 ImagesPath = Annotated[str, typer.Argument(help="Where the images are; - for digits.")]
 NewFolder = Annotated[str, typer.Argument(help="Where the shards and their index go.")]
-Split = Annotated[str, typer.Option(help="cifar, digits: train or test.")]
+Split = Annotated[str, typer.Option(help="cifar, digits, known data sets: train, test, or another that it has.")]
 Root = Annotated[str | None, typer.Option(help="table: what its paths are relative to; else the table's folder.")]
 Wnids = Annotated[str | None, typer.Option(help="imagenet-validation: text file of one wnid a line.")]
 ClassList = Annotated[
@@ -33,6 +34,8 @@ Rename = Annotated[
     list[str] | None, typer.Option(metavar="NAME=NAME", help="A class of the source, and what the numbering calls it.")
 ]
 Real = Annotated[str | None, typer.Option(help="imagenet-validation: real.json instead, with all labels of each.")]
+Task = Annotated[str | None, typer.Option(help="vtab: which of its 19 tasks, caltech101 for one.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Known data sets: it is a part on purpose, not refused.")]
 ShardSamples = Annotated[int, typer.Option(min=1, help="Samples of a shard, at most.")]
 ShardBytes = Annotated[int, typer.Option(min=1, help="Bytes of a shard's images, at most; 1 GiB.")]
 Restarts = Annotated[
@@ -86,6 +89,8 @@ def pack(
     names: ClassList = None,
     classes_of: ClassesOf = None,
     rename: Rename = None,
+    task: Task = None,
+    partial: Partial = False,
     shard_samples: ShardSamples = 10_000,
     shard_bytes: ShardBytes = 1 << 30,
     restarts: Restarts = False,
@@ -108,6 +113,8 @@ def pack(
         "names": names,
         "classes_of": classes_of,
         "rename": pairs(rename or []),
+        "task": task,
+        "partial": partial,
     }
     summary = pack_images(
         described,

@@ -29,13 +29,14 @@ from typing import Any, cast
 import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
-from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
+from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.session import warn_of_unused_gpus
 from jobs.stage_run import missing_inputs
 from jobs.stages import pack
@@ -228,7 +229,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
                 examine,
                 task,
                 cluster=cluster,
-                folder=group_folder,
+                seen=SeenRecords(group_folder),
                 on_tick=do_nothing,
                 is_shared=needs.is_shared,
             )

@@ -14,7 +14,7 @@ from data.shards.reader import MOST_LINES, problem_of
 from data.shards.subset import make_subset, summary
 from jobs.context import Context
 from jobs.progress import Progress
-from jobs.stages.sets import SetConfig, expected_samples, numberings_of, paths_of, samples_of, subset_rule
+from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.config import Tags, require, tags
 from pipeline.handover import DONE
 
@@ -55,7 +55,7 @@ def missing_sources(stage: str, cfg: Config) -> list[str]:
     messages = []
     for name, set_config in cfg.sets.items():
         for key, path in paths_of(set_config).items():
-            if not Path(path).exists():
+            if not is_there(path):
                 messages.append(f"{stage}.sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
     return messages
 

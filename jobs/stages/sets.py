@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from data.archives.published import checked
+from data.archives.sources import ARCHIVES, Archive
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
@@ -34,6 +36,7 @@ from data.shards.sources import (
 )
 from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.vtab.source import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -64,12 +67,17 @@ class SetConfig:
         "cifar",  # the folder of the binary version
         "digits",  # scikit-learn's, which need no path
         "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
+        "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
+        "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
+        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
-    path: str | None = None  # the file or folder that the source reads; digits need none
+    path: str | None = None  # the file or folder that the source reads, or tars as a/train-*.tar; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: text file of one wnid a line
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "test"] = "train"  # cifar, digits
+    # of cifar, digits and the known data sets; those with numbers are vtab's
+    split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
+    task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     only: str | None = None  # subset: file of the samples that it has
     but: str | None = None  # subset: file of samples that it does without; or leaks.json
@@ -81,13 +89,25 @@ class SetConfig:
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
+    partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
         forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
-        "rename"
+        "rename partial task"
     )
     # As `config.tagged` means it.
-    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename", "only", "but", "part", "shots", "seed")
+    LATER: ClassVar[tuple[str, ...]] = (
+        "names",
+        "classes_of",
+        "rename",
+        "only",
+        "but",
+        "part",
+        "shots",
+        "seed",
+        "partial",
+        "task",
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "image_size classes shots")
@@ -107,6 +127,10 @@ class SetConfig:
         else:
             chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
             require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
+        has_task = self.task in VTAB if self.source == "vtab" else self.task is None
+        require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
+        splits = splits_of(self)
+        require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         if self.source == "imagenet-validation":
             has_one_source_of_labels = (self.wnids is None) != (self.real is None)
             require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
@@ -115,6 +139,19 @@ class SetConfig:
 def subset_rule(cfg: SetConfig) -> Rule:
     """Return which samples a subset has; raises ConfigError where its fields say nothing, or do not fit."""
     return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
+
+
+def known_set(cfg: SetConfig) -> Archive | None:
+    """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
+    if cfg.source == "vtab" and cfg.task is not None:
+        return VTAB[cfg.task]
+    return ARCHIVES.get(cfg.source)
+
+
+def splits_of(cfg: SetConfig) -> tuple[str, ...]:
+    """Return the splits that a source has; sources without any take the word for train."""
+    known = known_set(cfg)
+    return tuple(known.published) if known else ("train", "test")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -173,6 +210,9 @@ def source_names(cfg: SetConfig) -> Names:
         return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
+    known = known_set(cfg)
+    if known is not None:
+        return known.classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -232,16 +272,35 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
+    known = known_set(cfg)
+    if known is not None:
+        return from_archive(known, cfg)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
+
+
+def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
+    """Return the samples of a known data set, compared with what is published of it."""
+    path = Path(cfg.path or "")
+    samples = archive.samples(path, cfg.split)
+    names = archive.classes(path)
+    return checked(
+        samples, names, archive.published[cfg.split], f"{cfg.task or cfg.source}, {cfg.split}", partial=cfg.partial
+    )
 
 
 def check_paths(cfg: SetConfig) -> None:
     """Raise DataError where there is nothing at one of a source's paths."""
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in paths_of(cfg).values():
-        if not Path(path).exists():
+        if not is_there(path):
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
+
+
+def is_there(path: str) -> bool:
+    """Tell whether something lies at a path, the last part of which may stand for several files: a/train-*.tar."""
+    place = Path(path)
+    return place.exists() or ("*" in place.name and any(place.parent.glob(place.name)))
 
 
 def cifar_files(cfg: SetConfig) -> list[Path]:
@@ -272,4 +331,7 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
+    known = known_set(cfg)
+    if known is not None:
+        return known.published[cfg.split].samples
     return IMAGENET_IMAGES.get(cfg.source)

@@ -1,0 +1,234 @@
+"""The files inside an archive, one after the other, without unpacking it to disk; a folder is read like its archive.
+
+`members` opens what is there, which its first bytes tell and not its name:
+1. a folder gives its files, sorted by name;
+2. a zip gives its members in the order of its directory;
+3. a tar, plain or compressed with gzip, xz or bzip2, gives its plain files in the order in which they lie there. It is
+   read once from its beginning to its end, so that a member has to be read before the next one is asked for.
+
+    images.tar.gz                         Member("images/cat_1.jpg", …)     .read() → b"\\xff\\xd8…"
+      ./images/cat_1.jpg             →    Member("images/cat_2.jpg", …)
+      ./images/._cat_1.jpg                (hidden files are passed over: macOS leaves them)
+      ./images/cat_2.jpg
+
+Whatever is cut short, damaged, or goes on behind its end raises DataError: Python's own `tarfile` stops there silently.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import logging
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, Self, cast
+
+from data.checks import printable
+from data.errors import DataError
+
+# What compressed files begin with.
+GZIP_START = b"\x1f\x8b"
+XZ_START = b"\xfd7zXZ\0"
+BZIP2_START = b"BZh"
+ZIP_START = b"PK"
+RAR_START = b"Rar!"
+IS_ENCRYPTED = 0x1  # of a zip member's flags
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
+CHUNK = 1 << 20  # bytes that are read at once where they are not kept
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of an archive: its path in there, and what opens it."""
+
+    name: str
+    opened: Callable[[], IO[bytes]]
+    archive: str  # for messages
+
+    def read(self) -> bytes:
+        """The whole content; raises DataError where the archive is cut short or damaged in it."""
+        with naming_damage(f"{self.archive}: {printable(self.name)}"), self.opened() as file:
+            return file.read()
+
+    @property
+    def base(self) -> str:
+        """The last part of its path."""
+        return self.name.rpartition("/")[2]
+
+
+def members(path: str | os.PathLike[str]) -> Iterator[Member]:
+    """The files of a folder, zip or tar, hidden ones left out; raises DataError where it is none, or is damaged."""
+    path = Path(path)
+    if path.is_dir():
+        yield from folder_members(path)
+        return
+    if not path.is_file():
+        raise DataError(f"there is nothing at {path}")
+    with open(path, "rb") as file:
+        start = file.read(8)
+        file.seek(0)
+        if start.startswith(RAR_START):
+            raise DataError(f"{path}: a rar, which only its own program reads; unpack it and name the folder")
+        if start.startswith(ZIP_START):
+            yield from zip_members(file, str(path))
+        else:
+            with unpacked(file, start) as content:
+                yield from tar_members(content, str(path))
+
+
+def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
+    """What a file holds behind its compression, as a stream; the file itself where its start shows none."""
+    if start.startswith(GZIP_START):
+        return cast(IO[bytes], gzip.open(file))
+    if start.startswith(XZ_START):
+        return cast(IO[bytes], lzma.open(file))
+    if start.startswith(BZIP2_START):
+        return cast(IO[bytes], bz2.open(file))
+    return file
+
+
+def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[str, bytes]:
+    """The files of a small archive that have these last parts of their paths, by them; raises DataError on a lack."""
+    contents: dict[str, bytes] = {}
+    for member in members(path):
+        if member.base in bases:
+            contents[member.base] = member.read()
+    lacking = [base for base in bases if base not in contents]
+    if lacking:
+        raise DataError(f"{path}: has no {', '.join(lacking)}; is this the archive that its owners call so?")
+    return contents
+
+
+def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
+    """The first of these files or folders that lies in a folder; raises DataError saying where to get them."""
+    folder = Path(folder)
+    for name in names:
+        if (folder / name).exists():
+            return folder / name
+    raise DataError(f"{folder}: has none of {', '.join(names)}\n  download it from {page}")
+
+
+# --------------------------------------------------------------------------------------- each kind of archive
+
+
+def folder_members(folder: Path) -> Iterator[Member]:
+    """The files of a folder and of those below it, sorted by their paths."""
+    for directory, folders, names in os.walk(folder):
+        # os.walk goes down into them in the order in which it finds them here.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                path = Path(directory, name)
+                yield Member(path.relative_to(folder).as_posix(), opener_of(path), str(folder))
+
+
+def opener_of(path: Path) -> Callable[[], IO[bytes]]:
+    """What opens this file."""
+    return lambda: open(path, "rb")
+
+
+def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
+    """The files of a zip; raises DataError where they are encrypted."""
+    with naming_damage(name), zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.is_dir() or is_hidden(info.filename):
+                continue
+            if info.flag_bits & IS_ENCRYPTED:
+                raise DataError(
+                    f"{name}: {printable(info.filename)} is encrypted\n"
+                    "  expected a zip without a password: unzip it with the one that its owners give, name the folder"
+                )
+            yield Member(info.filename.removeprefix("./"), zip_opener(archive, info), name)
+
+
+def zip_opener(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Callable[[], IO[bytes]]:
+    """What opens this member."""
+    return lambda: archive.open(info)
+
+
+def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
+    """The plain files of a tar that is read from a stream; also of a tar that is a member of another one.
+
+    Raises DataError where it is none, is cut short, or where anything but zeros follows its end.
+    """
+    others = 0
+    with naming_damage(name), tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive:
+        while (info := archive.next()) is not None:
+            # tarfile keeps a list of all that it has seen, which nobody here looks at.
+            archive.members = []  # type: ignore[attr-defined]
+            if info.isfile() and not info.issparse():
+                if not is_hidden(info.name):
+                    yield Member(info.name.removeprefix("./"), tar_opener(archive, info), name)
+            elif not info.isdir():
+                others += 1
+        check_rest(archive, name)
+    if others:
+        logging.getLogger(__name__).warning("%s: passed over: %d links, devices or sparse files", name, others)
+
+
+def tar_opener(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Callable[[], IO[bytes]]:
+    """What opens this member, until the next one is asked for."""
+    return lambda: cast(IO[bytes], archive.extractfile(info))
+
+
+class Header(tarfile.TarInfo):
+    """A header of a tar where the tar goes on: `tarfile` takes one that is damaged or missing for the tar's end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
+        """Read the next header; raises DataError where there is none and the tar has not ended either."""
+        try:
+            return super().fromtarfile(tarfile_)
+        except tarfile.HeaderError as error:
+            is_end = type(error).__name__ == "EOFHeaderError"  # a block of zeros, as it should be
+            if is_end:
+                raise
+            raise DataError(
+                f"no valid tar header at byte {tarfile_.offset:,} ({error})\n"
+                "  expected a whole tar, compressed or not: download it again and compare its size or checksum"
+            ) from None
+
+
+class Stream(Protocol):
+    """What a tar is read from."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def check_rest(archive: tarfile.TarFile, name: str) -> None:
+    """Read what follows a tar's end, which also checks the sums of a compressed one; raises DataError unless zeros."""
+    stream = cast(Stream, archive.fileobj)
+    while chunk := stream.read(CHUNK):
+        if chunk.strip(b"\0"):
+            raise DataError(
+                f"{name}: more follows behind the end of the tar\n"
+                "  expected one tar: these may be several, one appended to the other; download it again"
+            )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether the last part of a path begins with a dot, as what macOS leaves beside each file does."""
+    return name.rpartition("/")[2].startswith(".")
+
+
+@contextmanager
+def naming_damage(name: str) -> Iterator[None]:
+    """Raise DataError, which names the archive, where it is cut short or damaged."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise DataError(
+            f"{name}: cut short or damaged ({error})\n"
+            "  expected a whole archive: download it again and compare its size"
+        ) from None
+    except DataError as error:
+        if str(error).startswith(name):
+            raise
+        raise DataError(f"{name}: {error}") from None

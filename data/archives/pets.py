@@ -1,0 +1,76 @@
+"""Oxford-IIIT Pets: 37 breeds of cats and dogs (Parkhi et al. 2012), from images.tar.gz and annotations.tar.gz.
+
+The images lie in one flat folder; which of them are trained on and which are tested on stands in trainval.txt and
+test.txt, a line each: `Abyssinian_201 1 1 1`, the image, its class from 1 on, its species and its breed.
+
+    samples(Path("downloads"), "test")      Sample("Abyssinian_201", b"\\xff\\xd8…", (0,))
+
+The archive holds more than the lists name: 41 images, and .mat files that were left in it. A few files that are called
+.jpg are GIFs, which become PNGs. Both are said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.archives.images import as_image, tell
+from data.archives.members import first_present, members, read_members
+from data.archives.published import Published
+from data.errors import DataError
+from data.shards.names import Names, some
+from data.shards.refusals import Refusals
+from data.shards.sources import Sample
+
+PAGE = "https://www.robots.ox.ac.uk/~vgg/data/pets/"
+IMAGES = ("images.tar.gz", "images.tar", "images")
+ANNOTATIONS = ("annotations.tar.gz", "annotations.tar", "annotations")
+LISTS = {"train": "trainval.txt", "test": "test.txt"}
+SOURCE = "Parkhi et al. 2012; the owners' trainval.txt and test.txt"
+PUBLISHED = {"train": Published(3_680, 37, SOURCE), "test": Published(3_669, 37, SOURCE)}
+
+
+def samples(folder: Path, split: str) -> Iterator[Sample]:
+    """The images of a split, in the order of the archive; raises DataError where one of its list is not there."""
+    listed = labels_of(folder, LISTS[split])
+    archive = first_present(folder, IMAGES, PAGE)
+    passed_over = Refusals()
+    seen: set[str] = set()
+    in_lists = labels_of(folder, LISTS["train"]).keys() | labels_of(folder, LISTS["test"]).keys()
+    for member in members(archive):
+        key, _, extension = member.base.partition(".")
+        if extension.lower() != "jpg":
+            passed_over.add_type(extension, member.base)
+        elif key not in in_lists:
+            passed_over.add("image that no list names", member.base)
+        elif key in listed:
+            seen.add(key)
+            image, kind = as_image(member.read(), member.base, passed_over)
+            yield Sample(key, image, (listed[key],), kind)
+    tell(archive, passed_over)
+    lacking = sorted(listed.keys() - seen)
+    if lacking:
+        raise DataError(f"{archive}: lacks {len(lacking)} images of {LISTS[split]}: {some(lacking)}\n  {PAGE}")
+
+
+def classes(folder: Path) -> Names:
+    """The breeds, in the order of their ids: an image is called by its breed and a number."""
+    names: dict[int, str] = {}
+    for split in LISTS.values():
+        for key, label in labels_of(folder, split).items():
+            names[label] = key.rpartition("_")[0]
+    return tuple(names[label] for label in sorted(names))
+
+
+def labels_of(folder: Path, name: str) -> dict[str, int]:
+    """The class ids, from 0 on, of the images that a list names; raises DataError where a line is no such."""
+    archive = first_present(folder, ANNOTATIONS, PAGE)
+    labels: dict[str, int] = {}
+    for line in read_members(archive, [name])[name].decode().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        words = line.split()
+        if len(words) < 2 or not words[1].isdigit() or words[1] == "0":
+            raise DataError(f"{archive}: {name}: {line!r}, expected an image and its class from 1 on")
+        labels[words[0]] = int(words[1]) - 1
+    return labels
