@@ -67,11 +67,13 @@ def find_leaks(
     workers: int = 1,
     cache: CacheConfig | None = None,
     report: Report | None = None,
+    report_test: Report | None = None,
 ) -> Leaks:
     """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
 
     Sets come with the path that they are called by; `embeddings` are what features have found (see there). Safe to kill
-    and run again. Raises DataError where a shard is missing or not what was indexed.
+    and run again. `report` is told how many training shards are done, of how many that were left to do; `report_test`
+    the same of test shards, which come first. Raises DataError where a shard is missing or not what was indexed.
     """
     for path, index in (*train, *test):
         if index.samples == 0:
@@ -84,7 +86,7 @@ def find_leaks(
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
     signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
-    remember([index for _, index in test], signatures, workers, cache)
+    remember([index for _, index in test], signatures, workers, cache, report_test)
 
     jobs = []
     for _, index in train:
@@ -119,7 +121,9 @@ class RememberJob(NamedTuple):
     cache: CacheConfig
 
 
-def remember(sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig) -> None:
+def remember(
+    sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
+) -> None:
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept."""
     folder.mkdir(exist_ok=True)
     jobs = []
@@ -128,7 +132,7 @@ def remember(sets: Sequence[Index], folder: Path, workers: int, cache: CacheConf
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
             jobs.append(RememberJob(alone(index, number), path, cache))
     missing = [job for job in jobs if not job.path.exists()]
-    with side_by_side(remember_shard, missing, workers) as results:
+    with side_by_side(remember_shard, missing, workers, report) as results:
         for _ in results:
             pass
 

@@ -52,7 +52,7 @@ def search(
             embeddings = alike_by_features(
                 weights, train_indexes, test_indexes, folder, cosine, fetched_by, progress.of
             )
-    with stoppable(), Progress("shards") as progress:
+    with stoppable(), Progress("shards, those of the test sets first") as progress:
         leaks = find_leaks(
             train_sets,
             test_sets,
@@ -62,6 +62,7 @@ def search(
             workers=workers or len(os.sched_getaffinity(0)),
             cache=fetched_by,
             report=progress.of,
+            report_test=progress.of,
         )
     embedding.forget(folder)
     report = lines(leaks, train_indexes, test_indexes)
