@@ -32,7 +32,7 @@ from jobs.choices import config_as_known
 from jobs.context import Context, index_if_made, reference
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
-from jobs.stages import evaluate, fewshot, pack, sweep, training
+from jobs.stages import evaluate, evaluation_config, fewshot, pack, sweep, training
 from jobs.supervisor import StageFailed
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
@@ -169,7 +169,7 @@ def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool
         if isinstance(stage.config, fewshot.Config):
             fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
         if isinstance(stage.config, evaluate.Config):
-            evaluate.check_sets(stage.config, campaign.resolve, index_if_made)
+            evaluation_config.check_sets(stage.config, campaign.resolve, index_if_made)
     # Last, because the checks above tell of a lost shard how to train without it.
     check_packed(campaign, stages)
 

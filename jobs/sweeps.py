@@ -77,7 +77,7 @@ class Written:
 def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> dict[str, Written]:
     """Return the sections of a recipe by the names of their stages; those with a `sweep` have become many.
 
-    `check` is given the section of every sweep without its `sweep`, so that a wrong key is named as it was typed.
+    `check` is given the section of every sweep with the first of all that varies: a wrong key is named as it was typed.
     """
     sections: dict[str, Written] = {}
     for name, section in recipe.items():
@@ -86,7 +86,7 @@ def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> di
             continue
         base = {"kind": name, **section}
         sweep = config.build(SweepConfig, base.pop("sweep"), f"{name}.sweep")
-        check(name, base)
+        check(name, first_section(name, base, sweep))
         for run, written in stages_of(name, base, sweep).items():
             require(
                 run == name or run not in recipe,
@@ -94,6 +94,15 @@ def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> di
             )
             sections[run] = written
     return sections
+
+
+def first_section(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[str, Any]:
+    """Return the section of a sweep with the fields of its first name and the first values of its grid."""
+    where = f"{name}.sweep"
+    fields = dict(next(iter(sweep.each.values()), None) or {})
+    fields.pop("held_out", None)
+    values = next(iter(grid_of(sweep, where).values()), {})
+    return with_fields(with_fields(base, flat(fields, where), where), values, where)
 
 
 def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[str, Written]:

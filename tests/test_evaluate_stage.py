@@ -17,12 +17,14 @@ from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
 from jobs import campaign
 from jobs.__main__ import main
+from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import Task
 from jobs.reevaluation import with_new_evaluations
 from jobs.stages import any_weights, evaluate
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
-from pipeline.evaluation.protocols import FEATURES, PROTOCOLS
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from tests import ranks
 from tests.conftest import RECIPE
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
@@ -151,6 +153,19 @@ def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys:
     assert "run the same command again" in said
 
 
+@pytest.mark.slow
+def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> None:
+    cluster = ClusterConfig(workers=2, backend="processes")
+    task = {"folder": str(tmp_path)}
+    rank_0, rank_1 = run_worker_group(ranks.hear_of_rank_0, task, cluster=cluster, name="alone", directory=tmp_path)
+    failed, stopped = (
+        "EvaluationFailed: worker 0: DataError: rank 0 cannot",
+        "EvaluationStopped: stopped in an evaluation",
+    )
+    assert rank_0 == ["done", failed, stopped]
+    assert rank_1 == ["None", failed, stopped]
+
+
 # ------------------------------------------------------------------------------------------------ what is run
 
 
@@ -169,7 +184,7 @@ class Workers:
             self.asked.append((Path(question["test"]).name, name))
             self.leaked.append(question["leaked"])
             index = load_index(question["test"])
-            protocol = evaluate.Protocol(**question["protocol"])
+            protocol = Protocol(**question["protocol"])
             train = None
             if question["train"] is not None:
                 train = {"digest": load_index(question["train"]).digest, "samples": 1442, "used": 1442}

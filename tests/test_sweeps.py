@@ -178,7 +178,7 @@ def test_a_sweep_that_means_nothing_is_refused(varies, message):
         (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 will have no 'accurracy'; did you mean 'accuracy'?"),
         (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 will have no 'accuracy'"),
         (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
-        (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.lr-0.01.lrr-1.optim.lrr; did you mean 'lr'?"),
+        (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.optim.lrr; did you mean 'lr'?"),
         (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
         (
             ["fewshot.init=@finetune"],
@@ -352,6 +352,20 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
     sd = 100 * accuracies.mean(axis=0).std(ddof=1)
     assert said[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
     assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
+
+
+def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
+    loaded = campaign.load(protocol, [])
+    entry = {"accuracy": {"value": 0.5, "low": 0.25, "high": 0.625}}
+    for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
+        folder = finish(loaded, name, accuracy)
+        if accuracy == 0.5:
+            results = [{"set": {"name": "test"}, "values": entry}]
+            (folder / "evaluation.json").write_text(json.dumps({"results": results}))
+    document, said = make_table(loaded, "finetune.grid")
+    assert said[1].split() == ["optim.lr=0.01", "50.00", "[25.00,", "62.50]", "the", "best"]
+    assert said[2].split() == ["optim.lr=0.1", "12.50"]
+    assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == [0.25, 0.625]
 
 
 def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol, monkeypatch):

@@ -15,9 +15,10 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
 4. Another table needs all its runs: a mean of those that went well would be a number of nothing.
 """
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from jobs.context import Context
 from models.checks import did_you_mean
 from pipeline import handover
 from pipeline.config import Tags, tags
+from pipeline.evaluation import document
 
 DOCUMENT = "sweep.json"
 DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
@@ -73,6 +75,7 @@ class Result:
     values: Mapping[str, Any]  # of the grid, or chosen from one
     metrics: Mapping[str, float]
     diverged: str = ""  # the message of its end, where it has diverged
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # low and high, where it was evaluated
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Mean:
     mean: float
     sd: float | None  # standard deviation of a sample (n − 1); None of one run alone
     runs: int
+    interval: tuple[float, float] | None = None  # low and high, of one run alone whose evaluation says them
 
 
 Row = Mapping[str, Mean]  # metric → its mean; empty where a run of the row has diverged
@@ -104,7 +108,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         context.say(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
     chosen = values_of(results, best) if best is not None else {}
-    document = {
+    record = {
         "sweep": context.name,
         "metric": cfg.best,
         "rule": TIES,
@@ -113,7 +117,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         "rows": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in rows.items()},
         "means": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in means.items()},
     }
-    handover.write_record(context.directory / DOCUMENT, document)
+    handover.write_record(context.directory / DOCUMENT, record)
     return {
         "summary": summary(context.name, results, rows, means, cfg.best, best),
         "files": handover.digests(context.directory, [DOCUMENT]),
@@ -143,7 +147,17 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
         )
     # What an earlier table has chosen for the run stands in the run's own record.
     chosen = handover.read_record(folder / "stage.json").values.get("chosen", {})
-    return Result(name, done["key"], cfg.row, cfg.seed, {**cfg.values, **chosen}, metrics, diverged)
+    values = {**cfg.values, **chosen}
+    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, intervals_of(folder))
+
+
+def intervals_of(folder: Path) -> dict[str, tuple[float, float]]:
+    """Return low and high of every value of an evaluation; nothing of a stage that has left none."""
+    path = folder / document.NAME
+    if not path.exists():
+        return {}
+    entries = document.entries_of(json.loads(path.read_text()))
+    return {name: (entry["low"], entry["high"]) for name, entry in entries.items()}
 
 
 def rows_of(results: Sequence[Result]) -> dict[str, Row]:
@@ -152,7 +166,12 @@ def rows_of(results: Sequence[Result]) -> dict[str, Row]:
     for name in dict.fromkeys(result.row for result in results):
         runs = [result for result in results if result.row == name]
         has_diverged = any(result.diverged for result in runs)
-        rows[name] = {} if has_diverged else means_by_metric([result.metrics for result in runs])
+        row = {} if has_diverged else means_by_metric([result.metrics for result in runs])
+        # Several runs have their deviation; the interval of a single one is of its test samples.
+        if len(runs) == 1:
+            for metric, interval in runs[0].intervals.items():
+                row[metric] = replace(row[metric], interval=interval)
+        rows[name] = row
     return rows
 
 
@@ -173,13 +192,13 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> dict[str, Row]:
-    """Return the means over several rows: of every group, and of all, where the table has several rows.
+    """Return the means over several rows: of every group, and of all, where the table has groups.
 
     The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
     repeats a whole benchmark.
     """
     rows = list(dict.fromkeys(result.row for result in results))
-    if len(rows) < 2:
+    if not groups:
         return {}
     means: dict[str, Row] = {}
     for name, members in {**groups, "mean": rows}.items():
@@ -245,11 +264,13 @@ def table(
         metrics += [metric for metric in row if metric not in metrics]
     title = f"{name}, in %"
     width = max(len(first) for first in (title, *rows, *means))
-    lines = [title.ljust(width) + "".join(f"{metric:>16}" for metric in metrics)]
+    texts = [mean_text(value) for row in (*rows.values(), *means.values()) for value in row.values()]
+    column = max(16, *(len(text) + 3 for text in (*metrics, *texts)))
+    lines = [title.ljust(width) + "".join(f"{metric:>{column}}" for metric in metrics)]
     for row_name, row in {**rows, **means}.items():
         line = row_name.ljust(width)
         for metric in metrics:
-            line += f"{mean_text(row[metric]) if metric in row else '-':>16}"
+            line += f"{mean_text(row[metric]) if metric in row else '-':>{column}}"
         if row_name == best_name:
             line += "   the best"
         elif row_name in rows:
@@ -268,8 +289,11 @@ def remark(results: Sequence[Result], row: str) -> str:
 
 
 def mean_text(value: Mean) -> str:
-    """Return "98.12 ± 0.07", in percent; of one run "98.12"."""
+    """Return "98.12 ± 0.07", in percent; of one run "98.12", and its interval where it has one: "[97.43, 98.63]"."""
     text = f"{100 * value.mean:.2f}"
+    if value.interval is not None:
+        low, high = value.interval
+        return f"{text} [{100 * low:.2f}, {100 * high:.2f}]"
     return text if value.sd is None else f"{text} ± {100 * value.sd:.2f}"
 
 

@@ -213,11 +213,16 @@ def table(document: Entry) -> list[str]:
     return lines
 
 
-def metrics_of(document: Entry) -> dict[str, float]:
-    """Return every value by its name, with the set's name in front where there are several sets."""
+def entries_of(document: Entry) -> dict[str, Entry]:
+    """Return the entry of every value by its name, with the set's name in front where there are several sets."""
     names = {result["set"]["name"] for result in document["results"]}
-    metrics: dict[str, float] = {}
+    entries: dict[str, Entry] = {}
     for result in document["results"]:
         for name, entry in result["values"].items():
-            metrics[name if len(names) == 1 else f"{result['set']['name']} {name}"] = entry["value"]
-    return metrics
+            entries[name if len(names) == 1 else f"{result['set']['name']} {name}"] = entry
+    return entries
+
+
+def metrics_of(document: Entry) -> dict[str, float]:
+    """Return every value by its name, as `entries_of`."""
+    return {name: entry["value"] for name, entry in entries_of(document).items()}
