@@ -16,6 +16,9 @@ import pytest
 import webdataset
 from pyarrow import parquet
 
+from data.archives.cifar import cifar
+from data.archives.imagenet import train as imagenet_train
+from data.archives.imagenet import validation as imagenet_validation
 from data.errors import DataError
 from data.files import write_whole
 from data.images import jpeg
@@ -25,15 +28,7 @@ from data.shards.index import load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
-from data.shards.sources import (
-    Sample,
-    cifar,
-    class_folders,
-    digits,
-    imagenet_train,
-    imagenet_validation,
-    tars,
-)
+from data.shards.sources import Sample, class_folders, digits, tars
 from data.shards.tables import image_parquet, path_table
 
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")

@@ -11,29 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data.archives.published import checked
-from data.archives.sources import ARCHIVES, Archive
+from data.archives.cifar import cifar, cifar_classes
+from data.archives.sources import KNOWN, known_classes, known_published, known_samples, splits_of
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
 from data.shards.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
-from data.shards.sources import (
-    DIGITS,
-    Sample,
-    cifar,
-    cifar_classes,
-    class_folders,
-    digits,
-    folder_classes,
-    imagenet_real,
-    imagenet_train,
-    imagenet_train_classes,
-    imagenet_validation,
-    imagenet_validation_classes,
-    numbered,
-    tars,
-    tars_classes,
-)
+from data.shards.sources import DIGITS, Sample, class_folders, digits, folder_classes, numbered, tars, tars_classes
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
 from pipeline.config import Tags, require, tags
 
@@ -41,13 +25,10 @@ from pipeline.config import Tags, require, tags
 SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Names]]] = {
     "folder": (class_folders, folder_classes),
     "parquet": (image_parquet, parquet_classes),
-    "imagenet-train": (imagenet_train, imagenet_train_classes),
 }
 # CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
 CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
 CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
-# Images of ILSVRC 2012 (Russakovsky et al. 2015, table 2).
-IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
 @dataclass(frozen=True)
@@ -59,16 +40,21 @@ class SetConfig:
         "table",  # CSV or parquet with columns path and label
         "tars",  # a folder of WebDataset tars, img2dataset's too
         "parquet",  # Hugging Face image parquet: a file, or a folder of them
-        "imagenet-train",  # ILSVRC2012_img_train.tar
-        "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids or real
-        "cifar",  # the folder of the binary version
+        "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
+        "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
+        "cifar",  # a folder of the binary version, whatever it holds
         "digits",  # scikit-learn's, which need no path
-        "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
+        "imagenet-21k",  # winter21_whole.tar.gz, or a folder of class tars or class folders
+        "imagenet-21k-fall11",  # fall11_whole.tar, or a folder as above
+        "cifar10",  # cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or the folder of either
+        "cifar100",  # cifar-100-python.tar.gz or cifar-100-binary.tar.gz, or the folder of either
+        "pets",  # folder of images.tar.gz and annotations.tar.gz
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
+        "objectnet",  # folder objectnet-1.0
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
-    wnids: str | None = None  # imagenet-validation: text file of one wnid a line
+    wnids: str | None = None  # imagenet-validation: the devkit, or a file of one wnid a line; imagenet-21k: the file
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
     split: Literal["train", "validation", "trainval", "test"] = "train"  # of cifar, digits and the known data sets
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
@@ -90,18 +76,10 @@ class SetConfig:
         require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
-        splits = splits_of(self.source)
-        require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
-        if self.source == "imagenet-validation":
-            has_one_source_of_labels = (self.wnids is None) != (self.real is None)
-            require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
-
-
-def splits_of(source: str) -> tuple[str, ...]:
-    """Return the splits that a source has; sources without any take the word for train."""
-    if source in ARCHIVES:
-        return tuple(ARCHIVES[source].published)
-    return ("train", "test")
+        require(not (self.wnids and self.real), "wnids and real are two kinds of labels: give one of them")
+        splits = splits_of(self.source) if self.source in KNOWN else ("train", "test")
+        is_split = not splits or self.split in splits
+        require(is_split, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -151,12 +129,10 @@ def source_names(cfg: SetConfig) -> Names:
         return table_classes(cfg.path)
     if cfg.source == "tars":
         return tars_classes(cfg.path)
-    if cfg.source == "imagenet-validation":
-        return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
-    if cfg.source in ARCHIVES:
-        return ARCHIVES[cfg.source].classes(Path(cfg.path))
+    if cfg.source in KNOWN:
+        return known_classes(cfg.source, Path(cfg.path), path_of(cfg.wnids), path_of(cfg.real))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -209,25 +185,19 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
             if renamed in ids:
                 ids[text] = ids[renamed]
         return tars(cfg.path, ids)
-    if cfg.source == "imagenet-validation" and cfg.real is not None:
-        return imagenet_real(cfg.path, cfg.real)
-    if cfg.source == "imagenet-validation":
-        assert cfg.wnids is not None, "either wnids or real: SetConfig sees to it"
-        return imagenet_validation(cfg.path, cfg.wnids)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
-    if cfg.source in ARCHIVES:
-        return from_archive(ARCHIVES[cfg.source], cfg)
+    if cfg.source in KNOWN:
+        return known_samples(
+            cfg.source, Path(cfg.path), cfg.split, path_of(cfg.wnids), path_of(cfg.real), partial=cfg.partial
+        )
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
 
 
-def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
-    """Return the samples of a known data set, compared with what is published of it."""
-    path = Path(cfg.path or "")
-    samples = archive.samples(path, cfg.split)
-    names = archive.classes(path)
-    return checked(samples, names, archive.published[cfg.split], f"{cfg.source}, {cfg.split}", partial=cfg.partial)
+def path_of(text: str | None) -> Path | None:
+    """Return a field that names a file or folder as a path; None where it is not set."""
+    return None if text is None else Path(text)
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -266,6 +236,6 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
-    if cfg.source in ARCHIVES:
-        return ARCHIVES[cfg.source].published[cfg.split].samples
-    return IMAGENET_IMAGES.get(cfg.source)
+    if cfg.source in KNOWN:
+        return known_published(cfg.source, cfg.split, path_of(cfg.real)).samples
+    return None
