@@ -17,7 +17,7 @@ import pytest
 from data.archives import cifar, flowers, objectnet, pets
 from data.archives.members import members, tar_members
 from data.archives.published import Published
-from data.archives.sources import known_published, known_samples
+from data.archives.sources import KNOWN, known_published, known_samples
 from data.errors import DataError
 from data.images.decode import decode
 from data.shards.index import load_index
@@ -43,7 +43,8 @@ def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
 def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, tuple[bytes, bytes]]:
     """What `jobs pack` makes of a miniature, which is a part on purpose."""
     output = tmp_path / f"set{len(list(tmp_path.glob('set*')))}"
-    assert main(["pack", source, str(path), str(output), "--partial", *options]) == 0
+    partial = ["--partial"] if source in KNOWN else []
+    assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
     return contents(output)
 
 
@@ -138,6 +139,8 @@ def test_a_set_that_is_not_what_is_published_is_refused_before_it_has_an_index(t
 def test_a_split_that_a_set_does_not_have_is_refused_at_once(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 78
     assert "source pets has the splits train, test; split is validation" in capsys.readouterr().err
+    assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 78
+    assert "partial is of known data sets; source folder is none" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- Pets and Flowers
@@ -408,3 +411,22 @@ def test_the_table_of_known_sets_says_what_their_papers_say():
         published = known_published(source, split)
         assert (published.samples, published.classes) == numbers
     assert known_published("imagenet-validation", "", Path("real.json")).samples == 46_837
+
+
+# ---------------------------------------------------------------------------------- compressed WebDataset tars
+
+
+def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, caplog):
+    files = {}
+    for number in range(4):
+        files |= {f"{number}.jpg": picture(number), f"{number}.cls": b"%d" % (number % 2), f"{number}.txt": b"hello"}
+    half = {"lonely.jpg": picture(9)}
+    for suffix, compress in ((".tar", bytes), (".tar.gz", gzip.compress), (".tar.xz", lzma.compress)):
+        (tmp_path / suffix).mkdir()
+        (tmp_path / suffix / f"train{suffix}").write_bytes(compress(tar_bytes({**files, **half})))
+    plain = packed(tmp_path, "tars", tmp_path / ".tar")
+    assert plain == {f"train/{number}": (picture(number), b"%d" % (number % 2)) for number in range(4)}
+    for path in (tmp_path / ".tar.gz", tmp_path / ".tar.xz", tmp_path / ".tar.gz" / "train.tar.gz"):
+        caplog.clear()
+        assert packed(tmp_path, "tars", path) == plain
+        assert "1 × no label, first lonely of train" in caplog.text

@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from data.archives.images import tell
 from data.archives.members import read_members
 from data.archives.published import Published
 from data.errors import DataError
@@ -105,18 +106,25 @@ def from_class_folders(root: Path) -> Iterator[Sample]:
     """The images of a folder of one folder a class."""
     names = folder_classes(root)
     places: list[Place] = []
+    passed_over = Refusals()
     for label, name in enumerate(names):
         with os.scandir(root / name) as entries:
             for entry in entries:
-                if not entry.name.startswith("."):
+                if entry.name.startswith("."):
+                    continue
+                extension = entry.name.rpartition(".")[2].lower()
+                if extension in IMAGES:
                     places.append(Place(entry.name, label, 0, -1, label))
+                else:
+                    passed_over.add_type(extension, f"{name}/{entry.name}")
+    tell(root, passed_over)
     for place in mixed(places):
         yield sample_at(place, root / names[place.label] / place.name)
 
 
 def mixed(places: list[Place]) -> list[Place]:
     """The images in the order of the hash of their names, in which all classes mix, wherever they lie."""
-    return sorted(places, key=lambda place: sha256(place.name.encode()).digest())
+    return sorted(places, key=lambda place: sha256(os.fsencode(place.name)).digest())
 
 
 def sample_at(place: Place, image: bytes | Path) -> Sample:

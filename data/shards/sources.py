@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
-from data.shards.folders import check_nothing_beside
+from data.shards.folders import COMPRESSED, check_nothing_beside, compressed_in
 from data.shards.index import SUFFIX, load_index, mapped
 from data.shards.labels import NO_NAMES, parse_labels, why_no_label
 from data.shards.names import Names, Numbering
@@ -149,31 +149,49 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 # -------------------------------------------------------------------------------------------------- tars
 
 
-def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES) -> Iterator[Sample]:
+class RawSample(NamedTuple):
+    """A sample as it lies in a tar; an image or a label that it does not have is empty."""
+
+    key: str
+    image: bytes
+    label: bytes
+
+
+def rows_of_tar(path: Path) -> Iterator[RawSample]:
+    """The samples of a tar that is not compressed; raises DataError where it is none, or is cut short."""
+    with open(path, "rb") as file, mapped(file) as tar:
+        for row in walk(tar, str(path)).rows:
+            image = bytes(tar[row.image : row.image + row.image_size])
+            label = bytes(tar[row.label : row.label + row.label_size])
+            yield RawSample(row.key.decode("utf-8", "replace"), image, label)
+
+
+def tars(
+    source: str | os.PathLike[str] | Sequence[str],
+    ids: Mapping[str, int] = NO_NAMES,
+    rows: Callable[[Path], Iterator[RawSample]] = rows_of_tar,
+) -> Iterator[Sample]:
     """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
 
-    `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are left
-    out and counted in a warning; raises DataError where no sample has both.
+    `ids` are those of names that a label may hold instead of class ids; `rows` opens a tar, which may be compressed
+    (`data.archives.tars`). Samples without an image or a label are left out and counted in a warning; raises DataError
+    where no sample has both.
     """
     left_out = Refusals()
     is_usable = False
     for path in tars_of(source):
-        with open(path, "rb") as file, mapped(file) as tar:
-            for row in walk(tar, str(path)).rows:
-                key = row.key.decode("utf-8", "replace")
-                raw = bytes(tar[row.label : row.label + row.label_size])
-                try:
-                    labels = parse_labels(raw, ids)
-                except ValueError:
-                    left_out.add(why_no_label(raw), f"{key} of {path.name}")
-                    continue
-                if not row.image_size:
-                    left_out.add("no image", f"{key} of {path.name}")
-                    continue
-                is_usable = True
-                encoded = bytes(tar[row.image : row.image + row.image_size])
-                # Keys may begin anew in every tar: the tar's name tells them apart.
-                yield Sample(f"{path.name.removesuffix('.tar')}/{key}", encoded, labels, kind_of(encoded))
+        for key, encoded, raw in rows(path):
+            try:
+                labels = parse_labels(raw, ids)
+            except ValueError:
+                left_out.add(why_no_label(raw), f"{key} of {path.name}")
+                continue
+            if not encoded:
+                left_out.add("no image", f"{key} of {path.name}")
+                continue
+            is_usable = True
+            # Keys may begin anew in every tar: the tar's name tells them apart.
+            yield Sample(f"{stem_of_tar(path)}/{key}", encoded, labels, kind_of(encoded))
     lines = [line.removeprefix("refused: ") for line in left_out.lines()]
     if not is_usable:
         raise DataError(
@@ -194,11 +212,26 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
 
 
 def tars_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
-    """The tars of a folder, the tar itself, or those that are listed; raises DataError where there are none."""
+    """The tars of a folder, the tar itself, or those that are listed; raises DataError where there are none.
+
+    Compressed tars are taken where a folder has no others: beside others they may be the same ones again.
+    """
     if not isinstance(source, str | os.PathLike):
         return list(map(Path, source))
+    if not any(Path(source).glob("[!.]*.tar")):
+        compressed = compressed_in(source)
+        if compressed:
+            return compressed
     check_nothing_beside(source)
     return files_of(source, "*.tar")
+
+
+def stem_of_tar(path: Path) -> str:
+    """`train-000.tar.gz` → `train-000`."""
+    for suffix in (".tar", *COMPRESSED):
+        if path.name.endswith(suffix):
+            return path.name.removesuffix(suffix)
+    return path.name
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:

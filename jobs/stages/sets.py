@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from data.archives.cifar import cifar, cifar_classes
 from data.archives.sources import KNOWN, known_classes, known_published, known_samples, splits_of
+from data.archives.tars import rows
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
@@ -38,7 +39,7 @@ class SetConfig:
     source: Literal[
         "folder",  # one sub-folder a class
         "table",  # CSV or parquet with columns path and label
-        "tars",  # a folder of WebDataset tars, img2dataset's too
+        "tars",  # a folder of WebDataset tars, compressed or not, img2dataset's too
         "parquet",  # Hugging Face image parquet: a file, or a folder of them
         "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
         "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
@@ -77,6 +78,9 @@ class SetConfig:
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
         require(not (self.wnids and self.real), "wnids and real are two kinds of labels: give one of them")
+        require(
+            not self.partial or self.source in KNOWN, f"partial is of known data sets; source {self.source} is none"
+        )
         splits = splits_of(self.source) if self.source in KNOWN else ("train", "test")
         is_split = not splits or self.split in splits
         require(is_split, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
@@ -184,7 +188,7 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
-        return tars(cfg.path, ids)
+        return tars(cfg.path, ids, rows)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
     if cfg.source in KNOWN:
