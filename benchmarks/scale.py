@@ -40,18 +40,11 @@ from data.order import Ledger
 from data.shards.index import SCHEMA, SUFFIX, Shard, digest_of, seal_of
 from jobs.cluster.node_copies import ASKED_AT_A_LOOK
 from jobs.cluster.node_files import Change, NodeActor, take_over
-from jobs.cluster.worker_group import SeenRecords, records, worker_file
+from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
 from jobs.stage_run import newest_attempt_name
-from pipeline.checkpoints.checkpoint import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Reader,
-    attempt_of_stage,
-    read_manifest,
-    seal,
-)
+from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, attempt_of_stage, read_manifest, seal
 from pipeline.checkpoints.saver import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 

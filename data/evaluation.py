@@ -1,12 +1,13 @@
 """A deterministic pass over every sample exactly once, shared by all workers, in reference preprocessing.
 
-1. The samples of the set are numbered shard after shard; worker r of n owns the numbers r·m … (r + 1)·m − 1, where m
-   is N / n rounded up.
+1. The samples of the set are numbered shard after shard and cut into batches, whatever the number of workers is: so a
+   sample has the same neighbours in its batch, and its outputs the same bits, at any world size. Each worker owns
+   whole batches that follow each other, at most as many as the batches of the set / n rounded up.
 2. Threads read, decode and preprocess one batch while the caller is busy with the one before.
 3. What is missing in the last batches is padding, and so is a bad sample: `mask` is False there. All workers therefore
    give equally many batches, of the same size.
 
-    10 samples, 2 workers, batches of 3: worker 0 gives the samples 0 1 2, 3 4 −; worker 1 gives 5 6 7, 8 9 −
+    10 samples, 2 workers, batches of 3: worker 0 gives the samples 0 1 2, 3 4 5; worker 1 gives 6 7 8, 9 − −
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ class EvaluationSet:
         self.threads = threads or torch.get_num_threads()
         self.reader = Reader(index, cache=cache)
 
-        samples_of_worker = -(-index.samples // world)
+        batches_of_set = -(-index.samples // batch_size)
+        self.batches = -(-batches_of_set // world)
+        samples_of_worker = self.batches * batch_size
         self.rows = range(index.samples)[rank * samples_of_worker : (rank + 1) * samples_of_worker]
-        self.batches = -(-samples_of_worker // batch_size)
         self.starts = np.cumsum([0, *index.shard_samples])
 
         # The ops alone decide the shape of the images. The example is large, because central_crop refuses an image

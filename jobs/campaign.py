@@ -3,43 +3,41 @@
 How a recipe becomes a campaign, in order (`load`):
 1. the YAML file is read and `key=value` overrides are laid on top;
 2. `run`, `cluster` and `trackers` are taken out; any other section is a stage, whose kind is its name or its `kind:`;
-3. each section becomes the frozen config of its kind, so that a wrong key stops here;
+3. a section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key stops here;
 4. stages are put in order: one that names another's output ("@stage" or "@stage/part") comes after it;
-5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs;
-6. `check_stage` compares each stage with the data that is there already; before it runs it is compared once more.
+5. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (stage_inputs.py);
+6. what sweeps have chosen already is put into the configs that wait for it (choices.py);
+7. `check_stage` compares each stage with the data that is there already (stage_checks.py); before it runs it is
+   compared once more.
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Protocol
 
-import models
 from data.checks import check_name
-from data.errors import ConfigError, DataError
+from data.errors import ConfigError
 from data.files import state_folder
-from data.shards.index import Index, load_index
 from data.store import check_store_url
-from jobs import class_names
+from jobs import sweeps
+from jobs.choices import config_as_known, settled
 from jobs.cluster.worker_group import ClusterConfig
-from jobs.context import index_if_made, reference
+from jobs.context import reference
 from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
-from jobs.stages import fewshot, finetune, pack, pretrain, resize
-from jobs.worlds import allowed_worlds
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import check_stage
+from jobs.stage_inputs import MISSING, check_part, content_digest, model_of_stage
+from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize, sweep
 from models.checks import did_you_mean
-from models.weights.files import CONFIG
-from pipeline import config, handover
-from pipeline.arithmetic import steps_of
+from pipeline import config
 from pipeline.config import require
-from pipeline.evaluation.evaluate import check_shape
-from pipeline.training_config import TrainConfig, check_model, check_schedule, model_config, trained_model
 
 
 class StageKind(Protocol):
@@ -67,74 +65,20 @@ KINDS: dict[str, StageKind] = {
     "resize": resize,
     "finetune": finetune,
     "fewshot": fewshot,
+    "evaluate": evaluate,
+    "sweep": sweep,
 }
-MAKE_WEIGHTS = ("pretrain", "resize", "finetune")  # kinds that `init` may name
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
-MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One section of a recipe, resolved."""
+class Section:
+    """A section of a recipe, typed, or one that a sweep has written."""
 
-    name: str
     kind: str
     config: Any  # an instance of the kind's Config
-    parents: dict[str, str]  # input field → what the recipe says: "@stage/part", or a path
-    model: Any  # the architecture that the stage ends with; None for pack
-    key: str
-    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
-    inputs: dict[str, str]
-    missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
-
-    @property
-    def module(self) -> StageKind:
-        """Return the module in jobs/stages that does this kind's work."""
-        return KINDS[self.kind]
-
-
-@dataclass(frozen=True)
-class Campaign:
-    """What one recipe asks for: where, on how many workers, and which stages in which order."""
-
-    run: Path  # a local folder also where the run is kept in an object store
-    cluster: ClusterConfig
-    stages: tuple[Stage, ...]
-    trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
-    remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
-
-    @property
-    def place(self) -> str:
-        """Return where the run is kept, for people."""
-        return self.remote or str(self.run)
-
-    def stage(self, name: str) -> Stage:
-        """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        names = [stage.name for stage in self.stages]
-        raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, names)}")
-
-    def directory(self, stage: Stage) -> Path:
-        """Return the folder of a stage in the run directory."""
-        return self.run / f"{stage.name}-{stage.key[:8]}"
-
-    def resolve(self, value: str | None) -> str | None:
-        """Return the absolute path behind "@stage/part" or a path; a URL stays what it is."""
-        if value is None:
-            return None
-        link = reference(value)
-        if link is not None:
-            stage_name, part = link
-            return str(self.directory(self.stage(stage_name)) / part)
-        if "://" in value:
-            return value
-        return str(Path(value).resolve())
-
-    def done(self, stage: Stage) -> dict[str, Any] | None:
-        """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
-        return handover.read_done(self.directory(stage))
+    source: str  # the section that stands in the recipe
+    chosen: Mapping[str, str]  # field → "@stage" of the table that chooses its value
 
 
 # ------------------------------------------------------------------------------------------------ reading a recipe
@@ -143,23 +87,30 @@ class Campaign:
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
     values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
+    return load_values(values, f"runs/{recipe.stem}", str(recipe))
+
+
+def load_values(values: dict[str, Any], default_run: str, source: str) -> Campaign:
+    """Validate the values of a recipe, which came from `source`. Raises ConfigError or DataError as `load`."""
+    values = dict(values)
     # These three belong to the whole campaign; whatever is left is a stage.
-    run = values.pop("run", f"runs/{recipe.stem}")
+    run = values.pop("run", default_run)
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
-    require(run not in (None, ""), f"run is empty, expected a folder\n  type run=runs/{recipe.stem}")
+    require(run not in (None, ""), f"run is empty, expected a folder\n  type run={default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     # What is left of a `~` names somebody who has no home here; the folder of this name would be no home either.
     require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
     cluster = config.build(ClusterConfig, values.pop("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, values.pop("trackers", {}), "trackers")
-    require(bool(values), f"{recipe} names no stage; known kinds: {', '.join(KINDS)}")
+    require(bool(values), f"{source} names no stage; known kinds: {', '.join(KINDS)}")
 
-    sections = {name: read_section(name, section) for name, section in values.items()}
+    sections = {}
+    for name, written in sweeps.expand(values, read_section).items():
+        sections[name] = Section(*read_section(name, written.values), written.source, written.chosen)
     # Parents first, because a stage's key and its model come from the stages that it reads.
     stages: dict[str, Stage] = {}
     for name in order_of_stages(sections):
-        kind, stage_config = sections[name]
-        stages[name] = resolve_stage(name, kind, stage_config, stages)
+        stages[name] = resolve_stage(name, sections[name], stages)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     remote = check_store_url(run) if "://" in run else None
@@ -168,6 +119,7 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
     check_place(campaign.run)
     if remote is not None:
         check_no_pack(campaign)
+    campaign = settled(campaign)
     for stage in campaign.stages:
         check_stage(campaign, stage)
     return campaign
@@ -226,7 +178,9 @@ def inputs_of(kind: str, stage_config: Any) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for pattern in KINDS[kind].INPUTS:
         for field, value in fields_matching(pattern, stage_config).items():
-            if value is not None:
+            # A set's path is an input where it is of another set; that of images has no digest to speak of.
+            is_path_of_images = isinstance(stage_config, pack.Config) and not pack.is_input(stage_config, field)
+            if value is not None and not is_path_of_images:
                 inputs[field] = value
     return inputs
 
@@ -247,12 +201,12 @@ def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
     return reached
 
 
-def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
+def order_of_stages(sections: Mapping[str, Section]) -> list[str]:
     """Return the names of the stages: each after the stages that it reads, otherwise in the recipe's order."""
     reads: dict[str, set[str]] = {}
-    for name, (kind, stage_config) in sections.items():
+    for name, section in sections.items():
         reads[name] = set()
-        for field, value in inputs_of(kind, stage_config).items():
+        for field, value in {**inputs_of(section.kind, section.config), **section.chosen}.items():
             link = reference(value)
             if link is None:
                 continue
@@ -283,8 +237,10 @@ def order_of_stages(sections: Mapping[str, tuple[str, Any]]) -> list[str]:
     return order
 
 
-def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage]) -> Stage:
+def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> Stage:
     """Look at a section's inputs, find its model, compute its key, and return its stage."""
+    kind = section.kind
+    stage_config = section.config
     parents = inputs_of(kind, stage_config)
     keys: dict[str, str] = {}
     missing: list[str] = []
@@ -293,7 +249,7 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
         link = reference(value)
         if link is None:
             require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-            keys[field] = content_digest(name, field, value, missing)
+            keys[field] = content_digest(name, kind, field, value, missing)
         else:
             parent_name, part = link
             parent = earlier[parent_name]
@@ -305,6 +261,12 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     # The key is of what may not change on resume. A test set may change half way: it is tagged otherwise.
     forbidden = config.tagged(stage_config, "forbid")
     inputs = {field: key for field, key in keys.items() if field in forbidden}
+    # A value that is still to be chosen stands in the config as the first of its grid, with the key of who chooses.
+    for field, value in section.chosen.items():
+        require(field not in parents, f"{name}: {field} names an input, which a grid with held_out cannot choose")
+        inputs[field] = f"{earlier[value[1:]].key}/{field}"
+    if name != section.source:
+        inputs |= judged_by(stage_config, keys)
     input_fields = {*parents, *KINDS[kind].INPUTS}
     # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
@@ -313,148 +275,28 @@ def resolve_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str,
     model = None
     if keys.get("init") != MISSING:
         model = model_of_stage(name, kind, stage_config, earlier, missing)
-    return Stage(name, kind, stage_config, parents, model, key, inputs, tuple(missing))
-
-
-def content_digest(name: str, field: str, path: str, missing: list[str]) -> str:
-    """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights.
-
-    What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
-    """
-    try:
-        if field != "init":
-            return load_index(path).digest
-        return handover.check_weights(Path(path), say=not_now).sha256
-    except DataError as error:
-        missing.append(f"{name}.{field}: {error}")
-    except OSError as error:
-        missing.append(f"{name}.{field}: cannot read the weights: {error}\n  give a folder that holds them, or @stage")
-    return MISSING
-
-
-def not_now(text: str) -> None:
-    """Leave a line unsaid: a stage says it when it starts from these weights; reading a recipe prints nothing."""
-
-
-def check_part(field: str, value: str, part: str, parent: Stage) -> None:
-    """Raise ConfigError unless the parent stage makes what the field wants: sets of data, or weights for `init`."""
-    if field.endswith(".init"):
-        require(
-            parent.kind in MAKE_WEIGHTS and not part,
-            f"{field} is {value}: that is no weights\n"
-            f"  expected @stage, of one of the kinds {', '.join(MAKE_WEIGHTS)}, or a folder of weights",
-        )
-        return
-    require(
-        parent.kind == "pack",
-        f"{field} is {value}: a {parent.kind} stage makes no data\n"
-        "  expected @stage/set of a pack stage, or the path of an index",
-    )
-    sets = parent.config.sets
-    require(
-        part in sets,
-        f"{field} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
-        f"  expected one of its sets: {', '.join(f'@{parent.name}/{name}' for name in sets)}",
+    parents |= section.chosen
+    return Stage(
+        name,
+        kind,
+        stage_config,
+        parents,
+        model,
+        key,
+        inputs,
+        tuple(missing),
+        source=section.source,
+        chosen=section.chosen,
     )
 
 
-def model_of_stage(name: str, kind: str, stage_config: Any, earlier: Mapping[str, Stage], missing: list[str]) -> Any:
-    """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
-
-    It is None for pack, and where the weights that the stage starts from do not exist yet; where they do, and tell
-    nothing of their model, that is noted in `missing`.
-    """
-    if kind == "pack":
-        return None
-    source = None
-    if stage_config.init is not None:
-        source = source_model(stage_config.init, earlier)
-        if source is None:
-            if reference(stage_config.init) is None:
-                missing.append(
-                    f"{name}.init: no {CONFIG} in {stage_config.init}, which tells the model of the weights\n"
-                    "  give a folder as a stage or `python -m jobs import` writes it, or @stage"
-                )
-            return None
-    try:
-        if kind == "fewshot":
-            return source
-        if kind == "resize":
-            return model_config({"image_size": stage_config.image_size}, source)
-        return trained_model(stage_config, source)
-    except ConfigError as error:
-        raise ConfigError(f"{name}.{error}") from None
-
-
-def source_model(init: str, earlier: Mapping[str, Stage]) -> Any:
-    """Return the architecture of the weights that `init` names; None where they are missing (see `Stage.missing`)."""
-    link = reference(init)
-    if link is not None:
-        parent_name, _ = link
-        return earlier[parent_name].model
-    path = Path(init) / CONFIG
-    if not path.is_file():
-        return None
-    try:
-        return models.from_dict(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
-        raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
-
-
-def check_stage(campaign: Campaign, stage: Stage) -> None:
-    """Raise ConfigError or DataError where a stage does not fit the cluster, or the data that is there.
-
-    `load` asks for every stage, so that `plan` refuses what `run` would; data that a stage before it makes is there
-    when the stage is about to run, and then it asks again.
-    """
-    cfg = stage.config
-    class_names.check(campaign, stage)
-    if isinstance(cfg, fewshot.Config):
-        # One question is enough: ProbeConfig takes both sets or neither.
-        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
-        if stage.model is not None:
-            check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
-    if not isinstance(cfg, TrainConfig):
-        return
-    require(
-        bool(cfg.data.train or cfg.data.mixture),
-        f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
-    )
-    try:
-        allowed_worlds(cfg, campaign.cluster)  # reads and checks the user's DeepSpeed file as well
-    except ConfigError as error:
-        raise ConfigError(f"{stage.name}: {error}") from None
-
-    classes: dict[str, int] = {}  # of every labelled set that is there, by what the recipe calls it
-    samples: list[int] = []  # of every set to train on that is there
-    sets = cfg.data.sets().values()
-    for path, _weight in sets:
-        index = index_of(campaign, path)
-        if index is not None:
-            if index.samples == 0:
-                raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
-            classes[path] = index.classes
-            samples.append(index.samples)
-    if cfg.data.evaluate is not None:
-        index = index_of(campaign, cfg.data.evaluate)
-        if index is not None:
-            classes[cfg.data.evaluate] = index.classes
-
-    # The model is not known where the weights that it starts from do not exist.
-    if stage.model is not None:
-        check_model(cfg, stage.model, classes, f"{stage.name}.model")
-        is_judged = cfg.data.evaluate is not None or cfg.probe.train is not None
-        if is_judged:
-            check_shape(cfg.data.preprocess, stage.model, f"{stage.name}.data.preprocess")
-    # The steps are not known where passes are to be made over data that is not there.
-    all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
-    if cfg.steps is not None or all_samples is not None:
-        check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
-
-
-def index_of(campaign: Campaign, path: str) -> Index | None:
-    """The index of a set that a recipe names, None where it has not been made yet."""
-    return index_if_made(campaign.resolve(path) or "")
+def judged_by(stage_config: Any, keys: Mapping[str, str]) -> dict[str, str]:
+    """Return what the numbers of a sweep's run depend on beyond its weights: a run of a sweep is there to be judged."""
+    judges = {}
+    for field, value in config.tagged(stage_config, "warn").items():
+        if field in ("data.evaluate", "data.preprocess") or field.startswith("probe."):
+            judges[field] = keys.get(field, str(value))
+    return judges
 
 
 def recipe_digest(campaign: Campaign) -> str:
@@ -464,8 +306,23 @@ def recipe_digest(campaign: Campaign) -> str:
 
 
 def resolved(campaign: Campaign) -> str:
-    """Return the campaign as YAML with every default written out, as the golden text of a recipe has it."""
+    """Return the campaign as YAML with every default written out, as the golden text of a recipe has it.
+
+    Of the runs of a sweep the first is written out; of the others, what is different.
+    """
     sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster), "trackers": config.plain(campaign.trackers)}
+    first_runs: dict[tuple[str, str], Stage] = {}  # by the sweep and the kind
     for stage in campaign.stages:
-        sections[stage.name] = {"kind": stage.kind, **config.plain(stage.config)}
+        first = first_runs.setdefault((stage.source, stage.kind), stage)
+        values = config_as_known(campaign, stage)
+        if first is not stage and stage.is_run and stage.kind != "sweep":
+            before = sweeps.flat(config_as_known(campaign, first), stage.name)
+            after = sweeps.flat(values, stage.name)
+            changed = {}
+            for field in {**before, **after}:
+                if before.get(field, "absent") != after.get(field, "absent"):
+                    changed[field] = after.get(field, "absent")
+            sections[stage.name] = {"as": first.name, "but": changed}
+        else:
+            sections[stage.name] = {"kind": stage.kind, **values}
     return config.to_yaml(sections)

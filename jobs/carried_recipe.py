@@ -12,11 +12,13 @@ what a `pack` stage reads is in its key by path.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError
+from jobs import sweeps
 from jobs.campaign import KINDS
 from jobs.cluster.environment import SECRET_VALUE
 from pipeline import config
@@ -36,8 +38,14 @@ def carried(recipe: Path, overrides: list[str], run: str, folder: Path) -> tuple
         if name in ("run", "cluster", "trackers"):
             continue
         kind = KINDS[section.get("kind", name)]
-        for pattern in (*kind.INPUTS, *kind.FILES):
+        patterns = (*kind.INPUTS, *kind.FILES)
+        for pattern in patterns:
             make_absolute(section, pattern.split("."), name, folder, changed)
+        # What varies may be a path too: at any depth of these three, with and without dots in a key.
+        for part in ("each", "grid", "held_out"):
+            fields = (section.get("sweep") or {}).get(part)
+            if fields:
+                section["sweep"][part] = absolute_fields(fields, patterns, f"{name}.sweep.{part}", folder, changed)
     text = config.to_yaml(values)
     # An environment variable of the recipe stands there in clear now.
     if SECRET_VALUE.search(text):
@@ -62,6 +70,25 @@ def make_absolute(section: Any, parts: list[str], where: str, folder: Path, chan
         elif isinstance(value, str) and is_relative(value):
             section[name] = os.path.abspath(folder / value)  # type: ignore[index]
             changed.append(f"{where}.{name}")
+
+
+def absolute_fields(
+    fields: Mapping[str, Any], patterns: Sequence[str], where: str, folder: Path, changed: list[str]
+) -> dict[str, Any]:
+    """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
+    values = sweeps.flat(fields, where)
+    for key, value in values.items():
+        # Below `each` a field stands under a name, and may stand under held_out.
+        is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
+        if not is_path:
+            continue
+        paths = list(value) if isinstance(value, list) else [value]
+        for number, path in enumerate(paths):
+            if isinstance(path, str) and is_relative(path):
+                paths[number] = os.path.abspath(folder / path)
+                changed.append(f"{where}.{key}")
+        values[key] = paths if isinstance(value, list) else paths[0]
+    return sweeps.with_fields({}, values, where)
 
 
 def is_relative(value: str) -> bool:

@@ -2,6 +2,7 @@
 
 1. `check` compares, for each stage, the sets that it trains on with the one that it evaluates on, and with the weights
    whose head it keeps; and the two sets of a probe with each other. Where an id has two names the stage is refused.
+   So is an evaluation whose sets are called otherwise than the head that it judges, or than the sets it learns from.
 2. `of_stage` says what the outputs of a stage's model are called, which is handed on with its weights (classes.json).
 3. `lines` says for `plan` which names there are, and whose labels are taken on trust because nobody knows any.
 
@@ -10,41 +11,17 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
 
 import models
 from data.errors import DataError
 from data.shards.index import Index
 from data.shards.names import Names, agreed, some
 from jobs.context import index_if_made, reference
-from jobs.stages import fewshot
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stages import any_weights, evaluate, fewshot
 from models.weights.files import CLASSES, CONFIG
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.training_config import TrainConfig
-
-
-class Stage(Protocol):
-    """Of a campaign's stage, what is looked at here."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def model(self) -> Any: ...
-
-
-class Campaign(Protocol):
-    """Of a campaign, what is looked at here."""
-
-    def stage(self, name: str) -> Stage: ...
-
-    def resolve(self, value: str | None) -> str | None: ...
 
 
 def check(campaign: Campaign, stage: Stage) -> None:
@@ -63,12 +40,27 @@ def check(campaign: Campaign, stage: Stage) -> None:
     if isinstance(cfg, TrainConfig | fewshot.Config):
         probed = probed_sets(campaign, cfg.probe)
         agreed([(label, index.names) for label, index in probed], stage.name)
+    if isinstance(cfg, evaluate.Config):
+        check_judged(campaign, stage, cfg)
+
+
+def check_judged(campaign: Campaign, stage: Stage, cfg: evaluate.Config) -> None:
+    """Raise DataError where a set is called otherwise than the weights' head, or than the set to learn from."""
+    head: list[tuple[str, Names]] = []
+    if cfg.judges_head():
+        head.append((f"the weights {cfg.init}", of_weights(campaign, cfg.init)))
+    for name, judged in cfg.sets.items():
+        test = judged_sets(campaign, {f"sets.{name}.test": judged.test})
+        agreed([*head, *test], stage.name)
+        # What it learns from needs no head: these may be other classes than the weights'.
+        if judged.train is not None:
+            agreed([*test, *judged_sets(campaign, {f"sets.{name}.train": judged.train})], stage.name)
 
 
 def of_stage(campaign: Campaign, stage: Stage) -> Names:
     """Return what the outputs of a stage's model are called, as far as its sets or its weights tell; or nothing."""
     cfg = stage.config
-    if stage.kind == "resize":
+    if stage.kind in ("resize", "evaluate"):
         return of_weights(campaign, cfg.init)
     if not isinstance(cfg, TrainConfig) or cfg.objective == "masked":
         return ()
@@ -86,7 +78,7 @@ def of_stage(campaign: Campaign, stage: Stage) -> Names:
 def of_weights(campaign: Campaign, init: str) -> Names:
     """Return what the outputs of weights are called: those of a folder, or those that a stage will write."""
     folder = Path(campaign.resolve(init) or "")
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file() or any_weights.is_foreign(str(folder)):
         try:
             return models.load_class_names(folder)
         except ValueError as error:
@@ -121,6 +113,8 @@ def lines(campaign: Campaign, stage: Stage) -> list[str]:
         sets += labelled_sets(campaign, cfg)
     if isinstance(cfg, TrainConfig | fewshot.Config):
         sets += probed_sets(campaign, cfg.probe)
+    if isinstance(cfg, evaluate.Config):
+        sets += those_made(campaign, cfg.paths())
     nameless: list[str] = []
     said: list[str] = []
     for label, index in sets:
@@ -154,6 +148,12 @@ def probed_sets(campaign: Campaign, probe: ProbeConfig) -> list[tuple[str, Index
         if path is not None:
             paths[f"{field} ({path})"] = path
     return those_made(campaign, paths)
+
+
+def judged_sets(campaign: Campaign, paths: dict[str, str]) -> list[tuple[str, Names]]:
+    """Return what sets of an evaluation are called, by field and path, as far as they are there."""
+    made = those_made(campaign, {f"{field} ({path})": path for field, path in paths.items()})
+    return [(label, index.names) for label, index in made]
 
 
 def those_made(campaign: Campaign, paths: dict[str, str]) -> list[tuple[str, Index]]:

@@ -1,6 +1,7 @@
 """One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind.
 
 In order (`run_campaign`):
+0. the fork server of plain workers is forked off, before there are threads;
 1. the run directory is locked: a second command on it ends with exit code 73; where the run is kept in an object
    store, its small files are fetched, and put there again as they change (mirror.py);
 2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
@@ -24,7 +25,8 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs.campaign import Campaign, Stage, recipe_digest
+from jobs.campaign import recipe_digest
+from jobs.choices import settled
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower
@@ -32,16 +34,21 @@ from jobs.mirror import mirrored
 from jobs.monitoring.board import Board, Show
 from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
+from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
+from jobs.stages.sweep import DIVERGED
+from pipeline.handover import DONE
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
 
 STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk
+MOST_VALUES = 6  # that a row of the closing table shows
 LONGEST_MESSAGE = 600  # characters; as JSON each may take six bytes
 
 # Kinds whose work is done by the driver itself; all others run on workers.
-WORKERLESS_KINDS = ("pack", "resize")
+WORKERLESS_KINDS = ("pack", "resize", "sweep")
 
 
 class Stopper:
@@ -107,6 +114,11 @@ def run_campaign(
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
     `also` is called with every tick of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
+    names = [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source)]
+    stages = [loaded.stage(name) for name in names]
+    # Before the first thread, which is the terminal's.
+    if may_need_workers(loaded, stages):
+        backends.start_early(loaded.cluster)
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
     follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
@@ -117,7 +129,6 @@ def run_campaign(
     trackers: list[Tracker] = []
     if also is not None:
         watchers.ticks.append(also)
-    stages = [stage for stage in loaded.stages if only in (None, stage.name)]
 
     try:
         # The lock comes first: the status.json of a run that another process owns is not ours to write.
@@ -127,6 +138,10 @@ def run_campaign(
             status_file(loaded.run, command, follower.keep),
         ):
             stopper = Stopper(follower.say)
+            # Once more: of a run in a store, the files of the last owner are here only now.
+            loaded = with_new_evaluations(settled(loaded))
+            names = names_of_stages(loaded, only)
+            stages = [loaded.stage(name) for name in names]
             check_inputs(loaded, stages)
             check_unfinished(loaded, stages, fresh=fresh)
             unverified = check_finished(loaded, stages, follower.say)
@@ -143,13 +158,18 @@ def run_campaign(
                 follower.skip(loaded.directory(stage))
 
             rows = []
-            for stage in stages:
+            for name in names:
+                # What the table of a sweep has just chosen is in the configs that waited for it.
+                loaded = settled(loaded)
+                stage = loaded.stage(name)
                 # Before the stopper is asked, or a signal between the two would be heard after the stage.
                 stopper.works_here = stage.kind in WORKERLESS_KINDS
                 outcome = loaded.done(stage)
                 is_skipped = outcome is not None
                 if outcome is not None:
                     follower.say(skip_line(loaded, stage, stage.name not in unverified))
+                    for judging in stages_behind(loaded, stage):
+                        follower.say(f"{stage.name}: asked to be judged otherwise than it was: {judging.name} does it")
                 elif stopper.asked:
                     raise Preempted(f"stopped before {stage.name}; run the same command again to go on")
                 else:
@@ -204,10 +224,26 @@ def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterato
     write_status(run, ExitCode.DONE, "done", command)
 
 
+def names_of_stages(loaded: Campaign, only: str | None) -> list[str]:
+    """Return the stages that the command is of: all, or those of one section with what judges them anew."""
+    return [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source, stage.judges)]
+
+
+def stages_behind(loaded: Campaign, stage: Stage) -> list[Stage]:
+    """Return the stages that judge a finished one anew (jobs/reevaluation.py)."""
+    return [other for other in loaded.stages if other.judges == stage.name]
+
+
 def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     """Tell whether a stage that has not finished runs on workers."""
     unfinished = [stage for stage in stages if loaded.done(stage) is None]
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
+
+
+def may_need_workers(loaded: Campaign, stages: list[Stage]) -> bool:
+    """Tell as much without reading a record, which may have changed: whoever owns the run says so."""
+    with_workers = [stage for stage in stages if stage.kind not in WORKERLESS_KINDS]
+    return any(not (loaded.directory(stage) / DONE).exists() for stage in with_workers)
 
 
 def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
@@ -257,9 +293,14 @@ def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
     """Why a finished stage is not run again, and what it did otherwise than is asked now."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
+    if DIVERGED in (loaded.done(stage) or {}):
+        line = f"{stage.name}: skipped, diverged with the same config and inputs (key {stage.key[:8]})"
     if not is_verified:
         line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
+    if stages_behind(loaded, stage):
+        judged = (*ACCURACY_FIELDS, *PROBE_FIELDS)
+        warnings = [warning for warning in warnings if warning.partition(":")[0] not in judged]
     if warnings:
         line += f", but for {'; '.join(warnings)}; move {directory} away to do it over"
     return line
@@ -277,13 +318,14 @@ def clock() -> str:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the closing table as lines: of each stage the images seen, its result and its time."""
-    lines = [f"{'stage':12} {'images seen':>12} {'result':44} {'time':>8}"]
+    width = max([12, *(len(row["stage"]) for row in rows)])
+    lines = [f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}"]
     for row in rows:
         images_seen = f"{row['samples_seen']:,}" if "samples_seen" in row else "-"
         time_text = duration(row["seconds"])
         if row["skipped"]:
             time_text += "*"
-        lines.append(f"{row['stage']:12} {images_seen:>12} {result_text(row):44} {time_text:>8}")
+        lines.append(f"{row['stage']:{width}} {images_seen:>12} {result_text(row):44} {time_text:>8}")
     if any(row["skipped"] for row in rows):
         lines.append("* finished earlier, skipped now")
     return lines
@@ -294,7 +336,14 @@ def result_text(row: Mapping[str, Any]) -> str:
     # Of a few-shot probe the table shows the means; the single draws ("…seed…") are in metrics.json.
     metrics = {name: value for name, value in row.get("metrics", {}).items() if "seed" not in name}
     if metrics:
-        return "  ".join(f"{name} {value:.1%}" for name, value in metrics.items())
+        shown = [f"{name} {value:.1%}" for name, value in metrics.items()]
+        if len(shown) > MOST_VALUES:
+            shown[MOST_VALUES - 1 :] = [f"… {len(shown)} values in all"]
+        return "  ".join(shown)
+    if "diverged" in row:
+        return "diverged"
+    if "summary" in row:  # of a sweep's table
+        return row["summary"]
     if "sets" in row:
         shards = sum(packed["shards"] for packed in row["sets"].values())
         return f"{len(row['sets'])} sets, {shards} shards"

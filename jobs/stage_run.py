@@ -7,7 +7,7 @@ Then, in order:
 1. the stages it reads must have finished, and what they made must fit it;
 2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
 3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
-4. the stage works (jobs/stages);
+4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges;
 5. `provenance.json` is written: config, inputs, code, environment;
 6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
    finished and is skipped.
@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import models
-from data.errors import ConfigError, DataError
+from data.errors import ConfigError, DataError, Diverged
 from jobs import class_names
-from jobs.campaign import Campaign, Stage, check_stage, recipe_digest
+from jobs.campaign import KINDS, recipe_digest
+from jobs.choices import config_as_known
 from jobs.context import Context, index_if_made, reference
-from jobs.stages import fewshot, pack, training
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import check_stage
+from jobs.stages import evaluate, fewshot, pack, sweep, training
+from jobs.supervisor import StageFailed
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.training_config import TrainConfig
@@ -85,7 +89,10 @@ def run_stage(
         remote=campaign.remote,
         check_owned=check_owned,
     )
-    outcome = dict(stage.module.run(stage.config, context))
+    try:
+        outcome = dict(KINDS[stage.kind].run(stage.config, context))
+    except StageFailed as error:
+        outcome = divergence_of_run(stage, error, say)
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     files = outcome.pop("files", {})
 
@@ -100,6 +107,16 @@ def run_stage(
     return done
 
 
+def divergence_of_run(stage: Stage, failure: StageFailed, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a sweep's run that has diverged leaves for its done.json; raise any other `failure` again."""
+    # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
+    if not stage.is_run or failure.kind != Diverged.__name__:
+        raise failure
+    message = str(failure).splitlines()[0].removeprefix(f"{stage.name}: ")
+    say(f"{stage.name}: {message}\n  the sweep goes on without this run")
+    return {sweep.DIVERGED: message}
+
+
 def check_parents(campaign: Campaign, stage: Stage) -> None:
     """Raise ConfigError where the stage reads another that has not finished."""
     for field, value in stage.parents.items():
@@ -107,10 +124,13 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
         if link is None:
             continue
         parent, _ = link
-        if campaign.done(campaign.stage(parent)) is None:
+        outcome = campaign.done(campaign.stage(parent))
+        if outcome is None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
+        if sweep.DIVERGED in outcome and stage.kind != "sweep":
+            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[sweep.DIVERGED]}")
 
 
 def check_inputs(campaign: Campaign, stages: Sequence[Stage]) -> None:
@@ -148,6 +168,8 @@ def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool
             training.check_sets(stage.config, stage.name, campaign.resolve, index_if_made)
         if isinstance(stage.config, fewshot.Config):
             fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
+        if isinstance(stage.config, evaluate.Config):
+            evaluate.check_sets(stage.config, campaign.resolve, index_if_made)
     # Last, because the checks above tell of a lost shard how to train without it.
     check_packed(campaign, stages)
 
@@ -250,6 +272,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "forbid": forbidden_fields(stage),
         "config": config.plain(stage.config),
         "warn": config.tagged(stage.config, "warn"),
+        **({"chosen": dict(stage.known)} if stage.known else {}),
     }
 
 
@@ -299,7 +322,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
         "inputs": stage.inputs,
         "cluster": config.plain(campaign.cluster),
         "model": models.to_dict(stage.model) if stage.model else None,
-        "config": config.plain(stage.config),
+        "config": config_as_known(campaign, stage),
         "environment": environment(),
     }
 

@@ -50,7 +50,8 @@ from jobs.cluster.backends import (
 )
 from jobs.cluster.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.cluster.notices import notices
-from jobs.cluster.worker_group import SeenRecords, Task, WorkerFunction, WorkerGroupError, WorkerRecord, records
+from jobs.cluster.worker_files import SeenRecords, WorkerRecord, records
+from jobs.cluster.worker_group import Task, WorkerFunction, WorkerGroupError
 from jobs.context import Context
 from jobs.growth import Growth, Sizes
 from jobs.ownership import claim_attempt
@@ -65,11 +66,12 @@ STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process 
 
 
 class StageFailed(PatchlineError):
-    """A stage ended for a reason that a restart does not cure; carries the worker's exit code."""
+    """A stage ended for a reason that a restart does not cure; carries the worker's exit code and exception."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.kind = kind  # name of the worker's exception; "" where it raised none
 
 
 def supervise(
@@ -121,7 +123,7 @@ def supervise(
                     function,
                     task,
                     cluster=cluster,
-                    folder=folder,
+                    seen=seen,
                     on_tick=look,
                     is_shared=context.remote is None,
                 )
@@ -155,7 +157,7 @@ def supervise(
         if not made_progress and fall_back(context, failure, sizes, world):
             continue
         if failure.exit_code is not None:
-            raise StageFailed(f"{context.name}: {message}", failure.exit_code)
+            raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
 
         # d: a new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
         if made_progress:
@@ -197,12 +199,12 @@ def look_at_attempt(
     attempt: int,
     ask_to_stop: Callable[[Path], None],
 ) -> None:
-    """Look at a running attempt once.
+    """Look at a running attempt once, at what the worker group has just `seen` of its workers.
 
     Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no worker
     has started, and whatever `ask_to_stop` raises.
     """
-    written = seen.look()
+    written = seen.by_rank
     end_if_stuck(context, watch, written)
     if growth.wanted is None and growth.is_due():
         context.say(f"room for {growth.wanted} workers, now {watch.world}: committing the step, to go on with more")

@@ -79,6 +79,17 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
     except Exception as error:  # whatever the YAML parser raises: the file is not YAML
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(recipe, DictConfig), f"{path} holds no mapping; a recipe is `key: value` lines")
+    assert isinstance(recipe, DictConfig)
+    return _merged(recipe, overrides)
+
+
+def with_overrides(values: Mapping[str, object], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return nested plain values with `key=value` overrides on top. Raises ConfigError for one that cannot be read."""
+    return plain_yaml(_merged(OmegaConf.create(dict(values)), overrides))
+
+
+def _merged(recipe: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the values with `key=value` overrides on top."""
     try:
         dotlist = OmegaConf.from_dotlist([_quoted(override) for override in overrides])
         merged = OmegaConf.merge(recipe, dotlist)
@@ -263,7 +274,7 @@ def _expected_type(kind: type[ConfigDataclass], key: str) -> str:
 
 def plain(config: ConfigDataclass) -> dict[str, object]:
     """Return a config as nested dicts that JSON can hold."""
-    return _as_json(dataclasses.asdict(config))
+    return as_json(dataclasses.asdict(config))
 
 
 def digest(value: object) -> str:
@@ -292,7 +303,7 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         # An empty mapping holds no section and stands for itself; a later entry in it is a change.
         if not sections and own == tag:
             values[prefix + field.name] = value
-    return _as_json(values)
+    return as_json(values)
 
 
 def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
@@ -308,7 +319,7 @@ def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
     return sections
 
 
-def _as_json(values: object) -> dict[str, Any]:
+def as_json(values: object) -> dict[str, Any]:
     """Return what is left of `values` after a trip through JSON: tuples are lists, paths are texts."""
     # A manifest is read back from JSON: without the trip a tuple would differ from its own list at every resume.
     return json.loads(json.dumps(values, default=str))

@@ -15,11 +15,11 @@ from pipeline.evaluation.evaluate import (
     EvaluationStopped,
     accuracy,
     agreed,
-    features,
-    go_on_together,
-    probe,
     watched,
 )
+from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.protocols import few_shot_metrics
+from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
 from pipeline.start import Progress, Worker
 
@@ -144,7 +144,7 @@ def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | 
 
     Rank 0 reports how many could not be read.
     """
-    samples = samples_of(worker, step, path)
+    samples = samples_of(worker, batches_of(worker, step, path), path)
     share_right, judged = accuracy(worker.engine.model, samples, worker.engine.dtype, worker.device)
     # A damaged set must not pass for a worse or better model: what could not be judged is said.
     unreadable = worker.sets[path].samples - judged
@@ -155,31 +155,40 @@ def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | 
 
 def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[str, float]:
     """Collective: every rank computes features of its part; rank 0 fits the probe, the others return {}."""
-    model = worker.engine.model
-    dtype = worker.engine.dtype
-    train_features = features(model, samples_of(worker, step, train), dtype, worker.device)
-    test_features = features(model, samples_of(worker, step, test), dtype, worker.device)
-    results: dict[str, float] = {}
-    failure = None
-    with worker.phases.led("probe", step, worker.rank == 0):
-        if worker.rank == 0:
-            try:
-                results = probe(train_features, test_features, worker.cfg.probe)
-            except Exception as error:  # the others must hear of it
-                failure = error
+    train_features = collected(worker, step, train)
+    test_features = collected(worker, step, test)
     try:
-        go_on_together(failure, worker.wants_stop, worker.device, worker.phases.log)
+        metrics = at_rank_0_alone(
+            lambda beat: few_shot_metrics(train_features, test_features, worker.cfg.probe, beat),
+            "probe",
+            phases=worker.phases,
+            wants_stop=worker.wants_stop,
+            device=worker.device,
+            log=worker.phases.log,
+            step=step,
+        )
     except EvaluationFailed as error:
         raise EvaluationFailed(f"the probe of {train} and {test}: {error}", error.exit_code) from error
-    return results
+    return metrics or {}
 
 
-def samples_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
-    """Collective: iterate this rank's batches of a set, preprocessed as the recipe says, each entered as a phase.
+def collected(worker: Worker, step: int, path: str) -> FeatureStore:
+    """Collective: return the features of a set, which rank 0 keeps in a file that goes when nobody reads it any more.
 
     Raises EvaluationFailed, which names the set, and EvaluationStopped.
     """
-    batches = batches_of(worker, step, path)
+    store = FeatureStore(worker.sets[path], worker.job.attempt_folder)
+    batches = store.watching(batches_of(worker, step, path))
+    samples = samples_of(worker, batches, path)
+    collect(worker.engine.model, samples, store, worker.engine.dtype, worker.device)
+    return store
+
+
+def samples_of(worker: Worker, batches: Iterator[EvaluationBatch], path: str) -> Iterator[EvaluationBatch]:
+    """Collective: iterate this rank's batches of a set, each once all have theirs.
+
+    Raises EvaluationFailed, which names the set, and EvaluationStopped.
+    """
     try:
         yield from agreed(batches, worker.wants_stop, worker.device, worker.phases.log)
     except EvaluationFailed as error:

@@ -27,12 +27,12 @@ from data.decoder import Decoder
 from data.errors import RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
 from jobs import terminal
-from jobs.cluster import processes
-from jobs.cluster import worker_group as group
+from jobs.cluster import processes, worker_files
 from jobs.ownership import owned
 from pipeline import objectives, reports, start, train
 from pipeline.checkpoints import checkpoint, sight
 from pipeline.checkpoints import saver as saving
+from pipeline.checkpoints.manifest import Manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
@@ -64,7 +64,7 @@ def fork_context() -> Any:
     """The forkserver of this process, with what a driver and its workers import."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", "jobs.session", "torch.utils.tensorboard"])
+    context.set_forkserver_preload([*processes.PRELOAD, "jobs.session"])
     return context
 
 
@@ -301,7 +301,7 @@ def no_batch_behind_a_stretch() -> None:
 
 def short_of_memory() -> None:
     """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
-    group.VMSTAT = vmstat = Path("vmstat").absolute()
+    worker_files.VMSTAT = vmstat = Path("vmstat").absolute()
 
     def killed() -> None:
         vmstat.write_text("oom_kill_disable 0\noom_kill 1\n")
@@ -450,18 +450,18 @@ class WorkerGroup:
             saver.thread.join()
         self.rank = 0
 
-    def finish(self) -> checkpoint.Manifest | None:
+    def finish(self) -> Manifest | None:
         for saver in self.savers[1:]:
             saver.thread = None
         return self.savers[0].finish()
 
-    def save(self, step: int) -> checkpoint.Manifest | None:
+    def save(self, step: int) -> Manifest | None:
         self.begin(step)
         return self.finish()
 
 
-def manifest(step: int, attempt: int, world: int, zero: int = 2) -> checkpoint.Manifest:
-    return checkpoint.Manifest(
+def manifest(step: int, attempt: int, world: int, zero: int = 2) -> Manifest:
+    return Manifest(
         step=step,
         samples_seen=step * 16,
         updates=step,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine
@@ -223,7 +223,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
         saver = Saver(folder, folder.parent, quiet, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
-        saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
+        saver.begin(engine, manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
         saver.finish()
     else:
         found = checkpoint.choose_together(folder, 2, print)

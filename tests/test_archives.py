@@ -17,7 +17,7 @@ import pytest
 from data.archives import cifar, flowers, objectnet, pets
 from data.archives.members import members, tar_members
 from data.archives.published import Published
-from data.archives.sources import KNOWN, known_published, known_samples
+from data.archives.sources import known_archive, samples_of_archive
 from data.errors import DataError
 from data.images.decode import decode
 from data.shards.index import load_index
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
 def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, tuple[bytes, bytes]]:
     """What `jobs pack` makes of a miniature, which is a part on purpose."""
     output = tmp_path / f"set{len(list(tmp_path.glob('set*')))}"
-    partial = ["--partial"] if source in KNOWN else []
+    partial = ["--partial"] if known_archive(source) else []
     assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
     return contents(output)
 
@@ -140,7 +140,7 @@ def test_a_split_that_a_set_does_not_have_is_refused_at_once(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 78
     assert "source pets has the splits train, test; split is validation" in capsys.readouterr().err
     assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 78
-    assert "partial is of known data sets; source folder is none" in capsys.readouterr().err
+    assert "partial is of known data sets; folder is none of them" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- Pets and Flowers
@@ -294,16 +294,20 @@ def test_imagenet_21k_is_read_from_its_archive_and_from_folders_of_class_tars_an
 def test_a_killed_packing_of_a_compressed_archive_goes_on_and_ends_with_the_same_bytes(tmp_path):
     path = archives.write_tar_gz(tmp_path / "winter21_whole.tar.gz", archives.class_tars(5))
 
+    def samples():
+        archive = known_archive("imagenet-21k")
+        assert archive is not None
+        return samples_of_archive(archive, path, "train", "21k", partial=True)
+
     def dying():
-        samples = known_samples("imagenet-21k", path, "train", partial=True)
-        yield from itertools.islice(samples, 11)
+        yield from itertools.islice(samples(), 11)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         pack(dying(), tmp_path / "killed", shard_samples=4)
     kept = (tmp_path / "killed" / "train-000001.tar").stat().st_mtime_ns
     for name in ("killed", "whole"):
-        pack(known_samples("imagenet-21k", path, "train", partial=True), tmp_path / name, shard_samples=4)
+        pack(samples(), tmp_path / name, shard_samples=4)
     assert (tmp_path / "killed" / "train-000001.tar").stat().st_mtime_ns == kept
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "killed" / file.name).read_bytes()
@@ -405,12 +409,15 @@ def test_the_table_of_known_sets_says_what_their_papers_say():
         ("flowers102", "trainval"): (2_040, 102),
         ("flowers102", "test"): (6_149, 102),
         ("objectnet", "test"): (18_574, 113),
-        ("imagenet-validation", ""): (50_000, 1000),
+        ("imagenet-validation", "train"): (50_000, 1000),
     }
     for (source, split), numbers in expected.items():
-        published = known_published(source, split)
+        archive = known_archive(source)
+        assert archive is not None
+        published = archive.published[split]
         assert (published.samples, published.classes) == numbers
-    assert known_published("imagenet-validation", "", Path("real.json")).samples == 46_837
+    real = known_archive("imagenet-validation", real=Path("real.json"))
+    assert real is not None and real.published["train"].samples == 46_837
 
 
 # ---------------------------------------------------------------------------------- compressed WebDataset tars

@@ -13,7 +13,8 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.shards.cache import CacheConfig
 from jobs.cluster.worker_group import ClusterConfig
-from jobs.stages import fewshot, pack, resize
+from jobs.stages import fewshot, pack, resize, sweep
+from jobs.sweeps import SweepConfig
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.evaluation.evaluate import ProbeConfig
@@ -24,7 +25,7 @@ from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
-    *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig),
+    *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig, SweepConfig, sweep.Config),
 ]
 
 

@@ -10,6 +10,7 @@ from jobs.campaign import KINDS
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.commands.keys import configuration_page
 from jobs.monitoring.trackers import TrackersConfig
+from jobs.sweeps import SweepConfig
 from models.catalog import FAMILIES
 from pipeline.configuration_page import all_keys
 
@@ -17,6 +18,7 @@ COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"
 CONFIGS = {
     "cluster": ClusterConfig,
     "trackers": TrackersConfig,
+    "sweep": SweepConfig,
     **{name: module.Config for name, module in KINDS.items()},
     **{f"model family {name}": config for name, (config, _) in FAMILIES.items()},
 }

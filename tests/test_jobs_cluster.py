@@ -28,7 +28,7 @@ import torch
 from data.errors import ClusterError, ConfigError, Preempted
 from data.files import write_whole
 from jobs import campaign
-from jobs.cluster import processes, worker_group
+from jobs.cluster import processes, worker_files, worker_group
 from jobs.cluster.backends import (
     ClusterConfig,
     WorkerGroupError,
@@ -38,14 +38,8 @@ from jobs.cluster.backends import (
     wait_for_resources,
 )
 from jobs.cluster.failures import group_failure
-from jobs.cluster.worker_group import (
-    REFRESHED_AT_A_LOOK,
-    SeenRecords,
-    WorkerRange,
-    do_nothing,
-    records,
-    worker_file,
-)
+from jobs.cluster.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
+from jobs.cluster.worker_group import WorkerRange, do_nothing
 from jobs.context import Context
 from jobs.growth import Sizes
 from jobs.session import run_campaign, warn_of_unused_gpus
@@ -185,7 +179,7 @@ def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tw
     failure = ray_failures.failure_of(error, tmp_path, 2)
     assert (failure.rank, failure.exit_code) == (1, 69) and "type run=/shared/NAME" in failure.cause
     with pytest.raises(ClusterError, match=r"rank 0 has ended well, and what it has written into .* is not here"):
-        worker_group.rank_zero_value(tmp_path)
+        worker_files.rank_zero_value(tmp_path)
 
 
 def test_a_name_is_used_once(two, tmp_path) -> None:
@@ -213,7 +207,7 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
 
 
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(worker_files, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
     recent = processes.RecentOomKills()
     assert not recent.any()
@@ -235,7 +229,7 @@ def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     here = os.uname().nodename
     raylet = socket.create_server(("127.0.0.1", 0))
     node = {"NodeID": "n", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
-    monkeypatch.setattr(worker_group, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(worker_files, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
     monkeypatch.setattr(ray_failures.ray, "nodes", lambda: [node])
     record, error = {"node": here, "node_id": "n", "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
@@ -407,11 +401,10 @@ def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tm
 
 
 def has_fork_server(pid: int) -> bool:
-    """Whether a process has started a fork server."""
+    """Whether a process has started a fork server, which is a fork of itself."""
     with suppress(psutil.Error):
-        for child in psutil.Process(pid).children():
-            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
-                return True
+        process = psutil.Process(pid)
+        return any(child.cmdline() == process.cmdline() for child in process.children())
     return False
 
 
@@ -433,10 +426,12 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     asked: list[Path] = []
     watch = Watch(folder, world=2, stall_s=60)
     growth = growth_of(context, Sizes([2]), 2)
+    seen = SeenRecords(folder)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
-        look_at_attempt(context, watch, SeenRecords(folder), growth, 1, asked.append)
+        look_at_attempt(context, watch, seen, growth, 1, asked.append)
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
-    look_at_attempt(context, watch, SeenRecords(folder), growth, 1, asked.append)
+    seen.look()
+    look_at_attempt(context, watch, seen, growth, 1, asked.append)
     assert asked == [folder], "who has started is asked to commit"
 
 

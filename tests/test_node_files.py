@@ -16,7 +16,7 @@ import pytest
 from jobs.cluster import node_files
 from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
 from jobs.cluster.notices import give_notice, notices
-from jobs.cluster.worker_group import records
+from jobs.cluster.worker_files import records
 from pipeline.monitoring.watchdog import Phases, Watch
 from tests import hosts
 from tests.ray_hosts import RayHosts
@@ -214,7 +214,7 @@ import ray
 from jobs.cluster.backends import (
     ClusterConfig, WorkerGroupError, connect, disconnect, leave_nodes, run_worker_group,
 )
-from jobs.cluster.worker_group import records
+from jobs.cluster.worker_files import records
 from pipeline.monitoring.watchdog import Watch
 from tests import worker_functions
 

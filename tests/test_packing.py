@@ -438,7 +438,7 @@ def test_imagenet_is_read_as_it_is_distributed(tmp_path):
     assert images_by_key == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
     (tmp_path / "val.tar").write_bytes(tar_of({f"v{n}.JPEG": picture(n) for n in (1, 0)}))
     (tmp_path / "wnids.txt").write_text("n02\nn01\n")
-    val = imagenet_validation(tmp_path / "val.tar", tmp_path / "wnids.txt")
+    val = imagenet_validation(tmp_path / "wnids.txt", tmp_path / "val.tar")
     assert [(s.key, s.labels) for s in val] == [("v0", (1,)), ("v1", (0,))]
 
 

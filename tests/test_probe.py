@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.evaluation.probe import few_shot_rows, linear_probe
+from data.shards.subset import few_shot_rows
+from pipeline.evaluation.probe import linear_probe
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "fewshot_lsr.npz"
 

@@ -1,16 +1,21 @@
 """The queue of campaigns on one cluster: its order and who makes way, by tables made by hand, and for real."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from jobs.cluster import placement, queue, ray_backend, room
 from jobs.cluster.queue_order import Entry, ahead_of, victims_of, waiting
+from jobs.cluster.worker_group import ClusterConfig, WorkerRange
 from pipeline.monitoring.telemetry import read_metrics
 from tests.test_ray_nodes import ROOT, cluster, nodes  # the last two are fixtures
 
@@ -87,6 +92,252 @@ def test_who_makes_way(priority, workers, cpus, free, expected) -> None:
     mine = Entry("job-m", "m", priority, 99, workers, {"CPU": cpus})
     room = {"n1": {"CPU": free[0]}, "n2": {"CPU": free[1]}}
     assert sorted(runs(victims_of(mine, [*entries, mine], held, room))) == sorted(expected)
+
+
+# ------------------------------------------------------------------------ what drivers write and read
+
+
+class FakeRay:
+    """Ray's key-value store and its tables, as a test sets them; by hand, so that a look costs no cluster."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.alive = {"job-m", "job-a", "job-b"}
+        self.total = {"n1": {"CPU": 2.0}, "n2": {"CPU": 2.0}}
+        self.free = {"n1": {"CPU": 0.0}, "n2": {"CPU": 0.0}}
+        self.draining: dict[str, int] = {}
+        self.groups: dict[str, dict[str, Any]] = {}
+
+    def internal_kv_keys(self, prefix: bytes, namespace: bytes) -> list[bytes]:
+        return [key for key in self.values if key.startswith(prefix)]
+
+    def internal_kv_multi_get(self, keys: list[bytes], namespace: bytes) -> dict[bytes, bytes]:
+        return {key: self.values[key] for key in keys}
+
+    def internal_kv_get(self, key: bytes, namespace: bytes) -> bytes | None:
+        return self.values.get(key)
+
+    def internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: bytes) -> None:
+        self.values[key] = value
+
+    def internal_kv_del(self, key: bytes, by_prefix: bool, namespace: bytes) -> None:
+        self.values.pop(key, None)
+
+    def job_table(self) -> list[dict[str, Any]]:
+        return [{"JobID": job, "IsDead": job not in self.alive} for job in ["job-m", "job-a", "job-b", "job-x"]]
+
+    def total_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return self.total
+
+    def available_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return self.free
+
+    def get_draining_nodes(self) -> dict[str, int]:
+        return self.draining
+
+    def runs(self, run: str, priority: int, since: float, on: Mapping[str, int]) -> Entry:
+        """Have a campaign run, with so many CPUs on each node."""
+        bundles = [node for node, count in on.items() for _ in range(count)]
+        self.groups[f"p{run}"] = {
+            "state": "CREATED",
+            "name": f"{placement.OWNER}{run} 1",
+            "bundles": {number: {"CPU": 1.0} for number in range(len(bundles))},
+            "bundles_to_node_id": dict(enumerate(bundles)),
+        }
+        its_entry = entry(run, priority, since, len(bundles), places=f"p{run}")
+        queue.write(its_entry)
+        return its_entry
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(queue, "_client", lambda: fake)
+    monkeypatch.setattr(queue, "own_job", lambda: "job-m")
+    for module in (queue, placement, room):
+        monkeypatch.setattr(module, "ray_state", fake)
+        monkeypatch.setattr(module, "placement_group_table", lambda: fake.groups)
+    monkeypatch.setattr(placement, "_avoided", {})
+    monkeypatch.setattr(placement, "_reservations", [])
+    monkeypatch.setattr(queue, "PREEMPT_AFTER_S", 0.0)
+    return fake
+
+
+MAKES_WAY = "a (priority 0) is to make way for this campaign (priority 5): it commits, and waits in the queue again"
+
+
+def place_of(mine: Entry, said: list[str]) -> queue.Place:
+    queue.write(mine)
+    return queue.Place(mine, math.inf, said.append, lambda: None)
+
+
+def test_what_is_free_on_a_node_that_is_avoided_is_no_room(fake_ray) -> None:
+    """Ray was asked for places elsewhere: somebody has to make way, as if nothing were free."""
+    fake_ray.runs("a", 0, 10, {"n1": 1, "n2": 2})
+    fake_ray.free = {"n1": {"CPU": 1.0}, "n2": {"CPU": 0.0}}
+    said: list[str] = []
+    place = place_of(entry("m", 5, 99, 1), said)
+    place.preempt(queue.read())
+    assert said == [], "there is room"
+    placement.avoid("n1")
+    place.preempt(queue.read())
+    assert queue.reason_to_make_way("job-a") == "m (priority 5) waits for these places"
+    assert said == [MAKES_WAY]
+    # Where the others would have no room even when they are empty, the node is taken, and is room.
+    large = place_of(entry("b", 5, 99, 3), said)
+    assert placement.avoided_for(large.mine.share, large.mine.workers) == set()
+
+
+def test_what_the_dead_have_written_counts_no_more_and_is_swept_away(fake_ray) -> None:
+    fake_ray.runs("a", 0, 10, {"n1": 1})
+    queue.write(entry("x", 9, 1, 1))
+    queue.put(queue.MARKS, "job-a", "job-x")
+    queue.put(queue.MARKS, "job-x", "job-a")
+    state = queue.read()
+    assert runs(state.entries) == "a" and state.marks == {}
+    assert list(fake_ray.values) == [b"queue/job-a"]
+    assert not queue.reason_to_make_way("job-a")
+
+
+def test_nobody_makes_way_for_a_driver_that_has_its_places(fake_ray) -> None:
+    fake_ray.runs("a", 0, 10, {"n1": 1})
+    queue.write(entry("b", 5, 20, 1))
+    queue.put(queue.MARKS, "job-a", "job-b")
+    assert queue.reason_to_make_way("job-a") == "b (priority 5) waits for these places"
+    fake_ray.runs("b", 5, 20, {"n2": 1})
+    assert not queue.reason_to_make_way("job-a")
+
+
+def test_what_is_free_on_a_node_that_is_about_to_leave_is_no_room(fake_ray) -> None:
+    fake_ray.runs("a", 0, 10, {"n2": 2})
+    fake_ray.free = {"n1": {"CPU": 2.0}, "n2": {"CPU": 0.0}}
+    fake_ray.draining = {"n1": 0}
+    place_of(entry("m", 5, 99, 1), []).preempt(queue.read())
+    assert queue.reason_to_make_way("job-a")
+
+
+def test_no_second_campaign_makes_way_while_the_first_is_about_to(fake_ray) -> None:
+    fake_ray.runs("a", 0, 10, {"n1": 2})
+    fake_ray.runs("b", 0, 20, {"n2": 2})
+    place = place_of(entry("m", 5, 99, 2), [])
+    for _ in range(3):
+        place.preempt(queue.read())
+    assert place.marked == {"job-b"}
+
+
+def test_nobody_makes_way_while_places_are_just_being_given_back(fake_ray, monkeypatch) -> None:
+    """Ray takes a moment to have them free, and the wait begins anew with each that comes or goes."""
+    monkeypatch.setattr(queue, "PREEMPT_AFTER_S", 0.2)
+    fake_ray.runs("a", 0, 10, {"n1": 2})
+    place = place_of(entry("m", 5, 99, 1), [])
+    place.preempt(queue.read())
+    time.sleep(0.21)
+    fake_ray.runs("b", 0, 20, {"n2": 2})
+    place.preempt(queue.read())
+    assert place.marked == set()
+    time.sleep(0.21)
+    place.preempt(queue.read())
+    assert place.marked == {"job-b"}
+
+
+class FakePlacement:
+    """Stands in for placement.reserve: gives a group at once, after what a test does meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Sequence[int]] = []  # the worlds of every call
+        self.released = 0
+        self.held = 0
+        self.has_to_wait = False
+        self.meanwhile: Callable[[], None] = lambda: None
+        monkeypatch.setattr(placement, "reserve", self.reserve)
+        monkeypatch.setattr(placement, "release", self.release)
+        monkeypatch.setattr(placement, "workers_held", lambda: self.held)
+        monkeypatch.setattr(placement, "missing_places", lambda workers, share: "no room")
+        monkeypatch.setattr(placement, "POLL_S", 0.001)
+        monkeypatch.setattr(queue, "LOOK_S", 0.001)
+        monkeypatch.setattr(queue, "_first_asked", {})
+
+    def reserve(self, cluster, run, is_embedded, say, on_tick, worlds) -> Any:
+        self.asked.append(worlds)
+        self.meanwhile()
+        if self.has_to_wait:
+            on_tick()
+        return SimpleNamespace(id=b"m")
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def own_entry() -> Entry:
+    (own,) = (of for of in queue.read().entries if of.job == "job-m")
+    return own
+
+
+def test_who_came_ahead_while_ray_placed_us_has_the_places(fake_ray, monkeypatch) -> None:
+    fake = FakePlacement(monkeypatch)
+    waited: list[int] = []
+
+    def tick() -> None:
+        waited.append(fake.released)
+        fake_ray.runs("b", 9, 20, {"n1": 1})
+
+    def another_comes() -> None:
+        if len(fake.asked) == 1:
+            queue.write(entry("b", 9, 20, 1))
+
+    fake.meanwhile = another_comes
+    queue.reserve(ClusterConfig(), "m", print, tick)
+    assert len(fake.asked) == 2 and waited[0] == 1
+    assert own_entry().places == b"m".hex()
+
+
+def test_who_is_told_to_make_way_gives_its_places_back_and_waits_as_old_as_it_was(fake_ray, monkeypatch) -> None:
+    fake = FakePlacement(monkeypatch)
+    queue.reserve(ClusterConfig(), "m", print, lambda: None)
+    since = own_entry().since
+    queue.write(entry("b", 9, 20, 1))
+    queue.put(queue.MARKS, "job-m", "job-b")
+    waited: list[Entry] = []
+
+    def tick() -> None:
+        if fake.released:
+            waited.append(own_entry())
+            fake_ray.runs("b", 9, 20, {"n1": 1})
+
+    queue.reserve(ClusterConfig(), "m", print, tick)
+    assert fake.released == 1 and waited[0].places == "" and waited[0].since == since == own_entry().since
+
+
+def test_who_has_places_takes_no_more_while_somebody_waits(fake_ray, monkeypatch) -> None:
+    fake = FakePlacement(monkeypatch)
+    some = ClusterConfig(workers=WorkerRange(least=1, most=4))
+    queue.reserve(some, "m", print, lambda: None, (4, 2, 1))
+    fake.held = 2
+    queue.reserve(some, "m", print, lambda: None, (4, 2, 1))
+    queue.write(entry("b", 0, 20, 1))
+    queue.reserve(some, "m", print, lambda: None, (4, 2, 1))
+    monkeypatch.setattr(placement, "room_now", lambda share: 4)
+    assert ray_backend.room_now(some) == 2, "nor does an attempt end for more"
+    queue.write(entry("b", 0, 20, 99))
+    queue.reserve(some, "m", print, lambda: None, (4, 2, 1))
+    assert fake.asked == [(4, 2, 1), (4, 2, 1), [2, 1], (4, 2, 1)], "what never fits holds up nobody"
+    assert ray_backend.room_now(some) == 4
+
+
+def test_who_waits_no_more_leaves_no_mark_and_who_lost_its_places_waits_again(fake_ray, monkeypatch) -> None:
+    FakePlacement(monkeypatch).has_to_wait = True
+    fake_ray.runs("a", 0, 10, {"n1": 2, "n2": 2})
+    said: list[str] = []
+    high = ClusterConfig(priority=5)
+    queue.reserve(high, "m", said.append, lambda: None)
+    assert said == [MAKES_WAY], "it was told"
+    assert not [key for key in fake_ray.values if key.startswith(queue.MARKS)]
+    queue.wait_again()
+    assert own_entry().places == ""
+    # What ends the wait ends the entry.
+    with pytest.raises(ZeroDivisionError):
+        queue.reserve(high, "m", print, lambda: 1 / 0)
+    assert not [of for of in queue.read().entries if of.job == "job-m"]
 
 
 # ------------------------------------------------------------------------ for real

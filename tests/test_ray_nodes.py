@@ -30,7 +30,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 from data.errors import ClusterError
 from jobs import campaign
 from jobs.cluster import placement, queue, ray_access
-from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, run_worker_group
+from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.failures import group_failure
 from jobs.cluster.queue_order import Entry
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
@@ -272,16 +272,18 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     began = time.monotonic()
     assert reserve_places(some, "/runs/a", said.append, worlds=(4, 2, 1)) == held
     assert time.monotonic() - began < 1
-    share = placement.share_of_worker(some)
-    assert placement.room_now(share) == 3
+    assert room_now(some) == 3
     joined = nodes.cluster.add_node(num_cpus=1, **nodes.options)
     try:
-        wait_until(lambda: placement.room_now(share) == 4)
+        wait_until(lambda: room_now(some) == 4)
         # Who waits comes before who wants more.
-        rival = placement.placement_group([share] * 4, name=f"{placement.OWNER}/runs/b 1")
-        wait_until(lambda: placement.room_now(share) == 2)
-        placement.remove_placement_group(rival)
-        wait_until(lambda: placement.room_now(share) == 4)
+        rival = start_rival("/runs/b", 4)
+        try:
+            wait_until(lambda: room_now(some) == 2, 60)
+        finally:
+            rival.kill()
+            rival.wait()
+        wait_until(lambda: room_now(some) == 4)
         reserve_places(some, "/runs/a", said.append, worlds=(4, 2, 1))
         assert placement.workers_held() == 4
     finally:

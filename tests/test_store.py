@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from data import store as store_module
-from data.errors import CheckpointError, ConfigError, RunOwned, StorageError
+from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
 from data.shards import remote
 from data.store import Store, check_store_url
 from jobs import mirror
@@ -602,6 +602,24 @@ def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, m
         assert stops.wait(10) and "taken over" in said[-1]
         with pytest.raises(RunOwned):
             put()
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_command_that_has_lost_its_run_ends_with_73_whatever_has_ended_its_workers(
+    run, machines, is_released
+) -> None:
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for end in (Preempted("stopped; run the same command again to go on"), CheckpointError("step 30 is not committed")):
+        end_of_owner = "was taken over by process" if is_released else "is owned by process"
+        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, mirrored(machines[0], run, print):
+            mirror.Mirror(machines[1], run, print).renew(0, is_released)
+            raise end
+        assert caught.value.exit_code == 73 and caught.value.__context__ is end
+        Store(run).delete(["owner.json"])
+    # Who is alone ends as it would.
+    with pytest.raises(Preempted), mirrored(machines[0], run, print):
+        raise Preempted("stopped")
     signal.signal(signal.SIGTERM, former)
 
 

@@ -13,6 +13,7 @@ import models
 from jobs.__main__ import main
 
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
+RUN = "s3://bucket/run/finetune-1a2b3c4d"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 
 
@@ -95,6 +96,16 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
         (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, nothing was"),
         (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),
         (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "there is no file or"),
+        (
+            ["export", RUN, str(tmp_path / "x"), "--format", "hf"],
+            64,
+            f"checkpoints export {RUN} --to weights/NAME, then",
+        ),
+        (
+            ["analyze", RUN, str(ours), "--output", str(tmp_path / "x")],
+            64,
+            f"checkpoints export {RUN} --to weights/NAME",
+        ),
         (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
         (["import", str(ours), str(tmp_path / "x"), "heads"], 78, "expected key=value"),
         (["import", str(ours), str(tmp_path / "x"), "heds=2"], 65, "heds"),

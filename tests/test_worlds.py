@@ -213,4 +213,5 @@ def test_after_a_larger_attempt_that_made_no_commit_the_world_goes_back_and_grow
     assert sizes.not_before == 1000 + 1200, "fewer than before is no growth that failed"
     sizes.has_committed(8, {"a", "b", "c"})
     sizes.has_committed(2, {"a"})
-    assert sizes.fall_back(4) is not None and sizes.not_before == 1000 + 600, "growing has worked since"
+    assert sizes.fall_back(4) == Proven(2, {"a"}), "the last that has committed, on its own nodes"
+    assert sizes.not_before == 1000 + 600, "growing has worked since"

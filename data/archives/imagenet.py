@@ -135,7 +135,7 @@ def sample_at(place: Place, image: bytes | Path) -> Sample:
 # ---------------------------------------------------------------------------------------- validation images
 
 
-def validation(path: Path, wnids: Path | None = None) -> Iterator[Sample]:
+def validation(wnids: Path | None, path: Path, split: str = "validation") -> Iterator[Sample]:
     """The validation images in the order of their names, with their classes from `wnids`: the devkit, or a text file.
 
     Without it the classes are those of the folders in which the images lie. Raises DataError where there are neither,
@@ -151,11 +151,11 @@ def validation(path: Path, wnids: Path | None = None) -> Iterator[Sample]:
             f"{path}: nothing says of which classes these images are\n"
             f"  expected one folder a class, or --wnids {DEVKIT} (or a text file of one WordNet id a line)"
         )
-    ids = {wnid: label for label, wnid in enumerate(validation_classes(path, wnids))}
+    ids = {wnid: label for label, wnid in enumerate(validation_classes(wnids, path))}
     return labelled_images(path, [(ids[wnid],) for wnid in truth], wnids or path)
 
 
-def validation_classes(path: Path, wnids: Path | None) -> Names:
+def validation_classes(wnids: Path | None, path: Path) -> Names:
     """The WordNet ids of the validation images, each once, sorted; none where nothing says them."""
     return tuple(sorted(set(folders_of_images(path)))) if wnids is None else listed_classes(wnids)
 
@@ -165,7 +165,12 @@ def listed_classes(wnids: Path) -> Names:
     return tuple(sorted(set(validation_wnids(wnids))))
 
 
-def real(path: Path, labels: Path) -> Iterator[Sample]:
+def no_names(path: Path) -> Names:
+    """None: the labels are ids, and nothing here says what they are called."""
+    return ()
+
+
+def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample]:
     """The validation images that have labels in real.json, which lists all of each (Beyer et al. 2020).
 
     Images with an empty list are not part of the protocol; a prediction is right when it is any of the labels.

@@ -28,21 +28,17 @@ from data.shards.refusals import Refusals
 from data.shards.sources import Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")
-PUBLISHED_WINTER21 = {
-    "train": Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")
-}
-PUBLISHED_FALL11 = {
-    # image-net.org counts 14,197,122 images; those who list what the tar holds count 35 less (MXNet's tutorial of it).
-    "train": Published(14_197_122, 21_841, "the fall 2011 release, image-net.org", also=(14_197_087,))
-}
+WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")
+# image-net.org counts 14,197,122 images; those who list what the tar holds count 35 less (MXNet's tutorial of it).
+FALL11 = Published(14_197_122, 21_841, "the fall 2011 release, image-net.org", also=(14_197_087,))
 
 
-def samples(path: Path, names: Names) -> Iterator[Sample]:
+def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sample]:
     """The images, class after class in the order of the archive, or of the sorted names of a folder.
 
-    `names` are the WordNet ids of all classes, in the order of their ids. Raises DataError where a class is not among
-    them, or comes twice.
+    Raises DataError where a class is not among those that `wnids` lists, or comes twice.
     """
+    names = classes(wnids, path)
     ids = {wnid: label for label, wnid in enumerate(names)}
     finished: set[str] = set()
     current = ""
@@ -77,12 +73,14 @@ def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
             passed_over.add("file that is of no class", member.name)
 
 
-def classes(path: Path) -> Names:
+def classes(wnids: Path | None, path: Path) -> Names:
     """The WordNet ids of the classes, sorted; raises DataError where there is none.
 
-    A folder tells them by its names; an archive is read through to its end.
+    A text file `wnids` lists them, or a folder tells them by its names; or else an archive is read through to its end.
     """
-    if path.is_dir():
+    if wnids is not None:
+        names = tuple(sorted(set(wnids.read_text().split())))
+    elif path.is_dir():
         names = folder_names(path)
     else:
         state = path.stat()

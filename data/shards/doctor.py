@@ -38,6 +38,7 @@ from data.shards.index import Index, mapped
 from data.shards.labels import read_labels
 from data.shards.names import Names
 from data.shards.packing import pack
+from data.shards.refusals import Refusals
 from data.shards.report import GridImage, Report, ShardReport
 from data.shards.side_by_side import side_by_side
 from data.shards.sources import Sample, kind_of
@@ -127,7 +128,7 @@ def check_shard(job: CheckJob) -> ShardReport:
             elif sha256(tar).hexdigest() != shard.sha256:
                 report.problem = "its sha256 is not the one in the index"
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
-            for sample in samples_of(tar, report, table_of(job.index, 0, report)):
+            for sample in samples_of(tar, report, table_of(job.index, 0, report), job.index.origin is not None):
                 check_sample(sample, job, report)
     except OSError as error:
         report.problem = str(error.strerror)
@@ -201,9 +202,18 @@ def one_line(error: Exception) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines())
 
 
-def samples_of(tar: memoryview, report: ShardReport, table: np.ndarray | None) -> Iterator[RawSample]:
-    """What can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report."""
+def samples_of(
+    tar: memoryview, report: ShardReport, table: np.ndarray | None, of_subset: bool = False
+) -> Iterator[RawSample]:
+    """What can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report.
+
+    Of the tar of a subset, what is not in its table belongs to others, and is left out.
+    """
     result = walk(tar, report.name, lenient=True)
+    if of_subset and table is not None:
+        places = set(zip(table["image"].tolist(), table["label"].tolist(), strict=True))
+        result.rows = [row for row in result.rows if (row.image, row.label) in places]
+        result.refused = Refusals()
     report.samples = len(result.rows)
     report.refused = result.refused
     report.problem = report.problem or result.broken
@@ -277,7 +287,8 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
         with file, mapped(file) as tar:
             times_seen: Counter[str] = Counter()
             report = ShardReport(shard.name)
-            for key, image, raw_labels, is_intact in samples_of(tar, report, table_of(index, number, report)):
+            table = table_of(index, number, report)
+            for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
                 if not is_intact:
                     continue
                 try:

@@ -14,6 +14,9 @@ What holds a set together, from the sample up:
 The digest stands for the samples and the class names alone: see `digest_of`. Schema 1 had neither digests of samples
 and tables nor a seal; it is still read, and `Index.sees_rot` is then False. An index with class names ("names", in the
 order of the ids) is of schema 3, so that older versions refuse it by its schema; one without is of schema 2 as before.
+
+An index of some of another one's samples (`data.shards.subset`) names the same tars and has tables of its own, of fewer
+rows. It is of schema 4, says in "origin" what it was made of, and its digest also stands for which rows were chosen.
 """
 
 from __future__ import annotations
@@ -25,21 +28,23 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from data.errors import DataError
 from data.files import write_whole
 from data.shards.names import Names, agreed, ids_of
+from data.shards.refusals import Refusals
 from data.shards.tar import Row
 
-SCHEMA = 3
+SCHEMA = 4  # the newest that is read, which subsets have
+NAMED_SCHEMA = 3  # of an index with class names
 NAMELESS_SCHEMA = 2  # of an index without class names
 OLDEST_SCHEMA = 1  # that is still read
 SUFFIX = ".index.json"
@@ -58,6 +63,16 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a subset was made of, and which of its samples are in it."""
+
+    index: str  # path of the other index's JSON, relative to the folder of this one
+    digest: str  # of the other index
+    rule: dict[str, Any]  # how samples were chosen, as `data.shards.subset.Rule` describes itself
+    rows: str  # the sha256 of where the chosen samples lie in their tars: a part of the subset's digest
+
+
+@dataclass(frozen=True)
 class Index:
     """A set of shards. `class_counts[c]` samples are labelled c; `digest` stands for all of it."""
 
@@ -71,6 +86,7 @@ class Index:
     first_refused: dict[str, str] = field(default_factory=dict, compare=False)  # reason → the first, and its shard
     names: Names = ()  # of the classes, in the order of their ids; may be more than `classes`; () where nobody knows
     name: str = field(default="", compare=False)  # of the JSON, without its suffix
+    origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars
 
     @property
     def sees_rot(self) -> bool:
@@ -97,6 +113,11 @@ class Index:
     @property
     def command(self) -> str:
         """What makes this index again of the tars that it is of."""
+        if self.origin is not None:
+            parent = os.path.normpath(self.tables / self.origin.index)
+            words = words_of(self.origin.rule)
+            place = ["--output", str(self.tables), "--name", self.name]
+            return shlex.join(["python", "-m", "jobs", "subset", parent, *words, *place])
         tars = [self.directory]
         # A folder stands for the tars that lie in it, and not for those in folders of their own below it.
         if any("/" in shard.name for shard in self.shards) and not self.remote:
@@ -229,7 +250,8 @@ def emptied(index: Index, numbers: set[int]) -> Index:
     for number in numbers:
         # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
         shards[number] = replace(shards[number], samples=0, bytes=0)
-    return replace(index, shards=tuple(shards), digest=digest_of(shards, index.class_counts, index.names))
+    digest = digest_of(shards, index.class_counts, index.names, rows_of(index.origin))
+    return replace(index, shards=tuple(shards), digest=digest)
 
 
 def shortest(sets: Sequence[Index], place: str) -> str:
@@ -277,6 +299,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         names = tuple(content.get("names", ()))
         # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
         seal = content["seal"] if schema > 1 else content.get("seal", "")
+        origin = Origin(**content["origin"]) if "origin" in content else None
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -286,8 +309,9 @@ def load_index(path: str | os.PathLike[str]) -> Index:
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.
     is_as_written = not seal or seal == seal_of(content)
-    if not is_as_written or digest != digest_of(shards, class_counts, names):
-        raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs index` again")
+    if not is_as_written or digest != digest_of(shards, class_counts, names, rows_of(origin)):
+        maker = "index" if origin is None else "subset"
+        raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
     # A path is kept relative to the index, so that both can be moved together.
     if "://" not in directory:
         directory = str((path.parent / directory).resolve())
@@ -302,6 +326,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         first_refused=content.get("first_refused", {}),
         names=names,
         name=path.name.removesuffix(SUFFIX),
+        origin=origin,
     )
 
 
@@ -321,18 +346,36 @@ def the_only_index_in(folder: Path) -> Path:
     raise DataError(f"{folder}: expected one *{SUFFIX}, found {names}; {way_out}")
 
 
-def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names = ()) -> str:
+def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), rows: str = "") -> str:
     """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
 
     The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
     keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
     there are any: a set without keeps the digest that it had before there were names.
     """
-    rows = [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards]
-    content: list[object] = [OLDEST_SCHEMA, rows, list(class_counts)]  # as schema 1 began it
+    tars = [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards]
+    content: list[object] = [OLDEST_SCHEMA, tars, list(class_counts)]  # as schema 1 began it
     if names:
         content.append(list(names))
+    if rows:
+        content.append({"rows": rows})
     return sha256(json.dumps(content).encode()).hexdigest()
+
+
+def rows_of(origin: Origin | None) -> str:
+    """What a subset's digest has of its origin; "" for whole tars."""
+    return "" if origin is None else origin.rows
+
+
+def words_of(rule: Mapping[str, Any]) -> list[str]:
+    """The options of `patchline subset` that say a rule; a list of samples by the path that it was read from."""
+    words = []
+    for option, value in rule.items():
+        if isinstance(value, Mapping):
+            value = value["path"]
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{option}={entry}" for entry in values]
+    return words
 
 
 def seal_of(content: Mapping[str, object]) -> str:
@@ -344,6 +387,41 @@ def seal_of(content: Mapping[str, object]) -> str:
 def shard_row(shard: Shard) -> list[str | int]:
     """A shard as the JSON and the journal hold it."""
     return [shard.name, shard.samples, shard.bytes, shard.sha256, shard.table]
+
+
+def write_index(
+    path: Path,
+    directory: Path | str,
+    shards: Sequence[Shard],
+    class_counts: Sequence[int],
+    names: Names = (),
+    refused: Refusals | None = None,
+    origin: Origin | None = None,
+) -> Index:
+    """Write an index's JSON, of shards that lie in `directory`, whose tables lie beside it already; read it back."""
+    # A path is kept relative to the index, so that both can be moved or mounted elsewhere together.
+    place = str(directory)
+    if "://" not in place:
+        place = os.path.relpath(place, path.parent)
+    refused = refused or Refusals()
+    content: dict[str, object] = {
+        "schema": NAMED_SCHEMA if names else NAMELESS_SCHEMA,
+        "directory": place,
+        "samples": sum(shard.samples for shard in shards),
+        "digest": digest_of(shards, class_counts, names, rows_of(origin)),
+        "refused": dict(refused.counts),
+        "first_refused": refused.first,
+        "class_counts": list(class_counts),
+        "shards": list(map(shard_row, shards)),
+    }
+    if names:
+        content["names"] = list(names)
+    if origin is not None:
+        content["schema"] = SCHEMA
+        content["origin"] = asdict(origin)
+    content["seal"] = seal_of(content)
+    write_whole(path, json.dumps(content, indent=1))
+    return load_index(path)
 
 
 # ------------------------------------------------------------------------------------ tables and bytes

@@ -14,7 +14,6 @@ How it is used, in order:
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -24,7 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from data.files import write_whole
-from data.shards.index import NAMELESS_SCHEMA, SCHEMA, SUFFIX, Index, Shard, digest_of, load_index, seal_of, shard_row
+from data.shards.index import SUFFIX, Index, Shard, shard_row, write_index
 from data.shards.names import Names
 from data.shards.refusals import Refusals
 
@@ -117,38 +116,19 @@ class Journal:
         `names` are those of the classes, in the order of their ids, where they are known.
         """
         shards = []
-        samples = 0
         samples_of_class: Counter[int] = Counter()
         refused = Refusals()
         # By name, whatever order they were finished in: the numbers of the shards decide the order of samples.
         for _, record in sorted(self.records.items()):
             shards.append(record.shard)
-            samples += record.shard.samples
             samples_of_class.update(record.class_counts)
             refused.add_all(record.refused, record.shard.name)
 
         classes = self.classes or max(samples_of_class, default=-1) + 1
         class_counts = [samples_of_class[label] for label in range(classes)]
-        # A path is kept relative to the index, so that both can be moved or mounted elsewhere together.
-        place = str(directory)
-        if "://" not in place:
-            place = os.path.relpath(place, self.path.parent)
-        content: dict[str, object] = {
-            "schema": SCHEMA if names else NAMELESS_SCHEMA,
-            "directory": place,
-            "samples": samples,
-            "digest": digest_of(shards, class_counts, names),
-            "refused": dict(refused.counts),
-            "first_refused": refused.first,
-            "class_counts": class_counts,
-            "shards": list(map(shard_row, shards)),
-        }
-        if names:
-            content["names"] = list(names)
-        content["seal"] = seal_of(content)
-        write_whole(self.path, json.dumps(content, indent=1))
+        index = write_index(self.path, directory, shards, class_counts, names, refused)
         self.partial.unlink()
-        return load_index(self.path)
+        return index
 
 
 def line_of(record: Record) -> str:

@@ -16,7 +16,7 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -65,6 +65,8 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     if len(problems) > MOST_LINES:
         lines.append(f"… and {len(problems) - MOST_LINES} more")
     way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
+    if any(index.origin is not None for index in sets):
+        way_out += ", and `python -m jobs subset` of that; where folders were moved, move the subset's with its set's"
     # The option is given whole, with what it leaves out already, so that it can be typed as it stands.
     if option and len(problems) <= MOST_DROPPED:
         names = list(dropped)
@@ -159,6 +161,16 @@ class Reader:
         if not stored.is_intact:
             raise rotten(place, self.index.shards[shard], stored)
         return stored.key, stored.image, stored.label
+
+    def labels(self, shard: int) -> Iterator[bytes]:
+        """The label of every sample of a shard, in order, without its image; raises DataError as `read` does.
+
+        Only the shard as a whole is compared with the index, not each sample: its digest is of the image too.
+        """
+        opened = self._shard(shard)
+        for row in opened.table:
+            start = int(row["label"])
+            yield opened.tar[start : start + int(row["label_size"])]
 
     def _drop_copy(self, number: int) -> None:
         """Close a remote shard and delete its copy in the cache, so that it is fetched again."""

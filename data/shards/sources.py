@@ -235,9 +235,17 @@ def stem_of_tar(path: Path) -> str:
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """The files of a folder, or the file itself; raises DataError where there are none."""
+    """The files of a folder, those that a path like a/train-*.tar stands for, or the file itself.
+
+    Raises DataError where there are none.
+    """
     path = Path(source)
-    paths = sorted(path.glob(f"[!.]{pattern}")) if path.is_dir() else [path]
+    if path.is_dir():
+        paths = sorted(path.glob(f"[!.]{pattern}"))
+    elif "*" in path.name and not path.exists():
+        paths = sorted(path.parent.glob(path.name))
+    else:
+        paths = [path]
     if not paths:
         raise DataError(f"{path}: no {pattern} here")
     return paths

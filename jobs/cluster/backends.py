@@ -3,7 +3,7 @@
 connect(cluster)  # Ray only: starts or joins it
 world = wait_for_resources(cluster, "/runs/digits", say, look, worlds)  # Ray: reserves a place for every worker
 run_worker_group = worker_group_runner(cluster)
-value = run_worker_group(train, task, cluster=cluster, folder=attempt_folder, on_tick=look)
+value = run_worker_group(train, task, cluster=cluster, seen=SeenRecords(attempt_folder), on_tick=look)
 disconnect()
 
 Ray takes seconds to import, so only a function that needs it imports it.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.cluster import processes
+from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RunWorkerGroup,
@@ -37,6 +38,7 @@ __all__ = [
     "must_make_way",
     "room_now",
     "run_worker_group",
+    "start_early",
     "stay_on_nodes",
     "wait_for_resources",
     "worker_group_runner",
@@ -50,6 +52,12 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
     from jobs.cluster import ray_backend
 
     return ray_backend.run_worker_group
+
+
+def start_early(cluster: ClusterConfig) -> None:
+    """Prepare for workers while this process has no threads yet; see processes.start_early."""
+    if cluster.backend == "processes":
+        processes.start_early(cluster)
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":
@@ -157,4 +165,4 @@ def run_worker_group(
     folder.mkdir(parents=True)
     runner = worker_group_runner(cluster)
     look = on_tick or do_nothing
-    return runner(function, task, cluster=cluster, folder=folder, on_tick=look, is_shared=is_shared)
+    return runner(function, task, cluster=cluster, seen=SeenRecords(folder), on_tick=look, is_shared=is_shared)

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NotRequired, TypedDict
 
-from jobs.cluster.worker_group import RankInfo, records
+from jobs.cluster.worker_files import records
+from jobs.cluster.worker_group import RankInfo
 
 FILE = "notices.jsonl"  # in an attempt's folder
 POLL_S = 1.0  # between two questions which nodes are being drained

@@ -23,11 +23,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import ray
 from ray._private.state import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from data.errors import ClusterError
+from jobs.cluster.room import (
+    OWNER,
+    draining_nodes,
+    missing,
+    refuse_what_never_fits,
+    room_for,
+    share_of_worker,
+    staying,
+    too_small,
+)
 from jobs.cluster.worker_group import ClusterConfig, do_nothing
 
 POLL_S = 0.25
@@ -37,8 +45,6 @@ SAME_WORD_S = 60.0  # before the same word is said again
 NEXT_CHOICE_S = 5.0  # for Ray to place what has been asked for, before another number of workers is
 AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # a node that is dead has been missed by Ray after so long; one that is there is better than none
-LONGEST_LIST = 4  # nodes or campaigns that a word names
-OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
 
 
 @dataclass(frozen=True)
@@ -127,12 +133,10 @@ def workers_held() -> int:
 
 
 def room_now(share: Mapping[str, int]) -> int:
-    """Return for how many workers there would be room, those counted that have their places.
+    """Return for how many workers there would be room, those counted that have their places. Any thread may ask.
 
-    Where another campaign waits it is no more than what this process holds. Any thread may ask.
+    Who waits for that room, the queue knows (queue.is_anybody_waiting).
     """
-    if _others_wait():
-        return workers_held()
     return room_for(share, _open_to_us(set(_nodes_to_avoid())))
 
 
@@ -160,29 +164,6 @@ def avoid(node_id: str) -> None:
     _avoided[node_id] = time.monotonic()
 
 
-def draining_nodes() -> dict[str, int]:
-    """Return the nodes that Ray was told will go: by id, until when in ms since 1970, or 0 where nobody said."""
-    return ray_state.get_draining_nodes()
-
-
-def share_of_worker(cluster: ClusterConfig) -> dict[str, int]:
-    """Return what Ray reserves for one worker, by Ray's name of the resource; a share of nothing is left out."""
-    share = {"CPU": cluster.cpus_per_worker}
-    if cluster.gpus_per_worker:
-        share["GPU"] = cluster.gpus_per_worker
-    return share
-
-
-def refuse_what_never_fits(cluster: ClusterConfig, is_embedded: bool) -> None:
-    """Raise ClusterError where an embedded cluster, which does not grow, is too small even when it is empty."""
-    if not is_embedded:
-        return
-    share = share_of_worker(cluster)
-    room = room_for(share, ray_state.total_resources_per_node())
-    if room < cluster.least:
-        raise too_small(f"room for {room} of {cluster.least} workers of {in_words(share)}", "this machine has no more")
-
-
 def _holds(request: Request) -> bool:
     """Tell whether this process holds what is wanted, on nodes that stay."""
     if not _reservations:
@@ -193,7 +174,7 @@ def _holds(request: Request) -> bool:
     if row["state"] == "REMOVED" or held.share != request.share or held.workers not in request.worlds:
         return False
     nodes = set(row["bundles_to_node_id"].values())
-    return not nodes & (_avoided_by(request) | set(draining_nodes()))
+    return not nodes & (avoided_for(request.share, request.worlds[-1]) | set(draining_nodes()))
 
 
 def _ask(request: Request, workers: int) -> None:
@@ -218,19 +199,19 @@ def _ask_for_more(request: Request) -> None:
 
 def _elsewhere(request: Request, workers: int) -> list[dict[str, str]] | None:
     """Return for every worker the rule that keeps it off the nodes to avoid; None where there is no such rule."""
-    avoided = _avoided_by(request)
+    avoided = avoided_for(request.share, request.worlds[-1])
     if not avoided:
         return None
     return [{"ray.io/node-id": f"!in({', '.join(sorted(avoided))})"}] * workers
 
 
-def _avoided_by(request: Request) -> set[str]:
-    """Return the nodes that the places must not lie on."""
+def avoided_for(share: Mapping[str, int], least: int) -> set[str]:
+    """Return the nodes that the places of a worker group of `least` workers or more must not lie on."""
     total = ray_state.total_resources_per_node()
     avoided = _nodes_to_avoid() & set(total)
     others = {node: resources for node, resources in total.items() if node not in avoided}
     # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
-    if room_for(request.share, others) < request.worlds[-1]:
+    if room_for(share, others) < least:
         return set()
     return avoided
 
@@ -243,10 +224,9 @@ def _nodes_to_avoid() -> set[str]:
 
 def _open_to_us(avoided: set[str]) -> dict[str, Counter[str]]:
     """Return what the nodes have for us, by node: what is free there, and what this process holds."""
-    leaving = avoided | set(draining_nodes())
     nodes: dict[str, Counter[str]] = {}
-    for node, resources in ray_state.available_resources_per_node().items():
-        if node not in leaving:
+    for node, resources in staying(ray_state.available_resources_per_node()).items():
+        if node not in avoided:
             nodes[node] = Counter(resources)
     for reservation in _reservations:
         # A bundle that has lost its node lies on none of these.
@@ -254,19 +234,6 @@ def _open_to_us(avoided: set[str]) -> dict[str, Counter[str]]:
             if node in nodes:
                 nodes[node].update(reservation.share)
     return nodes
-
-
-def _others_wait() -> bool:
-    """Tell whether another campaign waits for places that the cluster has, at least when it is empty."""
-    total = ray_state.total_resources_per_node()
-    ours = {reservation.group.id.hex() for reservation in _reservations}
-    for group, row in placement_group_table().items():
-        is_waiting = row["state"] in ("PENDING", "RESCHEDULING")
-        if is_waiting and row["name"].startswith(OWNER) and group not in ours:
-            shares = list(row["bundles"].values())
-            if room_for(shares[0], total) >= len(shares):
-                return True
-    return False
 
 
 # ------------------------------------------------------------------------ waiting
@@ -286,9 +253,9 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
             if len(request.worlds) > 1 and _choose(request, say):
                 deadline = max(deadline, next_choice)
         if now > deadline:
-            raise too_small(missing(request.worlds[-1], request.share), f"waited {request.timeout_s:.0f} s")
+            raise too_small(missing_places(request.worlds[-1], request.share), f"waited {request.timeout_s:.0f} s")
         if words.are_due():
-            word = missing(request.worlds[0], request.share)
+            word = missing_places(request.worlds[0], request.share)
             if len(request.worlds) > 1:
                 word += f"; fewer will do after {request.patience_s:g} s (cluster.patience_s)"
             words.tell(word)
@@ -299,7 +266,7 @@ def _wait(request: Request, say: Callable[[str], None], on_tick: Callable[[], No
 def _take_avoided_nodes(request: Request) -> None:
     """Ask for the places anew, with nodes that were to be avoided, where only with them there is room."""
     now = time.monotonic()
-    avoided = _avoided_by(request)
+    avoided = avoided_for(request.share, request.worlds[-1])
     alive = {node for node in avoided if now > _avoided[node] + MISSED_S}
     room = room_for(request.share, _open_to_us(avoided))
     room_with_them = room_for(request.share, _open_to_us(avoided - alive))
@@ -338,79 +305,16 @@ class Words:
 def _choose(request: Request, say: Callable[[str], None]) -> bool:
     """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most."""
     most = request.worlds[0]
-    room = room_for(request.share, _open_to_us(_avoided_by(request)))
+    room = room_for(request.share, _open_to_us(avoided_for(request.share, request.worlds[-1])))
     # Where none would do, the most is what an autoscaler is to hear of.
     world = request.largest_in(room) or most
     if world != workers_held():
         if world < most:
-            say(f"goes on with {world} of up to {most} workers: {missing(most, request.share)}")
+            say(f"goes on with {world} of up to {most} workers: {missing_places(most, request.share)}")
         _ask(request, world)
     return world < most
 
 
-def missing(workers: int, share: Mapping[str, int]) -> str:
-    """Say for how many workers there is room, what is free where, and which campaigns hold the rest."""
-    leaving = set(draining_nodes())
-    free = {}
-    for node, resources in ray_state.available_resources_per_node().items():
-        if node not in leaving:
-            free[node] = resources
-    room = min(room_for(share, _open_to_us(set())), workers)
-    parts = [f"room for {room} of {workers} workers of {in_words(share)}"]
-    room_when_empty = room_for(share, ray_state.total_resources_per_node())
-    if room_when_empty < workers:
-        parts.append(f"even when the cluster is empty it has room for {room_when_empty}")
-
-    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-    free_somewhere = []
-    for node, resources in free.items():
-        left = {name: int(resources.get(name, 0)) for name in share if resources.get(name, 0) >= 1}
-        if left:
-            free_somewhere.append(f"{in_words(left)} on {names.get(node, node[:8])}")
-    if free_somewhere:
-        parts.append(f"free: {_some(free_somewhere)}")
-    held = [f"{in_words(amounts)} by {run}" for run, amounts in _held_by_campaigns().items()]
-    if held:
-        parts.append(f"held: {_some(held)}")
-    return "; ".join(parts)
-
-
-def room_for(share: Mapping[str, int], nodes: Mapping[str, Mapping[str, float]]) -> int:
-    """Return how many workers the nodes can hold; what is left on two nodes does not make a place for one worker.
-
-    >>> room_for({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}})
-    2
-    """
-    workers = 0
-    for resources in nodes.values():
-        workers += min(int(resources.get(name, 0) // count) for name, count in share.items())
-    return workers
-
-
-def in_words(amounts: Mapping[str, float]) -> str:
-    """Return "4 CPUs and 1 GPUs"."""
-    return " and ".join(f"{count:g} {name}s" for name, count in amounts.items())
-
-
-def _held_by_campaigns() -> dict[str, Counter[str]]:
-    """Return what the placement groups of campaigns hold, by the run directory that their names tell."""
-    held: dict[str, Counter[str]] = {}
-    for row in placement_group_table().values():
-        if row["state"] == "CREATED" and row["name"].startswith(OWNER):
-            run, _, _ = row["name"].removeprefix(OWNER).rpartition(" ")
-            amounts = held.setdefault(run, Counter())
-            for bundle in row["bundles"].values():
-                amounts.update({name: int(count) for name, count in bundle.items() if name in ("CPU", "GPU")})
-    return held
-
-
-def _some(texts: list[str]) -> str:
-    """Join the first few texts, and count the rest."""
-    shown = ", ".join(texts[:LONGEST_LIST])
-    if len(texts) > LONGEST_LIST:
-        shown += f" and {len(texts) - LONGEST_LIST} more"
-    return shown
-
-
-def too_small(missing: str, reason: str) -> ClusterError:
-    return ClusterError(f"{missing}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")
+def missing_places(workers: int, share: Mapping[str, int]) -> str:
+    """Say for how many workers there is room, those counted that have their places, and where the rest is."""
+    return missing(workers, share, room_for(share, _open_to_us(set())))

@@ -22,7 +22,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from jobs.cluster import job_metadata, placement
 from jobs.cluster.notices import give_notice
-from jobs.cluster.queue_order import Entry, Resources, ahead_of, victims_of, waiting
+from jobs.cluster.queue_order import Entry, ahead_of, victims_of, waiting
+from jobs.cluster.room import add_to, held_by, room_for, share_of_worker, staying, too_small
 from jobs.cluster.worker_group import ClusterConfig
 
 NAMESPACE = b"patchline"  # in Ray's key-value store
@@ -83,7 +84,7 @@ def reserve(
     """
     job = own_job()
     since = _first_asked.setdefault(run, time.time())
-    share = placement.share_of_worker(cluster)
+    share = share_of_worker(cluster)
     worlds = worlds or (cluster.world,)
     # With the smallest it is content, where several would do.
     mine = Entry(job, run, cluster.priority, since, worlds[-1], share)
@@ -140,8 +141,8 @@ class Place:
         words = placement.Words(self.say)
         while True:
             if self.left_s() == LEAST_LEFT_S:
-                missing = placement.missing(self.mine.workers, self.mine.share)
-                raise placement.too_small(missing, f"waited {self.wait_s:.0f} s")
+                missing = placement.missing_places(self.mine.workers, self.mine.share)
+                raise too_small(missing, f"waited {self.wait_s:.0f} s")
             queue = self.look_at_queue()
             ahead = self.ahead(queue)
             if not ahead:
@@ -149,7 +150,7 @@ class Place:
             others = f"behind {ahead[0].run}"
             if len(ahead) > 1:
                 others += f" and {len(ahead) - 1} more"
-            missing = f"{others}; {placement.missing(self.mine.workers, self.mine.share)}"
+            missing = f"{others}; {placement.missing_places(self.mine.workers, self.mine.share)}"
             self.tell(queue, missing)
             words.tell(f"{self.position(queue)} in the queue, {missing}")
             # A look costs the head a few questions; a stop is to be heard sooner.
@@ -176,7 +177,7 @@ class Place:
         if self.ahead(queue):
             raise NotOurTurn
         self.preempt(queue)
-        self.tell(queue, placement.missing(self.mine.workers, self.mine.share))
+        self.tell(queue, placement.missing_places(self.mine.workers, self.mine.share))
         self.next_look = time.monotonic() + LOOK_S
 
     def look_at_queue(self) -> Queue:
@@ -191,7 +192,7 @@ class Place:
         """Return who waits ahead and could be placed, the first first; nobody where this one fits nowhere."""
         total = staying(ray_state.total_resources_per_node())
         # Nobody loses by a request that cannot be met, and an autoscaler is to see it.
-        if placement.room_for(self.mine.share, total) < self.mine.workers:
+        if room_for(self.mine.share, total) < self.mine.workers:
             return []
         return ahead_of(self.mine, queue.entries, total)
 
@@ -203,6 +204,9 @@ class Place:
         """Mark the campaigns that are to make way for this one, where there is no room without that."""
         table = placement_group_table()
         free = staying(ray_state.available_resources_per_node())
+        # Ray was asked for places elsewhere: what is free on these nodes is no room, until they are taken after all.
+        for node in placement.avoided_for(self.mine.share, self.mine.workers):
+            free.pop(node, None)
         held = {places: held_by(row) for places, row in table.items() if row["state"] == "CREATED"}
         # Ray has just placed it: what looks like no room is its own.
         if placement.group_id() in held:
@@ -218,7 +222,7 @@ class Place:
             # Who has been told to make way will have done so soon.
             if entry.job in queue.marks:
                 add_to(free, held.get(entry.places, {}))
-        if placement.room_for(self.mine.share, free) >= self.mine.workers:
+        if room_for(self.mine.share, free) >= self.mine.workers:
             self.scene = None
             return
         scene = tuple(sorted(entry.places for entry in queue.entries if entry.places))
@@ -281,7 +285,7 @@ def is_anybody_waiting() -> bool:
 def placeable(entries: Sequence[Entry]) -> list[Entry]:
     """Return who waits and would fit into the cluster when it is empty: of the others nobody has to take account."""
     total = staying(ray_state.total_resources_per_node())
-    return [entry for entry in waiting(entries) if placement.room_for(entry.share, total) >= entry.workers]
+    return [entry for entry in waiting(entries) if room_for(entry.share, total) >= entry.workers]
 
 
 def wait_again() -> None:
@@ -361,30 +365,3 @@ def delete(prefix: bytes, job: str) -> None:
 def _client() -> Any:
     """Return this process's connection to the head, which waits while the head is away; compiled: no types."""
     return internal_kv_get_gcs_client()
-
-
-# ------------------------------------------------------------------------ in Ray's tables
-
-
-def staying(nodes: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources of the nodes that are not about to leave."""
-    leaving = placement.draining_nodes()
-    return {node: dict(resources) for node, resources in nodes.items() if node not in leaving}
-
-
-def add_to(free: dict[str, dict[str, float]], held: Mapping[str, Resources]) -> None:
-    """Add what is held on nodes to what is free there; a node that is not there has nothing to give."""
-    for node, resources in held.items():
-        if node in free:
-            for name, amount in resources.items():
-                free[node][name] = free[node].get(name, 0) + amount
-
-
-def held_by(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return what a placement group holds on each node, from its row in Ray's table."""
-    held: dict[str, dict[str, float]] = {}
-    for bundle, node in row["bundles_to_node_id"].items():
-        amounts = held.setdefault(node, {})
-        for name, amount in row["bundles"][bundle].items():
-            amounts[name] = amounts.get(name, 0) + amount
-    return held

@@ -16,9 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cluster.placement import room_for
-
-Resources = Mapping[str, float]  # amount by Ray's name of the resource
+from jobs.cluster.room import Resources, room_for
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ray._private import ray_constants
 from ray._private.parameter import RayParams
 
 from data.errors import ClusterError
-from jobs.cluster import placement, reaper
+from jobs.cluster import placement, reaper, room
 from jobs.cluster.worker_group import LOOPBACK, ClusterConfig
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
             else:
                 _join(address)
     info = _cluster_info()
-    placement.refuse_what_never_fits(cluster, info.embedded)
+    room.refuse_what_never_fits(cluster, info.embedded)
     return info
 
 

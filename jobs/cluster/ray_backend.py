@@ -31,21 +31,20 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore
 
-from jobs.cluster import notices, placement, queue, worker_gauge
+from jobs.cluster import notices, placement, queue, room, worker_gauge
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of, lost_node
+from jobs.cluster.worker_files import SeenRecords, rank_zero_value
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RankInfo,
-    SeenRecords,
     Task,
     WorkerFunction,
     WorkerGroupError,
     do_nothing,
     meeting_place,
-    rank_zero_value,
     require_folder,
     serve_store,
     worker_records,
@@ -85,7 +84,7 @@ def run_worker_group(
     task: Task,
     *,
     cluster: ClusterConfig,
-    folder: Path,
+    seen: SeenRecords,
     on_tick: Callable[[], None],
     is_shared: bool = True,
 ) -> object:
@@ -93,6 +92,7 @@ def run_worker_group(
 
     Raises ClusterError as well, where the cluster is missing, refuses us or is too small.
     """
+    folder = seen.folder
     # The supervisor has waited for the places already, and has them.
     is_embedded = connect(cluster).embedded
     places = placement.held(cluster) or placement.reserve(cluster, str(folder), is_embedded, on_tick=on_tick)
@@ -113,21 +113,21 @@ def run_worker_group(
     # driver may end while they wait.
     fit = threading.Thread(target=_fit, args=(trainer, errors), name=f"fit-{folder.name}", daemon=True)
     own_node = ray.get_runtime_context().get_node_id()
-    watched = (folder, cluster.world, own_node, placement.draining_nodes, has_ended)
+    watched = (folder, cluster.world, own_node, room.draining_nodes, has_ended)
     watch = threading.Thread(target=notices.watch_nodes, args=watched, daemon=True)
     watch_queue = threading.Thread(target=queue.watch, args=(folder, queue.own_job(), has_ended), daemon=True)
     fit.start()
     watch.start()
     watch_queue.start()
     lost: WorkerGroupError | None = None
-    seen = SeenRecords(folder)
     try:
         while fit.is_alive() and lost is None:
             fit.join(TICK_S)
             copies.look()
+            seen.look()
             on_tick()
             # Train would say so too, but only when Ray has missed the node.
-            lost = lost_node(folder, cluster.world, seen.look())
+            lost = lost_node(folder, cluster.world, seen.by_rank)
         copies.last_look()
         copies.end()
         if lost is not None:
@@ -182,7 +182,7 @@ def room_now(cluster: ClusterConfig) -> int:
     """Return for how many workers a larger worker group would find room; who waits comes before who wants more."""
     if queue.is_anybody_waiting():
         return placement.workers_held()
-    return placement.room_now(placement.share_of_worker(cluster))
+    return placement.room_now(room.share_of_worker(cluster))
 
 
 def leave_node(node_id: str) -> None:

@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from data.errors import ClusterError
 from jobs.cluster import placement, queue
 from jobs.cluster.failures import group_failure, has_lost_a_peer
-from jobs.cluster.worker_group import WorkerGroupError, WorkerRecord, oom_kills, records
+from jobs.cluster.worker_files import WorkerRecord, oom_kills, records
+from jobs.cluster.worker_group import WorkerGroupError
 
 ANSWER_S = 3.0  # for a node that is alive to take a connection
 OOM_ANSWER_S = 20.0  # for a task on another node that reads a counter

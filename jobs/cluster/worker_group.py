@@ -3,32 +3,28 @@
 1. The driver makes the attempt's folder and starts N workers (processes.py or ray_backend.py). All get the same
    function and the same task; each gets its own RankInfo.
 2. In the worker, `worker_records` prepares the process for its rank: environment, threads, network interface.
-3. It writes `rank-00003.json` into the attempt's folder when the worker starts, and once more when it ends:
-       {"rank": 3, "node": "n1", "pid": 4711, "started": 1763800000.0, "oom_kills": 0}
-       … and "ended": 1763800100.0, "value": {"step": 40}
-       … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
-   It keeps `rank-00003.log` open all the while, for a crash to write its stack into.
-4. The driver reads these files: rank 0's value when all has gone well, otherwise who failed first (failures.py).
+3. It writes a record into the attempt's folder when the worker starts, and once more when it ends (worker_files.py).
+4. The driver reads the records: rank 0's value when all has gone well, otherwise who failed first (failures.py).
 """
 
 import faulthandler
-import json
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import psutil
 
 from data.checks import at_least, more_than_0
 from data.errors import ClusterError, ConfigError
-from data.files import refusal, write_with_reserve
+from data.files import refusal
 from jobs.cluster.environment import complaint
+from jobs.cluster.worker_files import SeenRecords, WorkerRecord, oom_kills, worker_file, write_record
 from pipeline.checkpoints.sight import SAME_STORAGE, look_for
 
 if TYPE_CHECKING:
@@ -38,10 +34,7 @@ Task = dict[str, Any]  # what the workers of an attempt are told; JSON
 WorkerFunction = Callable[[Task], object]  # importable by its module's name; what it returns is JSON
 
 LOOPBACK = "127.0.0.1"
-VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 LONGEST_TRACEBACK = 10_000  # characters, from the end
-RECORD_RESERVE_BYTES = 16_384  # in a worker's record, for its error and traceback
-REFRESHED_AT_A_LOOK = 16  # records that the driver reads again at a look, though nothing says that they have changed
 PEER_GRACE_S = 1.5  # a dead peer makes the others raise within 0.1 s; they wait this long, so that its death is seen
 
 
@@ -49,11 +42,11 @@ class RunWorkerGroup(Protocol):
     """The contract of both backends: run `function(task)` once in every worker and return rank 0's value.
 
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
-    environment, and initialise torch.distributed themselves; under Ray they run outside the main thread. `folder`
-    exists and is new with every call. All nodes share it; where they do not (`is_shared`), each has a folder of its own
-    under the same path, and the caller's comes to hold copies of what workers leave in theirs, and in the stage's
-    folder around it (node_files.py). `on_tick` runs in the caller's thread about every 0.5 s; what it raises ends the
-    worker group and comes out here.
+    environment, and initialise torch.distributed themselves; under Ray they run outside the main thread. The folder
+    of `seen` exists and is new with every call. All nodes share it; where they do not (`is_shared`), each has a folder
+    of its own under the same path, and the caller's comes to hold copies of what workers leave in theirs, and in the
+    stage's folder around it (node_files.py). About every 0.5 s `seen` looks at the records there, and `on_tick` runs,
+    in the caller's thread; what it raises ends the worker group and comes out here.
 
     Raises WorkerGroupError, naming the worker that failed first, with the exit code it wanted if it did. However
     this returns, no worker is alive.
@@ -65,7 +58,7 @@ class RunWorkerGroup(Protocol):
         task: Task,
         *,
         cluster: "ClusterConfig",
-        folder: Path,
+        seen: SeenRecords,
         on_tick: Callable[[], None],
         is_shared: bool = True,
     ) -> object: ...
@@ -209,24 +202,6 @@ class RankInfo:
         return variables
 
 
-class WorkerRecord(TypedDict):
-    """What one worker has written into `rank-00003.json`; times are seconds since 1970 on the worker's clock."""
-
-    rank: int
-    node: str
-    node_id: NotRequired[str]  # RankInfo.node_id
-    address: NotRequired[str]  # RankInfo.address
-    pid: int
-    started: float
-    oom_kills: int  # of the worker's machine, when the worker started
-    ended: NotRequired[float]
-    value: NotRequired[object]  # of a worker that returned
-    exit_code: NotRequired[int | None]  # of a worker that raised, as the next three
-    kind: NotRequired[str]
-    error: NotRequired[str]
-    traceback: NotRequired[str]
-
-
 @dataclass
 class WorkerResult:
     """Takes the value that a worker's function returns."""
@@ -266,7 +241,7 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
         "oom_kills": oom_kills(),
     }
     # From here on the driver knows which process is which rank, and may kill it or ask how it is.
-    _write_record(folder, start)
+    write_record(folder, start)
     result = WorkerResult()
     with worker_file(folder, info.rank, ".log").open("a", buffering=1) as log:
         # A crash in C leaves no exception, only what Python's fault handler writes.
@@ -274,7 +249,7 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
         try:
             yield result
             # A value that is not JSON raises here, and so is the worker's own error.
-            _write_record(folder, {**start, "ended": time.time(), "value": result.value})
+            write_record(folder, {**start, "ended": time.time(), "value": result.value})
         except BaseException as error:
             wanted = _wanted_exit_code(error)
             end: WorkerRecord = {
@@ -285,7 +260,7 @@ def worker_records(folder: Path, info: RankInfo) -> Iterator[WorkerResult]:
                 "error": refusal(error) if isinstance(error, OSError) else str(error),
                 "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
             }
-            _write_record(folder, end)
+            write_record(folder, end)
             # This may only be the echo of a peer's death: the driver must see that death before it sees our end.
             if wanted is None and info.world > 1:
                 time.sleep(PEER_GRACE_S)
@@ -348,97 +323,3 @@ def meeting_place(address: str, port: int) -> dict[str, str]:
 
 def do_nothing() -> None:
     """Stand in for an `on_tick` where nobody looks."""
-
-
-def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
-    """Return what the workers have written so far, by rank."""
-    by_rank = {}
-    for rank in range(world):
-        # Not there yet; or a shared folder stutters, and the next look has it.
-        with suppress(OSError, ValueError):
-            by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
-    return by_rank
-
-
-class SeenRecords:
-    """The records of an attempt as last seen, for somebody who looks often: only what is new is read.
-
-    A record appears by a rename, which gives it another inode and its folder another time of change.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.by_rank: dict[int, WorkerRecord] = {}
-        self.inodes: dict[str, int] = {}  # by file name, of what was read
-        self.listed_ns = 0  # the folder's time of change at the last listing
-        self.is_settled = False  # it was the same at the listing before, so that the clock's tick hides nothing
-        self.to_refresh = 0  # the place among the names of the record that is read again next
-
-    def look(self) -> dict[int, WorkerRecord]:
-        """Return what the workers have written so far, by rank."""
-        # A shared folder may stutter: the next look has it.
-        with suppress(OSError):
-            changed_ns = self.folder.stat().st_mtime_ns
-            if changed_ns != self.listed_ns or not self.is_settled:
-                self._read_new()
-                self.is_settled = changed_ns == self.listed_ns
-                self.listed_ns = changed_ns
-        self._refresh()
-        return self.by_rank
-
-    def _read_new(self) -> None:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                is_record = entry.name.startswith("rank-") and entry.name.endswith(".json")
-                if is_record and self.inodes.get(entry.name) != entry.inode():
-                    self._read(entry.name, entry.inode())
-
-    def _refresh(self) -> None:
-        """Read a few records again, in turn: on a full disk one is written in place (data.files.write_with_reserve)."""
-        names = list(self.inodes)
-        for name in names[self.to_refresh : self.to_refresh + REFRESHED_AT_A_LOOK]:
-            self._read(name, self.inodes[name])
-        self.to_refresh += REFRESHED_AT_A_LOOK
-        if self.to_refresh >= len(names):
-            self.to_refresh = 0
-
-    def _read(self, name: str, inode: int) -> None:
-        with suppress(OSError, ValueError):
-            with open(self.folder / name) as file:
-                record: WorkerRecord = json.load(file)
-            self.by_rank[record["rank"]] = record
-            self.inodes[name] = inode
-
-
-def rank_zero_value(folder: Path) -> object:
-    """Return what the function of rank 0 returned, in a worker group that has ended well.
-
-    Raises ClusterError where rank 0 has written that into another folder of this name, on a node of its own.
-    """
-    written = records(folder, world=1)
-    if 0 not in written:
-        raise ClusterError(
-            f"rank 0 has ended well, and what it has written into {folder} is not here\n  {SAME_STORAGE}"
-        )
-    return written[0].get("value")
-
-
-def oom_kills() -> int:
-    """Count the processes of this machine that the kernel has killed for want of memory; 0 where it does not say."""
-    with suppress(OSError):
-        for line in VMSTAT.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def worker_file(folder: Path, rank: int, suffix: str) -> Path:
-    """Return the path of what a worker leaves in the attempt's folder: `rank-00003` and the suffix."""
-    return folder / f"rank-{rank:05d}{suffix}"
-
-
-def _write_record(folder: Path, record: WorkerRecord) -> None:
-    # Whole, because the driver reads the records while the workers write them.
-    path = worker_file(folder, record["rank"], ".json")
-    # With room for the end, which is written on a full disk too: the disk may be why the worker ends.
-    write_with_reserve(path, json.dumps(record), RECORD_RESERVE_BYTES)

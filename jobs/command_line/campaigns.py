@@ -11,7 +11,7 @@ from data.errors import ConfigError
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say, show
 
 if TYPE_CHECKING:
-    from jobs.campaign import Campaign
+    from jobs.resolved_recipe import Campaign
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -63,6 +63,7 @@ def plan(
     from jobs import campaign
     from jobs.commands import plan
     from jobs.mirror import looked_at
+    from jobs.reevaluation import with_new_evaluations
     from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
@@ -70,7 +71,7 @@ def plan(
         print(campaign.resolved(loaded))
         return
     with looked_at(loaded.run, loaded.remote) as folder:
-        loaded = replace(loaded, run=folder)
+        loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         check_unfinished(loaded, loaded.stages, fresh=fresh)
         check_finished(loaded, loaded.stages, print)
@@ -102,9 +103,15 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 @commands.command()
 def status(run: Run, _debug: Debug = False) -> None:
     """Show stage, step, loss, speed, ETA and last checkpoint."""
-    from jobs.commands import status, stored_runs
+    from jobs.commands import status
 
-    show(stored_runs.status(run) if "://" in run else status.status(Path(run).resolve()))
+    if "://" in run:
+        # What reads a store imports torch, for which a run in a folder does not have to wait.
+        from jobs.commands import stored_runs
+
+        show(stored_runs.status(run))
+    else:
+        show(status.status(Path(run).resolve()))
 
 
 @commands.command()
@@ -159,15 +166,19 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that ship, by their bare names."""
-    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    """The recipes that ship, by their names below jobs/recipes: digits, transfer/cifar10."""
+    recipes = {}
+    for file in sorted(RECIPES.rglob("*.yaml")):
+        recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file
+    return recipes
 
 
 def stage_of_kind(loaded: "Campaign", kind: str) -> str:
     """The name of the one stage of a kind. Raises ConfigError where there are several, or none."""
     from pipeline.config import require
 
-    names = [stage.name for stage in loaded.stages if stage.kind == kind]
+    # All runs of a sweep are one section of the recipe, which is run whole.
+    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind == kind))
     require(
         len(names) == 1,
         f"the recipe has {len(names)} stages of kind {kind}: {', '.join(names)}; --stage names one",

@@ -1,4 +1,4 @@
-"""`patchline pack|index` and `patchline data check|stats|repair`: shards made, found, looked at and mended."""
+"""`patchline pack|index|subset` and `patchline data check|stats|repair`: sets made, found, looked at and mended."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +10,9 @@ from jobs.command_line.words import Debug, make_group, show
 
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
-    "img2dataset), parquet (Hugging Face images), digits; or a known data set, see docs/data-sets.md: imagenet-train, "
-    "imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, cifar, pets, flowers102, objectnet."
+    "img2dataset), parquet (Hugging Face images), digits; or a known data set of docs/data-sets.md: "
+    "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, cifar, pets, "
+    "flowers102, objectnet, vtab."
 )
 TARS = (
     "A folder of WebDataset tars, or the tars themselves; or URLs (s3, gs, az, https) of either, quoted: "
@@ -36,6 +37,7 @@ Rename = Annotated[
     list[str] | None, typer.Option(metavar="NAME=NAME", help="A class of the source, and what the numbering calls it.")
 ]
 Real = Annotated[str | None, typer.Option(help="imagenet-validation: real.json instead, with all labels of each.")]
+Task = Annotated[str | None, typer.Option(help="vtab: which of its 19 tasks, caltech101 for one.")]
 Partial = Annotated[bool, typer.Option("--partial", help="Known data sets: it is a part on purpose, not refused.")]
 ShardSamples = Annotated[int, typer.Option(min=1, help="Samples of a shard, at most.")]
 ShardBytes = Annotated[int, typer.Option(min=1, help="Bytes of a shard's images, at most; 1 GiB.")]
@@ -54,6 +56,18 @@ Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Write a pag
 World = Annotated[int, typer.Option(min=1, help="Workers to give advice for.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Where the new set goes; not the old one's folder.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep each image once.")]
+
+SubsetFolder = Annotated[str, typer.Option(help="Folder of the subset's index and tables: one of its own.")]
+Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="A class to keep, by id or name; repeatable.")]
+Only = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The samples to keep: a key a line, or shard, tab, key; or .json.")
+]
+But = Annotated[str | None, typer.Option(metavar="FILE", help="Samples to leave out, listed likewise; or leaks.json.")]
+Part = Annotated[
+    str | None, typer.Option(metavar="FIRST:STOP", help="':98%', '98%:', ':50000' …; with --seed, of a permutation.")
+]
+Shots = Annotated[int | None, typer.Option(min=1, help="Samples of each class, as the few-shot probe draws them.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of --shots, or of --part.")]
 
 Name = Annotated[str | None, typer.Option(help="Of the set; else its folder's name.")]
 Classes = Annotated[int | None, typer.Option(min=1, help="Labels must be below; else as many as are found.")]
@@ -78,6 +92,7 @@ def pack(
     names: ClassList = None,
     classes_of: ClassesOf = None,
     rename: Rename = None,
+    task: Task = None,
     partial: Partial = False,
     shard_samples: ShardSamples = 10_000,
     shard_bytes: ShardBytes = 1 << 30,
@@ -101,6 +116,7 @@ def pack(
         "names": names,
         "classes_of": classes_of,
         "rename": pairs(rename or []),
+        "task": task,
         "partial": partial,
     }
     summary = pack_images(
@@ -155,6 +171,42 @@ def index(
         cache=cache,
     )
     show(summary)
+
+
+@commands.command()
+def subset(
+    path: IndexPath,
+    output: SubsetFolder,
+    keep: Keep = None,
+    only: Only = None,
+    but: But = None,
+    part: Part = None,
+    shots: Shots = None,
+    seed: Seed = None,
+    name: Name = None,
+    cache: CacheFolder = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> None:
+    """Choose samples of a set, as an index over the same tars: nothing is packed again."""
+    from jobs.commands.data import choose_samples
+
+    classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
+    show(
+        choose_samples(
+            path,
+            Path(output),
+            keep=classes,
+            only=only,
+            but=but,
+            part=part,
+            shots=shots,
+            seed=seed,
+            name=name,
+            workers=workers,
+            cache=cache,
+        )
+    )
 
 
 @data_commands.command()

@@ -1,4 +1,4 @@
-"""`patchline import|export|analyze`: weights in, out, and looked at."""
+"""`patchline import|export|analyze|evaluate`: weights in, out, looked at, and judged."""
 
 from typing import Annotated, Literal
 
@@ -26,6 +26,19 @@ AnyWeights = Annotated[str, typer.Argument(help="A folder of weights, or a file 
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
 Limit = Annotated[int, typer.Option(help="At most so many images; the paper takes 128.")]
+SetsAndOverrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SET… [KEY=VALUE…]", help="Indexes to judge on; train=INDEX; knn.k=[20], cluster.workers=4."
+    ),
+]
+ProtocolNames = Annotated[
+    list[str] | None,
+    typer.Option("--protocol", help="top-1, top-5, real, per-class, fewshot, linear, knn, logistic; several times."),
+]
+DocumentFolder = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Where evaluation.json goes; else runs/evaluate-<weights>.")
+]
 
 commands = make_group()
 
@@ -47,14 +60,31 @@ def import_foreign(
 @commands.command()
 def export(directory: OurFolder, path: Target, format: Format, _debug: Debug = False) -> None:
     """Write our weights as official, timm or transformers ones."""
+    from jobs.commands import stored_runs
     from jobs.commands.weights import export_weights
 
+    stored_runs.refuse_as_weights(directory, "export")
     show(export_weights(directory, path, format))
 
 
 @commands.command()
 def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> None:
     """Draw what a ViT looks at: the paper's figures 6, 7 and 11."""
-    from jobs.commands import analyze
+    from jobs.commands import analyze, stored_runs
 
+    stored_runs.refuse_as_weights(weights, "analyze")
     show(analyze.analyze(weights, images, output, limit))
+
+
+@commands.command()
+def evaluate(
+    weights: AnyWeights,
+    words: SetsAndOverrides,
+    protocol: ProtocolNames = None,
+    output: DocumentFolder = None,
+    _debug: Debug = False,
+) -> None:
+    """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
+    from jobs.commands import evaluate
+
+    evaluate.evaluate(weights, words, protocol or [], output)

@@ -1,8 +1,9 @@
-"""The work of `patchline pack|index|data`: make shards, index existing ones, look at them and mend them.
+"""The work of `patchline pack|index|subset|data`: make shards, index existing ones, look at them and mend them.
 
 patchline pack folder photos/train shards/photos/train --workers 4    resumes after a kill
 patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
+patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
 patchline data check shards/theirs --page report.html
 """
 
@@ -23,6 +24,8 @@ from data.shards.names import Names, check_unmistakable, read_class_list, some
 from data.shards.packing import pack
 from data.shards.page import write_page
 from data.shards.refusals import refusal_lines
+from data.shards.subset import Rule, make_subset
+from data.shards.subset import summary as subset_summary
 from jobs.progress import Progress
 from jobs.stages.sets import SetConfig, expected_samples, numbering_of, samples_of
 from pipeline import config
@@ -42,6 +45,10 @@ def pack_images(
     """Pack a source, described as in a recipe, into shards; the same call again goes on after a kill."""
     refuse_file(directory)
     # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
+    if source["source"] == "subset":
+        raise UsageError(
+            "a subset packs nothing\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
+        )
     cfg = config.build(SetConfig, source, "pack")
     numbering = numbering_of(cfg, name or directory.name)
     with stoppable(), Progress("samples", expected_samples(cfg)) as progress:
@@ -97,6 +104,31 @@ def index_tars(
         lines.append("class names: none, labels are taken on trust; where they are known, give --names FILE")
     refuse_useless(index, lines)
     return lines
+
+
+def choose_samples(
+    path: str,
+    folder: Path,
+    *,
+    keep: list[int | str],
+    only: str | None,
+    but: str | None,
+    part: str | None,
+    shots: int | None,
+    seed: int | None,
+    name: str | None,
+    workers: int,
+    cache: str | None,
+) -> list[str]:
+    """Write the index of some of a set's samples into a folder of its own."""
+    refuse_file(folder)
+    rule = Rule(tuple(keep), only, but, part, shots, seed)
+    parent = load_index(path)
+    with stoppable(), Progress("shards", len(parent.shards)) as progress:
+        index = make_subset(
+            parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
+        )
+    return subset_summary(index, parent)
 
 
 def listed_names(names: str | None, classes_of: str | None) -> Names:

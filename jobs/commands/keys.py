@@ -3,6 +3,7 @@
 from jobs.campaign import KINDS
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.monitoring.trackers import TrackersConfig
+from jobs.sweeps import SweepConfig
 from pipeline.configuration_page import page
 
 INTRODUCTION = """\
@@ -32,6 +33,8 @@ The column "on resume" says what happens when a key is changed and a half-done s
 
 Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the recipe: `@stage`
 for its weights, `@stage/name` for a set of shards that a `pack` stage makes.
+
+Any stage's section may hold a `sweep`, which makes many stages of it ([sweeps.md](sweeps.md)).
 """
 
 
@@ -40,7 +43,8 @@ def configuration_page() -> str:
     stages = {}
     for name, module in KINDS.items():
         stages[name] = (module.Config, module.DEFAULTS)
-    return page(INTRODUCTION, {"cluster": ClusterConfig, "trackers": TrackersConfig}, stages)
+    shared = {"cluster": ClusterConfig, "trackers": TrackersConfig, "sweep": SweepConfig}
+    return page(INTRODUCTION, shared, stages)
 
 
 if __name__ == "__main__":

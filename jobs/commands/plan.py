@@ -16,10 +16,13 @@ from data.decoder import images_per_cpu_s
 from data.order import shares as shares_of
 from data.shards.index import Index
 from jobs import class_names
-from jobs.campaign import Campaign, Stage, index_of
+from jobs.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_checks import index_of
 from jobs.stage_run import changes_since_half_done
+from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
@@ -40,6 +43,7 @@ class TrainingSet:
 
 def plan(campaign: Campaign) -> list[str]:
     """Describe every stage in lines: whether it would run, its arithmetic, parameters and FLOPs."""
+    campaign = settled(campaign)
     cluster = campaign.cluster
     lines = [
         f"run directory  {campaign.place}",
@@ -52,13 +56,21 @@ def plan(campaign: Campaign) -> list[str]:
             would_run.add(stage.name)
         lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
         for field, value in stage.parents.items():
-            lines.append(f"  reads   {field} = {value}")
+            # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
+            if stage.kind != "sweep" and field not in stage.chosen:
+                lines.append(f"  reads   {field} = {value}")
         if stage.model is not None:
             lines.append(f"  model   {model_line(stage)}")
         # What a finished stage was made from is needed no more.
         if stage.name in would_run:
             for message in stage.missing:
                 lines.append(f"  MISSING {message}")
+        for field in stage.chosen:
+            lines.append(f"  chosen  {field}: {choice_text(campaign, stage, field)}")
+        if len(stage.known) < len(stage.chosen):
+            lines.append("  chosen  until then the lines below have the first of these values")
+        if isinstance(stage.config, sweep.Config):
+            lines.append(f"  table   {table_line(stage.config)}")
         for line in class_names.lines(campaign, stage):
             lines.append(f"  {line}")
         if isinstance(stage.config, TrainConfig):
@@ -88,6 +100,15 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         if ran_before and link is not None and link[0] in would_run:
             return f"would run again, because {link[0]} would"
     return "would run"
+
+
+def table_line(cfg: sweep.Config) -> str:
+    """Say what the table of a sweep will be made of, and what it is for."""
+    rows = list(dict.fromkeys(run.row for run in cfg.runs.values()))
+    line = f"{len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}"
+    if cfg.chooses:
+        line += f": chooses {sweep.TIES}"
+    return line
 
 
 def model_line(stage: Stage) -> str:

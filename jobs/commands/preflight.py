@@ -29,15 +29,17 @@ from typing import Any, cast
 import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
-from jobs.campaign import Campaign, Stage
 from jobs.cluster import backends
+from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.session import warn_of_unused_gpus
 from jobs.stage_run import missing_inputs
+from jobs.stages import pack
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic, memory_estimate
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
@@ -159,7 +161,8 @@ def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
     paths = []
     for field, value in stage.parents.items():
         path = campaign.resolve(value)
-        if field != "init" and path is not None:
+        is_set = field != "init" and not field.endswith(pack.LISTS)
+        if is_set and path is not None:
             paths.append(path)
     return paths
 
@@ -226,7 +229,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
                 examine,
                 task,
                 cluster=cluster,
-                folder=group_folder,
+                seen=SeenRecords(group_folder),
                 on_tick=do_nothing,
                 is_shared=needs.is_shared,
             )

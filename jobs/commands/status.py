@@ -11,7 +11,7 @@ import psutil
 
 from data.errors import CheckpointError, DataError, UsageError
 from pipeline import handover
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import manifest
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import amount, duration, last_metrics
@@ -22,6 +22,8 @@ class Outcome(TypedDict):
 
     seconds: float
     metrics: NotRequired[dict[str, float]]
+    summary: NotRequired[str]  # of a sweep's table
+    diverged: NotRequired[str]  # of a run of a sweep: how it ended
 
 
 def status(run: Path) -> list[str]:
@@ -38,9 +40,19 @@ def status(run: Path) -> list[str]:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
         raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
     lines = [f"run  {run}", f"end  {ending(run)}"]
+    width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
-        lines.append(f"{folder.name:24} {stage_line(folder)}")
+        lines.append(f"{folder.name:{width}} {stage_line(folder)}{chosen_text(folder)}")
     return lines
+
+
+def chosen_text(folder: Path) -> str:
+    """Return what a sweep has chosen for a stage, for the end of its line: "  (optim.lr=0.01)"."""
+    with suppress(DataError):  # named where the stage's line is made
+        chosen = handover.read_record(folder / "stage.json").values.get("chosen", {})
+        if chosen:
+            return f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
+    return ""
 
 
 def started_s(folder: Path) -> float:
@@ -104,6 +116,10 @@ def stage_line(folder: Path) -> str:
 
 def done_line(outcome: Outcome) -> str:
     line = f"done in {duration(outcome['seconds'])}"
+    if "diverged" in outcome:
+        return f"DIVERGED after {duration(outcome['seconds'])}: {outcome['diverged']}"
+    if "summary" in outcome:
+        line += f"  {outcome['summary']}"
     for name, value in outcome.get("metrics", {}).items():
         if "seed" not in name:  # the mean stands for what each seed gave
             line += f"  {name} {value:.4f}"
@@ -112,10 +128,10 @@ def done_line(outcome: Outcome) -> str:
 
 def checkpoint_line(folder: Path) -> str:
     """Say from which step a resume would start, by the newest manifest alone."""
-    checkpoints = checkpoint.committed(folder / "checkpoints")
+    checkpoints = manifest.committed(folder / "checkpoints")
     if not checkpoints:
         return "no checkpoint yet"
     try:
-        return f"last checkpoint step {checkpoint.read_manifest(checkpoints[0]).step}"
+        return f"last checkpoint step {manifest.read_manifest(checkpoints[0]).step}"
     except CheckpointError as error:
         return f"last checkpoint unreadable: {error}"

@@ -19,7 +19,7 @@ from data.store import Store, check_store_url, each
 from jobs.commands import checkpoints
 from jobs.commands import status as status_command
 from jobs.ownership import OWNER_FILE
-from pipeline.checkpoints.checkpoint import MANIFEST, committed
+from pipeline.checkpoints.manifest import MANIFEST, committed
 from pipeline.checkpoints.stored import ATTEMPTS, REFUSED, SWEPT, StoredCheckpoints
 
 # Of the run and of each stage; other files are read by no command here.
@@ -170,4 +170,14 @@ def refuse(path: str, command: str) -> None:
             f"{command} takes a folder, found {path}\n"
             "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
             f"  with the store's own tools, for example: aws s3 sync {path} runs/NAME"
+        )
+
+
+def refuse_as_weights(path: str, command: str) -> None:
+    """Raise UsageError, which names the command that helps, where one that reads weights is given a run's URL."""
+    if "://" in path:
+        raise UsageError(
+            f"{command} takes weights on a disk, found {path}\n"
+            "  fetch those of a run in a store first\n"
+            f"  type: python -m jobs checkpoints export {path} --to weights/NAME, then {command} weights/NAME"
         )

@@ -1,19 +1,20 @@
 """Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from data.checks import at_least, check_name
 from data.errors import DataError
-from data.shards.index import SUFFIX, load_index, table_name
+from data.shards.index import SUFFIX, Index, load_index, table_name
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, problem_of
+from data.shards.subset import make_subset, summary
 from jobs.context import Context
 from jobs.progress import Progress
-from jobs.stages.sets import SetConfig, expected_samples, numberings_of, paths_of, samples_of
+from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.config import Tags, require, tags
 from pipeline.handover import DONE
 
@@ -38,8 +39,15 @@ class Config:
 
 
 DEFAULTS: Config | None = None
-INPUTS = ("sets.*.classes_of",)
-FILES = ("sets.*.path", "sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names")
+INPUTS = ("sets.*.classes_of", "sets.*.path", "sets.*.only", "sets.*.but")
+LISTS = (".only", ".but")  # how those of INPUTS end that name a list of samples
+FILES = ("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names")
+
+
+def is_input(cfg: Config, field: str) -> bool:
+    """Tell whether a field of INPUTS names an input by its content: a subset's set does, a path to images does not."""
+    _, name, key = field.split(".")
+    return key != "path" or cfg.sets[name].source == "subset"
 
 
 def missing_sources(stage: str, cfg: Config) -> list[str]:
@@ -47,7 +55,7 @@ def missing_sources(stage: str, cfg: Config) -> list[str]:
     messages = []
     for name, set_config in cfg.sets.items():
         for key, path in paths_of(set_config).items():
-            if not Path(path).exists():
+            if not is_there(path):
                 messages.append(f"{stage}.sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
     return messages
 
@@ -107,8 +115,14 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     sets = {}
     for name, set_config in cfg.sets.items():
         sets[name] = replace(set_config, classes_of=context.resolve(set_config.classes_of))
+        if set_config.source == "subset":
+            sets[name] = replace(set_config, path=context.resolve(set_config.path))
     numberings = numberings_of(sets, context.say)
     for name, set_config in sets.items():
+        if set_config.source == "subset":
+            index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.say)
+            packed[name] = record_of(index)
+            continue
         progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
 
         # A default binds the progress of this set now; the name means another one in the next round.
@@ -128,7 +142,23 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             workers=cfg.workers,
             report=report,
         )
-        packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+        packed[name] = record_of(index)
         samples_seen += index.samples
         context.say(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
     return {"sets": packed, "samples_seen": samples_seen}
+
+
+def record_of(index: Index) -> dict[str, Any]:
+    """Return what done.json says of a set."""
+    return {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+
+
+def make_subset_of(cfg: SetConfig, folder: Path, name: str, workers: int, say: Callable[[str], None]) -> Index:
+    """Write the index of some of another set's samples; nothing is packed."""
+    assert cfg.path is not None, "SetConfig refuses a subset without a path"
+    parent = load_index(cfg.path)
+    progress = Progress(f"shards looked at for {name}", len(parent.shards), say=say, every_s=10.0)
+    index = make_subset(parent, folder, subset_rule(cfg), name=name, workers=workers, report=progress.of)
+    for line in summary(index, parent):
+        say(f"{name}: {line}")
+    return index

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from data.archives.cifar import cifar, cifar_classes
-from data.archives.sources import KNOWN, known_classes, known_published, known_samples, splits_of
+from data.archives.sources import Archive, known_archive, samples_of_archive
 from data.archives.tars import rows
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
 from data.shards.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
 from data.shards.sources import DIGITS, Sample, class_folders, digits, folder_classes, numbered, tars, tars_classes
+from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.vtab.source import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -27,6 +29,7 @@ SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Name
     "folder": (class_folders, folder_classes),
     "parquet": (image_parquet, parquet_classes),
 }
+SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 # CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
 CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
 CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
@@ -45,6 +48,7 @@ class SetConfig:
         "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
         "cifar",  # a folder of the binary version, whatever it holds
         "digits",  # scikit-learn's, which need no path
+        "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
         "imagenet-21k",  # winter21_whole.tar.gz, or a folder of class tars or class folders
         "imagenet-21k-fall11",  # fall11_whole.tar, or a folder as above
         "cifar10",  # cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or the folder of either
@@ -52,13 +56,21 @@ class SetConfig:
         "pets",  # folder of images.tar.gz and annotations.tar.gz
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
         "objectnet",  # folder objectnet-1.0
+        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
-    path: str | None = None  # the file or folder that the source reads; digits need none
+    path: str | None = None  # the file or folder that the source reads, or tars as a/train-*.tar; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: the devkit, or a file of one wnid a line; imagenet-21k: the file
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    split: Literal["train", "validation", "trainval", "test"] = "train"  # of cifar, digits and the known data sets
+    # of cifar, digits and the known data sets; those with numbers are vtab's
+    split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
+    task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
+    only: str | None = None  # subset: file of the samples that it has
+    but: str | None = None  # subset: file of samples that it does without; or leaks.json
+    part: str | None = None  # subset: first:stop in samples or percent, ":98%" or "98%:"; with a seed, of a permutation
+    shots: int | None = None  # subset: samples of each class, drawn by the seed as the few-shot probe draws them
+    seed: int | None = None  # subset: of shots, or of part
     names: str | None = None  # file of class names in the order of ids: one a line, or .json; the set is numbered so
     classes_of: str | None = None  # index, its folder, or "@stage/set", whose numbering of classes the set takes
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
@@ -67,23 +79,65 @@ class SetConfig:
     partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="source path root wnids real split keep image_size classes names classes_of rename partial"
+        forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
+        "rename partial task"
     )
-    LATER: ClassVar[tuple[str, ...]] = ("names", "classes_of", "rename", "partial")  # as `config.tagged` means it
+    # As `config.tagged` means it.
+    LATER: ClassVar[tuple[str, ...]] = (
+        "names",
+        "classes_of",
+        "rename",
+        "only",
+        "but",
+        "part",
+        "shots",
+        "seed",
+        "partial",
+        "task",
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "image_size classes")
+        at_least(self, 1, "image_size classes shots")
+        check_seed(self.seed)
         lowest = min((entry for entry in self.keep or [] if isinstance(entry, int)), default=0)
         require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        if self.source == "subset":
+            subset_rule(self)  # raises ConfigError where it chooses by nothing
+            renumbers = self.names or self.classes_of or self.rename or self.classes
+            require(
+                not renumbers,
+                "a subset has the class ids and names of its set\n"
+                "  leave out names, classes_of, rename and classes, or pack the set again with them",
+            )
+        else:
+            chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
+            require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
+        has_task = self.task in VTAB if self.source == "vtab" else self.task is None
+        require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
         require(not (self.wnids and self.real), "wnids and real are two kinds of labels: give one of them")
-        require(
-            not self.partial or self.source in KNOWN, f"partial is of known data sets; source {self.source} is none"
-        )
-        splits = splits_of(self.source) if self.source in KNOWN else ("train", "test")
-        is_split = not splits or self.split in splits
-        require(is_split, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
+        known = known_set(self)
+        splits = tuple(known.published) if known else ("train", "test")
+        require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
+        require(not self.partial or known is not None, f"partial is of known data sets; {self.source} is none of them")
+
+
+def subset_rule(cfg: SetConfig) -> Rule:
+    """Return which samples a subset has; raises ConfigError where its fields say nothing, or do not fit."""
+    return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
+
+
+def known_set(cfg: SetConfig) -> Archive | None:
+    """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
+    if cfg.source == "vtab" and cfg.task is not None:
+        return VTAB[cfg.task]
+    return known_archive(cfg.source, path_of(cfg.wnids), path_of(cfg.real))
+
+
+def path_of(text: str | None) -> Path | None:
+    """Return a field that names a file or folder as a path; None where it is not set."""
+    return None if text is None else Path(text)
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -92,8 +146,11 @@ class SetConfig:
 def numberings_of(sets: Mapping[str, SetConfig], say: Callable[[str], None]) -> dict[str, Numbering]:
     """Return how the classes of each set are numbered, so that a class has one id in all; `say` is told who follows.
 
-    Raises DataError as `numbering_of`.
+    Subsets are not among them: they have the numbering of their set. Raises DataError as `numbering_of`.
     """
+    sets = {name: cfg for name, cfg in sets.items() if cfg.source != "subset"}
+    if not sets:
+        return {}
     giver = "train" if "train" in sets else next(iter(sets))
     first = numbering_of(sets[giver], giver)
     numberings = {}
@@ -117,6 +174,8 @@ def paths_of(cfg: SetConfig) -> dict[str, str]:
     if cfg.source == "digits":
         return {}
     paths = {"path": cfg.path, "root": cfg.root, "wnids": cfg.wnids, "real": cfg.real, "names": cfg.names}
+    if cfg.source == "subset":  # whose path may be "@stage/set": a campaign looks at it as at any other input
+        paths = {}
     return {key: path for key, path in paths.items() if path is not None}
 
 
@@ -135,8 +194,9 @@ def source_names(cfg: SetConfig) -> Names:
         return tars_classes(cfg.path)
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
-    if cfg.source in KNOWN:
-        return known_classes(cfg.source, Path(cfg.path), path_of(cfg.wnids), path_of(cfg.real))
+    known = known_set(cfg)
+    if known is not None:
+        return known.classes(Path(cfg.path))
     _, names_of_classes = SOURCES[cfg.source]
     return names_of_classes(cfg.path)
 
@@ -191,25 +251,28 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         return tars(cfg.path, ids, rows)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
-    if cfg.source in KNOWN:
-        return known_samples(
-            cfg.source, Path(cfg.path), cfg.split, path_of(cfg.wnids), path_of(cfg.real), partial=cfg.partial
-        )
+    known = known_set(cfg)
+    if known is not None:
+        # The word for a split says nothing where there is no choice of them.
+        has_splits = cfg.source != "imagenet-validation"
+        label = f"{cfg.task or cfg.source}, {cfg.split}" if has_splits else cfg.source
+        return samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
-
-
-def path_of(text: str | None) -> Path | None:
-    """Return a field that names a file or folder as a path; None where it is not set."""
-    return None if text is None else Path(text)
 
 
 def check_paths(cfg: SetConfig) -> None:
     """Raise DataError where there is nothing at one of a source's paths."""
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in paths_of(cfg).values():
-        if not Path(path).exists():
+        if not is_there(path):
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
+
+
+def is_there(path: str) -> bool:
+    """Tell whether something lies at a path, the last part of which may stand for several files: a/train-*.tar."""
+    place = Path(path)
+    return place.exists() or ("*" in place.name and any(place.parent.glob(place.name)))
 
 
 def cifar_files(cfg: SetConfig) -> list[Path]:
@@ -240,6 +303,5 @@ def expected_samples(cfg: SetConfig) -> int | None:
         return load_index(index_path).samples if index_path.exists() else None
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
-    if cfg.source in KNOWN:
-        return known_published(cfg.source, cfg.split, path_of(cfg.real)).samples
-    return None
+    known = known_set(cfg)
+    return known.published[cfg.split].samples if known else None

@@ -1,10 +1,9 @@
-"""Accuracy and features of a model over a set of shards, each sample exactly once at any world size.
+"""Accuracy of a model over a set of shards, each sample exactly once at any world size.
 
 1. `EvaluationSet` gives every worker equally many batches of its part of the set; padding and bad samples are masked.
 2. `watched` tells the watchdog at every batch which shards are being read; in training, `agreed` has all workers hear
    of a stop or of a worker that cannot read on, between two batches.
-3. `accuracy` counts right predictions over all workers, or `features` gathers what enters the head on every worker.
-4. `probe`, the few-shot probe, fits a linear map to some of the features and judges it on others (rank 0 only).
+3. `accuracy` counts right predictions over all workers. What needs features goes on in `feature_store`.
 
     accuracy(model, watched(samples, phases), torch.float32, device)  →  (0.8124, 50000)
 """
@@ -24,11 +23,10 @@ from data.evaluation import EvaluationBatch, EvaluationSet
 from data.images.preprocess import shape_of
 from models import ModelConfig
 from pipeline.config import require
-from pipeline.evaluation.probe import L2, linear_probe
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization.losses import hits
 
-# N samples, D features
+L2 = 2.0**10  # of the few-shot probe (configs/common_fewshot.py): fixed, never selected on validation data
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def go_on_together(
         raise EvaluationStopped("stopped in an evaluation")
 
 
-def _batches(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
+def evaluated(model: nn.Module, samples: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
     """Iterate batches with the model in eval mode, which is restored afterwards, and without gradients.
 
     Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
@@ -192,7 +190,7 @@ def accuracy(
     """
     # float64 counts exactly far beyond any set; float32 would stop at 16,777,216.
     counts = torch.zeros(2, dtype=torch.float64, device=device)  # right, judged
-    for batch in _batches(model, samples):
+    for batch in evaluated(model, samples):
         logits = model(normalise(batch.images, dtype, device))
         # Labels are padded with −1, which no prediction equals; a row without a good sample is masked besides.
         is_right = hits(logits, batch.labels.to(device))
@@ -202,42 +200,3 @@ def accuracy(
         dist.all_reduce(counts)
     right, judged = counts.tolist()
     return right / max(judged, 1), int(judged)
-
-
-def features(
-    model: nn.Module, samples: Iterable[EvaluationBatch], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return what enters the head for every good sample, (N, D) float32, and first labels (N,), in set order.
-
-    Collective: all workers return the whole set's.
-    """
-    features_here: list[Tensor] = []
-    labels_here: list[Tensor] = []
-    for batch in _batches(model, samples):
-        rows = model.features(normalise(batch.images, dtype, device))  # type: ignore[operator]
-        features_here.append(rows.float().cpu()[batch.mask])
-        labels_here.append(batch.labels[batch.mask, 0])
-    part = (torch.cat(features_here), torch.cat(labels_here))
-    if not dist.is_initialized():
-        return part
-    # Workers may have different numbers of good samples, which a gather of tensors could not take.
-    parts: list[tuple[Tensor, Tensor]] = [part] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    # Parts are contiguous and in the order of ranks, so the result is in the order of the set at any world size.
-    all_features, all_labels = zip(*parts, strict=True)
-    return torch.cat(all_features), torch.cat(all_labels)
-
-
-def probe(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], cfg: ProbeConfig) -> dict[str, float]:
-    """Return {"10shot-seed-0": accuracy, …, "10shot": mean over seeds} (names of big_vision evaluators/fewshot_lsr.py).
-
-    `train` and `test` are features (N, D) and labels (N,).
-    """
-    results: dict[str, float] = {}
-    for shots in cfg.shots:
-        scores: dict[int, float] = {}  # by seed
-        for seed in cfg.seeds:
-            scores[seed] = linear_probe(*train, *test, shots=shots, seed=seed, l2=cfg.l2)
-            results[f"{shots}shot-seed-{seed}"] = scores[seed]
-        results[f"{shots}shot"] = sum(scores.values()) / len(scores)
-    return results

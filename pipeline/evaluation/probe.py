@@ -6,42 +6,100 @@
 4. The class with the largest output is the prediction on the test set.
 
     linear_probe(train_features, train_labels, test_features, test_labels, shots=10, seed=0)  →  0.8713
+
+`fit_all` is the same map fitted to every row of the training set, which is read block by block.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data.shards.subset import few_shot_rows
+from pipeline.evaluation.evaluate import L2
+from pipeline.evaluation.feature_store import FeatureStore
+
 # N rows, D features, C classes
 
-L2 = 2.0**10  # configs/common_fewshot.py: fixed, never selected on validation data
+Beat = Callable[[], None]  # called between two blocks of a long computation: what it raises ends the computation
+
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 
 
-def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
+class LinearMap(NamedTuple):
+    """Maps features (N, D) to a score for each class; what they are standardised with goes with it."""
 
-    A class with fewer rows gives all it has; larger shots contain smaller ones.
-    """
-    # One generator for all classes, as in the original: another order of classes would pick other rows.
-    rng = np.random.default_rng(seed)
-    picked = []
-    for label in range(int(labels.max()) + 1):
-        rows_of_class = np.flatnonzero(labels == label)
-        picked.append(rng.permutation(rows_of_class)[:shots])
-    return np.concatenate(picked)
+    mean: Tensor  # (D,)
+    std: Tensor  # (D,)
+    weights: Tensor  # (D + 1, C)
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return the class (N,) with the largest score of each row."""
+        return (standardised(features.double(), self.mean, self.std) @ self.weights).argmax(1)
 
 
 def solve(x: Tensor, y: Tensor, l2: float) -> Tensor:
     """(N, D), (N, C) → (D, C): ridge regression, by the eigenvectors of the smaller of the two Gram matrices."""
     # Both forms give the same map; the smaller matrix is the cheaper one to decompose.
-    fewer_rows = len(x) < x.shape[1]
-    gram = x @ x.T if fewer_rows else x.T @ x
+    if len(x) < x.shape[1]:
+        return x.T @ solve_gram(x @ x.T, y, l2)
+    return solve_gram(x.T @ x, x.T @ y, l2)
+
+
+def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
+    """(K, K), (K, C) → (K, C): what a Gram matrix with `l2` on its diagonal takes to y."""
     values, vectors = torch.linalg.eigh(gram)
-    inverse = (vectors / (values + l2)) @ vectors.T
-    if fewer_rows:
-        return x.T @ (inverse @ y)
-    return inverse @ (x.T @ y)
+    return (vectors / (values + l2)) @ vectors.T @ y
+
+
+def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
+    """Fit the map to features (N, D) and labels (N,), in float64.
+
+    That is at least as close to the original's float32 answer as its own platforms are to each other.
+    """
+    x = x.double()
+    mean = x.mean(0)
+    std = x.std(0, correction=0) + 1e-5
+    # Classes are counted from these rows: a class above them in the test set can only be predicted wrongly.
+    targets = targets_of(labels, int(labels.max()) + 1)
+    return LinearMap(mean, std, solve(standardised(x, mean, std), targets, l2))
+
+
+def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
+    """Fit the map to every row of a training set, as `fit` would where it all fitted in memory; `beat` as in Beat."""
+    labels = torch.from_numpy(train.first_labels)
+    classes = int(labels.max()) + 1
+    mean, std = moments(train, train.rows, beat)
+    gram = torch.zeros(train.width + 1, train.width + 1, dtype=torch.float64)
+    products = torch.zeros(train.width + 1, classes, dtype=torch.float64)
+    for place, features in train.blocks():
+        x = standardised(features.double(), mean, std)
+        gram += x.T @ x
+        products += x.T @ targets_of(labels[place], classes)
+        beat()
+    return LinearMap(mean, std, solve_gram(gram, products, l2))
+
+
+def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, Tensor]:
+    """Return mean and population deviation + 1e-5 (D,) of a store's rows, in float64; `beat` as in Beat."""
+    total = torch.zeros(store.width, dtype=torch.float64)
+    for _, features in store.blocks(rows):
+        total += features.double().sum(0)
+        beat()
+    mean = total / len(rows)
+    # A second pass, because the difference of large squares would lose digits.
+    squares = torch.zeros_like(total)
+    for _, features in store.blocks(rows):
+        squares += (features.double() - mean).square().sum(0)
+        beat()
+    return mean, (squares / len(rows)).sqrt() + 1e-5
+
+
+def targets_of(labels: Tensor, classes: int) -> Tensor:
+    """(N,) → (N, C) float64: 1 at the label, −1 elsewhere."""
+    return 2.0 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 
 def linear_probe(
@@ -55,12 +113,10 @@ def linear_probe(
 ) -> float:
     """Return the test accuracy of the linear map fitted to `shots` rows a class.
 
-    Features (N, D) are standardised with the picked rows' mean and population std + 1e-5. Solved in float64, which
-    is at least as close to the original's float32 answer as its own platforms are to each other. Raises ValueError
-    where rows and labels do not match.
+    Raises ValueError where rows and labels do not match.
     """
-    train = torch.as_tensor(train_features).double()
-    test = torch.as_tensor(test_features).double()
+    train = torch.as_tensor(train_features)
+    test = torch.as_tensor(test_features)
     labels = torch.as_tensor(train_labels).long()
     expected = torch.as_tensor(test_labels).long()
     match = len(train) == len(labels) and len(test) == len(expected)
@@ -69,18 +125,9 @@ def linear_probe(
             f"expected a label for each row, a row in each set and shots of 1 or more; found {len(train)} rows and "
             f"{len(labels)} labels to train, {len(test)} and {len(expected)} to test, {shots} shots"
         )
-
     # The map is fitted to the picked rows, and so is the standardisation: the test set stays unseen.
     rows = torch.from_numpy(few_shot_rows(labels.numpy(), shots, seed))
-    x = train[rows]
-    picked_labels = labels[rows]
-    mean = x.mean(0)
-    std = x.std(0, correction=0) + 1e-5
-    # Classes are counted from the picked rows: a class above them in the test set can only be predicted wrongly.
-    targets = 2.0 * torch.nn.functional.one_hot(picked_labels, int(picked_labels.max()) + 1) - 1
-    weights = solve(standardised(x, mean, std), targets.double(), l2)
-
-    predicted = (standardised(test, mean, std) @ weights).argmax(1)
+    predicted = fit(train[rows], labels[rows], l2).predict(test)
     return float((predicted == expected).double().mean())
 
 

@@ -1,0 +1,1 @@
+"""Leaks: training images that are also in a test set, found by their pixels."""

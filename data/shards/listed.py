@@ -1,0 +1,165 @@
+"""Lists of samples: read from a file, and looked up in a set.
+
+A list is one of
+    a text, one sample a line             n0144; or its shard and key, with a tab between
+    a .json of such                       ["n0144", ["train-000021.tar", "n0145"]]
+    the leaks.json of `patchline leaks`   those of its samples that lie in this very set, of train or of test
+
+A shard is named by the end of its path, as far as it takes to tell it from others. Whatever a list names and the set
+lacks is an error: a list of another set would otherwise leave nothing out, in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.checks import printable
+from data.errors import DataError
+from data.shards.index import Index
+
+Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
+MOST_SHOWN = 5  # samples that an error names of many
+
+
+def read_samples(path: str, index: Index) -> list[Listed]:
+    """The samples that a file lists, for a set; raises DataError where it lists none or cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        samples = samples_in(text, Path(path).suffix, index)
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such list; expected a file of one sample a line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: no list of samples: {error}\n  expected one key a line, or shard, tab, key") from None
+    return samples
+
+
+def samples_in(text: str, suffix: str, index: Index) -> list[Listed]:
+    """The samples in the text of a list; raises ValueError where it is none."""
+    if suffix != ".json":
+        samples = []
+        for line in text.splitlines():
+            shard, _, key = line.rpartition("\t")
+            if line.strip():
+                samples.append((shard, key))
+        if not samples:
+            raise ValueError("it is empty")
+        return samples
+    content = json.loads(text)
+    if isinstance(content, dict) and "pairs" in content:
+        return leaked_samples(content, index)
+    if not isinstance(content, list) or not content:
+        raise ValueError("its JSON is no list with samples in it")
+    samples = []
+    for entry in content:
+        shard, key = ("", entry) if isinstance(entry, str) else entry
+        if not isinstance(shard, str) or not isinstance(key, str):
+            raise ValueError(f"{str(entry)[:80]} is neither a key nor a shard and a key")
+        samples.append((shard, key))
+    return samples
+
+
+def leaked_samples(document: dict, index: Index) -> list[Listed]:
+    """The samples of a leaks.json that lie in this set: none where nothing of it leaks.
+
+    Raises ValueError where the set is none of those that were compared.
+    """
+    samples = []
+    was_compared = False
+    for side in ("train", "test"):
+        for number, compared in enumerate(document[side]):
+            if compared["digest"] != index.digest:
+                continue
+            was_compared = True
+            # A document of one set on a side need not say which of them a pair is of.
+            samples += [tuple(pair[side]) for pair in document["pairs"] if pair.get(f"{side}_set", 0) == number]
+    if not was_compared:
+        digests = [compared["digest"][:12] for side in ("train", "test") for compared in document[side]]
+        raise ValueError(
+            f"it compares the sets of the digests {', '.join(digests)}, and this one has {index.digest[:12]}"
+        )
+    return sorted(set(samples))
+
+
+def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarray:
+    """The rows of a set, numbered through all of its shards, that hold listed samples.
+
+    A key that a shard has twice names both. Raises DataError naming samples that are not there, and keys without a
+    shard that several shards have; `path` is the list's.
+    """
+    numbers = shard_numbers(index, {shard for shard, _ in samples if shard}, path)
+    keys_of_shard: dict[int, set[bytes]] = {}
+    anywhere: set[bytes] = set()  # keys whose shard the list does not say
+    for shard, key in samples:
+        if shard:
+            keys_of_shard.setdefault(numbers[shard], set()).add(key.encode())
+        else:
+            anywhere.add(key.encode())
+
+    rows = [np.empty(0, np.int64)]
+    shards_of_key: dict[bytes, set[str]] = {key: set() for key in anywhere}
+    missing: list[str] = []
+    start = 0
+    for number, indexed in enumerate(index.shards):
+        named = keys_of_shard.get(number, set())
+        # As in most shards, where shards are named: there is nothing to look up.
+        if named or anywhere:
+            keys = index.table(number)["key"]
+            present = np.flatnonzero(np.isin(keys, np.array(sorted(named | anywhere))))
+            rows.append(present + start)
+            there = set(keys[present].tolist())
+            missing += [f"{indexed.name} {shown(key)}" for key in sorted(named - there)]
+            for key in there & anywhere:
+                shards_of_key[key].add(indexed.name)
+        start += indexed.samples
+
+    missing += [shown(key) for key, shards in shards_of_key.items() if not shards]
+    if missing:
+        raise DataError(
+            f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {some(missing)}\n"
+            "  expected samples of this very set"
+        )
+    ambiguous = [
+        f"{shown(key)} ({', '.join(sorted(shards)[:3])})" for key, shards in shards_of_key.items() if len(shards) > 1
+    ]
+    if ambiguous:
+        raise DataError(
+            f"{path}: {len(ambiguous):,} of its keys are in several shards: {some(ambiguous)}\n"
+            "  expected the shard before such a key, with a tab between"
+        )
+    return np.concatenate(rows)
+
+
+def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:
+    """The number of the shard that each name means; raises DataError unless it is exactly one."""
+    by_name: dict[str, int] = {shard.name: number for number, shard in enumerate(index.shards)}
+    numbers = {}
+    for name in names:
+        matching = [by_name[name]] if name in by_name else []
+        if not matching:
+            for number in range(len(index.shards)):
+                if f"/{index.location(number)}".endswith(f"/{name}"):
+                    matching.append(number)
+        if len(matching) != 1:
+            raise DataError(
+                f"{path}: {len(matching)} shards of {index.tables} are called {printable(name)}, expected one\n"
+                f"  they are called as {index.location(0)}; type as much of the path as tells them apart"
+            )
+        numbers[name] = matching[0]
+    return numbers
+
+
+def shown(key: bytes) -> str:
+    """A key as text that a terminal can show."""
+    return printable(key.decode("utf-8", "replace"))
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of some names, and whether there are more."""
+    text = ", ".join(names[:MOST_SHOWN])
+    return f"{text}, …" if len(names) > MOST_SHOWN else text

@@ -1,0 +1,366 @@
+"""Some of the samples of a set, as an index over the same tars: nothing is packed again.
+
+How a subset is made, in order (`make_subset`):
+1. the label of every sample is read, shard by shard, side by side;
+2. the rule chooses samples, each of its parts among those that the one before left:
+   `keep` classes, `only` or all `but` the samples of a list, a `part`, so many `shots` a class;
+3. each shard of which a sample is left gets a table of these rows; the others are not in the subset;
+4. the JSON names the same tars, and says which index it was made of and by which rule (`index.Origin`).
+
+    make_subset(load_index("shards/train"), "shards/train-10shot", Rule(shots=10, seed=0))
+    →   shards/train-10shot/train-10shot.index.json     directory: ../train
+        shards/train-10shot/train-000000.npy  …         the table's rows of the samples that were chosen
+
+Class ids and names stay what they are. Samples keep the order of the set. Sets that are made by one seed of one index
+fit one another: `:98%` and `98%:` share no sample and are together the whole; 5 shots are among the 10.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.checks import check_name
+from data.errors import ConfigError, DataError
+from data.shards.cache import CacheConfig
+from data.shards.index import SUFFIX, Index, Origin, load_index, table_name, write_index, write_table
+from data.shards.labels import parse_labels
+from data.shards.listed import read_samples, rows_listed
+from data.shards.names import check_known
+from data.shards.reader import Reader, check_sizes
+from data.shards.side_by_side import side_by_side
+
+# N samples of the set
+
+NO_LABEL = -1  # stands for the label of a sample that has none that could be used
+BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # of a part: a number of samples, a share, or nothing
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which samples a subset has; at least one of its parts is given. Raises ConfigError where they do not fit."""
+
+    keep: Sequence[int | str] = ()  # classes, by id or by name: samples that have one of them
+    only: str | None = None  # path of a list of samples (data.shards.listed)
+    but: str | None = None  # path of a list of samples to leave out, or of a leaks.json
+    part: str | None = None  # first:stop, in samples or percent: ":98%"; of a permutation where there is a seed
+    shots: int | None = None  # samples of each class
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.part is not None:
+            bounds_of(self.part, 1)
+        check_seed(self.seed)
+        if self.shots is not None and self.shots < 1:
+            raise ConfigError(f"shots are {self.shots}, expected 1 or more")
+        if self.shots is not None and self.seed is None:
+            raise ConfigError("shots are drawn by a seed, and there is none\n  expected a seed, as seed: 0 (--seed 0)")
+        if self.seed is not None and self.shots is None and self.part is None:
+            raise ConfigError("a seed draws shots or a part, and there is neither\n  leave it out, or add one of them")
+        has_any = self.keep or self.only or self.but or self.part is not None or self.shots is not None
+        if not has_any:
+            raise ConfigError("no rule chooses samples\n  expected one or more of keep, only, but, part, shots")
+
+    def described(self) -> dict[str, Any]:
+        """What is written of the rule: its parts that were given, a list by its path and its content."""
+        parts: dict[str, Any] = {}
+        if self.keep:
+            parts["keep"] = list(self.keep)
+        for option, path in (("only", self.only), ("but", self.but)):
+            if path is not None:
+                content = Path(path).read_bytes()
+                parts[option] = {"path": os.path.abspath(path), "sha256": sha256(content).hexdigest()}
+        for option, value in (("part", self.part), ("shots", self.shots), ("seed", self.seed)):
+            if value is not None:
+                parts[option] = value
+        return parts
+
+
+def check_seed(seed: int | None) -> None:
+    """Raise ConfigError where a seed is none that numpy and a recipe's other seeds could be."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
+
+
+class Labels(NamedTuple):
+    """The labels of every sample, end to end: sample n has those from `ends[n − 1]` to `ends[n]`."""
+
+    values: np.ndarray  # int32
+    ends: np.ndarray  # (N,) int64
+
+    def first(self) -> np.ndarray:
+        """(N,) the first label of every sample, by which shots are drawn; NO_LABEL where it has none."""
+        starts = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
+        first = np.full(len(self.ends), NO_LABEL, np.int64)
+        has_label = self.ends > starts
+        first[has_label] = self.values[starts[has_label]]
+        return first
+
+    def owners(self) -> np.ndarray:
+        """The number of the sample that each of `values` belongs to."""
+        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+
+
+def make_subset(
+    parent: Index,
+    output: str | os.PathLike[str],
+    rule: Rule,
+    *,
+    name: str | None = None,
+    workers: int = 1,
+    cache: CacheConfig | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Index:
+    """Write the index of the samples of `parent` that the rule chooses, into a folder of its own; returns it.
+
+    `report` is told how many shards have been looked at, of how many; `cache` is what fetches remote ones. Raises
+    DataError where the rule chooses nothing or names what is not there, and where a tar is missing.
+    """
+    folder = Path(output)
+    name = name or folder.name
+    check_name(name, "a set", "give its name: --name train-10shot")
+    path = folder / f"{name}{SUFFIX}"
+    if not parent.sees_rot:
+        raise DataError(f"{parent.lack}\n  expected an index whose tables say where each sample lies, and its digest")
+    check_replaceable(path, parent)
+    check_sizes([parent])
+
+    labels = read_all_labels(parent, workers, cache or CacheConfig(), report)
+    chosen = choose(parent, labels, rule)
+    if not chosen.any():
+        raise DataError(f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {rule.described()}")
+    return write_subset(parent, path, chosen, labels, rule)
+
+
+def check_replaceable(path: Path, parent: Index) -> None:
+    """Raise DataError where the subset would take the place of a set, or of the tables of one."""
+    tables = {table_name(shard.name) for shard in parent.shards}
+    for other_path in sorted(path.parent.glob(f"*{SUFFIX}")):
+        other = load_index(other_path)
+        is_this_subset = other_path == path and other.origin is not None
+        if is_this_subset:
+            continue
+        shares_table = any(table_name(shard.name) in tables for shard in other.shards)
+        if other_path == path or shares_table:
+            raise DataError(
+                f"{other_path} would lose its tables to the subset\n"
+                "  expected a folder for the subset alone\n  give another --output"
+            )
+
+
+# -------------------------------------------------------------------------------------------------- labels
+
+
+class LabelJob(NamedTuple):
+    """One shard whose labels are to be read, for a process of its own."""
+
+    alone: Index  # of this shard
+    classes: int
+    cache: CacheConfig
+
+
+def read_all_labels(
+    index: Index, workers: int, cache: CacheConfig, report: Callable[[int, int], None] | None
+) -> Labels:
+    """Read the labels of all samples; a shard's sha256 is compared first, as in a run."""
+    jobs = []
+    for shard in index.shards:
+        # The job is sent to another process: with the whole index each would carry all shards.
+        alone = replace(index, shards=(shard,), class_counts=())
+        jobs.append(LabelJob(alone, index.classes, cache))
+    values = [np.empty(0, np.int32)]
+    counts = [np.empty(0, np.int32)]
+    # A shard that is fetched mostly waits, for which threads will do.
+    with side_by_side(read_shard_labels, jobs, workers, report, in_threads=index.remote) as results:
+        for shard_values, shard_counts in results:
+            values.append(shard_values)
+            counts.append(shard_counts)
+    return Labels(np.concatenate(values), np.concatenate(counts).cumsum(dtype=np.int64))
+
+
+def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
+    """(the labels of a shard's samples end to end, how many each sample has): none where a run could use none."""
+    values: list[int] = []
+    counts: list[int] = []
+    ids = job.alone.ids
+    for raw in Reader(job.alone, cache=job.cache).labels(0):
+        try:
+            labels = parse_labels(raw, ids)
+        except ValueError:
+            labels = ()
+        # One that has no class is counted as bad by a run, and no class here has it.
+        if max(labels, default=0) >= job.classes:
+            labels = ()
+        values += labels
+        counts.append(len(labels))
+    return np.array(values, np.int32), np.array(counts, np.int32)
+
+
+# ------------------------------------------------------------------------------------------------ choosing
+
+
+def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
+    """(N,) whether each sample is chosen, in the order of the set."""
+    chosen = np.ones(index.samples, bool)
+    if rule.keep:
+        has_class = np.isin(labels.values, class_ids(index, rule.keep))
+        chosen &= np.bincount(labels.owners()[has_class], minlength=index.samples) > 0
+    for path, is_wanted in ((rule.only, True), (rule.but, False)):
+        if path is not None:
+            listed = np.zeros(index.samples, bool)
+            listed[rows_listed(index, read_samples(path, index), path)] = True
+            chosen &= listed == is_wanted
+    if rule.part is not None:
+        chosen = only_rows(chosen, part_of(np.flatnonzero(chosen), rule.part, rule.seed))
+    if rule.shots is not None:
+        assert rule.seed is not None, "Rule refuses shots without a seed"
+        candidates = np.where(chosen, labels.first(), NO_LABEL)
+        chosen = only_rows(chosen, few_shot_rows(candidates, rule.shots, rule.seed))
+    return chosen
+
+
+def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """A mask like `chosen` that is true at these rows alone."""
+    mask = np.zeros_like(chosen)
+    mask[rows] = True
+    return mask
+
+
+def class_ids(index: Index, keep: Sequence[int | str]) -> list[int]:
+    """The ids of classes that are given by id or by name; raises DataError on an unknown one."""
+    check_known([entry for entry in keep if isinstance(entry, str)], index.names, f"{index.tables}: keep")
+    beyond = [entry for entry in keep if isinstance(entry, int) and not 0 <= entry < index.classes]
+    if beyond:
+        raise DataError(
+            f"{index.tables}: keep has class {beyond[0]}, and there are {index.classes} classes "
+            f"(0 … {index.classes - 1})"
+        )
+    ids = {entry for entry in keep if isinstance(entry, int)}
+    # Of two classes with one name (ImageNet has two cranes) both are meant.
+    for label, class_name in enumerate(index.names):
+        if class_name in keep:
+            ids.add(label)
+    return sorted(ids)
+
+
+def part_of(rows: np.ndarray, part: str, seed: int | None) -> np.ndarray:
+    """The rows from a part's first to its stop: as they stand, or of their permutation by a seed."""
+    first, stop = bounds_of(part, len(rows))
+    if seed is not None:
+        rows = np.random.default_rng(seed).permutation(rows)
+    return rows[first:stop]
+
+
+def bounds_of(part: str, samples: int) -> tuple[int, int]:
+    """(first, stop) of a part such as ":98%" among so many samples, as the slices of TensorFlow Datasets have them.
+
+    Shares are rounded to the nearest sample; a negative number counts from the end. Raises ConfigError.
+    """
+    match = re.fullmatch(rf"\[?({BOUND}):({BOUND})\]?", part)
+    if match is None:
+        raise ConfigError(
+            f"part is {part!r}, expected first:stop, in samples or percent\n"
+            "  for example ':98%' and '98%:', or ':50000' and '50000:', each in quotes"
+        )
+    first, stop = match.groups()
+    return bound(first or "0", samples), bound(stop or "100%", samples)
+
+
+def bound(text: str, samples: int) -> int:
+    """One end of a part, in samples from the first on."""
+    if text.endswith("%"):
+        return min(round(float(text[:-1]) * samples / 100), samples)
+    number = int(text)
+    return max(number + samples, 0) if number < 0 else min(number, samples)
+
+
+def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
+    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
+
+    A class with fewer rows gives all it has; larger shots contain smaller ones. As big_vision's
+    evaluators/fewshot_lsr.py draws them; rows with a negative label are never picked.
+    """
+    # One generator for all classes, as in the original: another order of classes would pick other rows.
+    rng = np.random.default_rng(seed)
+    picked = [np.empty(0, np.int64)]
+    for label in range(int(labels.max()) + 1):
+        rows_of_class = np.flatnonzero(labels == label)
+        picked.append(rng.permutation(rows_of_class)[:shots])
+    return np.concatenate(picked)
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+
+def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, rule: Rule) -> Index:
+    """Write the tables of the samples that were chosen, and last the JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replaced = load_index(path).shards if path.exists() else ()
+    # Without its JSON nobody reads a subset whose tables are half those of another rule.
+    path.unlink(missing_ok=True)
+
+    shards = []
+    places = sha256()  # of where each chosen sample lies: what the set is, whatever the rule and the tables' format
+    start = 0
+    for number, shard in enumerate(parent.shards):
+        rows = np.flatnonzero(chosen[start : start + shard.samples])
+        start += shard.samples
+        if len(rows) == 0:
+            continue
+        table = parent.table(number)[rows]
+        for column in ("image", "label"):
+            places.update(np.ascontiguousarray(table[column]).astype("<u8").tobytes())
+        shards.append(replace(shard, samples=len(rows), table=write_table(path.parent, shard.name, table)))
+
+    for shard in replaced:
+        if shard.name not in {kept.name for kept in shards}:
+            (path.parent / table_name(shard.name)).unlink(missing_ok=True)
+    parent_path = parent.tables / f"{parent.name}{SUFFIX}"
+    origin = Origin(os.path.relpath(parent_path, path.parent), parent.digest, rule.described(), places.hexdigest())
+    class_counts = count_classes(labels, chosen, parent.classes)
+    return write_index(path, parent.directory, shards, class_counts, parent.names, origin=origin)
+
+
+def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]:
+    """How many of the chosen samples each class has; a label that a sample repeats counts once."""
+    owners = labels.owners()
+    pairs = np.stack([owners, labels.values], 1)[chosen[owners]]
+    samples_of_class = Counter(np.unique(pairs, axis=0)[:, 1].tolist())
+    return [samples_of_class[label] for label in range(classes)]
+
+
+def summary(index: Index, parent: Index) -> list[str]:
+    """What a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
+    assert index.origin is not None, "a subset was made of something"
+    share = index.samples / parent.samples
+    lines = [
+        f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
+        f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
+        f"of {parent.tables} (digest {parent.digest[:12]}), by {described(index.origin.rule)}",
+    ]
+    lost = [label for label, count in enumerate(index.class_counts) if not count and parent.class_counts[label]]
+    if lost and "keep" not in index.origin.rule:
+        lines.append(f"{len(lost)} of its classes have no sample here, the first {index.class_name(lost[0])}")
+    shots = index.origin.rule.get("shots", 0)
+    short = [label for label, count in enumerate(index.class_counts) if 0 < count < shots]
+    if short:
+        lines.append(f"{len(short)} classes have fewer than {shots} samples, the first {index.class_name(short[0])}")
+    return lines
+
+
+def described(rule: Mapping[str, Any]) -> str:
+    """A rule as a line: "shots 10, seed 0"."""
+    parts = []
+    for option, value in rule.items():
+        if isinstance(value, Mapping):
+            value = f"{value['path']} ({value['sha256'][:12]})"
+        parts.append(f"{option} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,103 @@
+"""Does a stage fit the cluster, and the data that is there already: its classes, image shapes, length of training."""
+
+from data.errors import ConfigError, DataError
+from data.shards.index import Index
+from jobs import class_names
+from jobs.context import index_if_made
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stages import evaluate, fewshot, sweep
+from jobs.worlds import allowed_worlds
+from models.checks import did_you_mean
+from pipeline.arithmetic import steps_of
+from pipeline.config import require
+from pipeline.evaluation.evaluate import check_shape
+from pipeline.training_config import TrainConfig, check_model, check_schedule
+
+
+def check_stage(campaign: Campaign, stage: Stage) -> None:
+    """Raise ConfigError or DataError where a stage does not fit the cluster, or the data that is there.
+
+    `load` asks for every stage, so that `plan` refuses what `run` would; data that a stage before it makes is there
+    when the stage is about to run, and then it asks again.
+    """
+    cfg = stage.config
+    class_names.check(campaign, stage)
+    if isinstance(cfg, fewshot.Config):
+        # One question is enough: ProbeConfig takes both sets or neither.
+        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
+        if stage.model is not None:
+            check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+    if isinstance(cfg, evaluate.Config) and stage.model is not None:
+        indexes = {}
+        for path in cfg.paths().values():
+            index = index_of(campaign, path)
+            if index is not None:
+                indexes[path] = index
+        evaluate.check_head(cfg, stage.model, indexes, stage.name)
+    if isinstance(cfg, sweep.Config):
+        check_metrics(campaign, stage.name, cfg)
+    if not isinstance(cfg, TrainConfig):
+        return
+    require(
+        bool(cfg.data.train or cfg.data.mixture),
+        f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
+    )
+    try:
+        allowed_worlds(cfg, campaign.cluster)  # reads and checks the user's DeepSpeed file as well
+    except ConfigError as error:
+        raise ConfigError(f"{stage.name}: {error}") from None
+
+    classes: dict[str, int] = {}  # of every labelled set that is there, by what the recipe calls it
+    samples: list[int] = []  # of every set to train on that is there
+    sets = cfg.data.sets().values()
+    for path, _weight in sets:
+        index = index_of(campaign, path)
+        if index is not None:
+            if index.samples == 0:
+                raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
+            classes[path] = index.classes
+            samples.append(index.samples)
+    if cfg.data.evaluate is not None:
+        index = index_of(campaign, cfg.data.evaluate)
+        if index is not None:
+            classes[cfg.data.evaluate] = index.classes
+
+    # The model is not known where the weights that it starts from do not exist.
+    if stage.model is not None:
+        check_model(cfg, stage.model, classes, f"{stage.name}.model")
+        is_judged = cfg.data.evaluate is not None or cfg.probe.train is not None
+        if is_judged:
+            check_shape(cfg.data.preprocess, stage.model, f"{stage.name}.data.preprocess")
+    # The steps are not known where passes are to be made over data that is not there.
+    all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
+    if cfg.steps is not None or all_samples is not None:
+        check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
+
+
+def check_metrics(campaign: Campaign, name: str, cfg: sweep.Config) -> None:
+    """Raise ConfigError where a run of a sweep will not have the metric that the sweep's table is made of."""
+    for run in cfg.runs:
+        metrics = metrics_of(campaign.stage(run).config)
+        if metrics is not None and cfg.best not in metrics:
+            raise ConfigError(
+                f"{name}: {run} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
+                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
+            )
+
+
+def metrics_of(cfg: object) -> list[str] | None:
+    """Return the metrics that a stage will have in the end; None where only the stage itself knows."""
+    metrics = []
+    if isinstance(cfg, TrainConfig) and cfg.data.evaluate is not None:
+        metrics.append("accuracy")
+    if isinstance(cfg, TrainConfig | fewshot.Config) and cfg.probe.train is not None:
+        metrics += [f"{shots}shot" for shots in cfg.probe.shots]
+    if isinstance(cfg, evaluate.Config):
+        metrics += cfg.metrics()
+    return metrics
+
+
+def index_of(campaign: Campaign, path: str) -> Index | None:
+    """The index of a set that a recipe names, None where it has not been made yet."""
+    return index_if_made(campaign.resolve(path) or "")

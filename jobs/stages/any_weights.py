@@ -1,0 +1,97 @@
+"""Weights that are judged, of any kind that the project reads: which they are, what model, what its classes are called.
+
+1. A folder of ours is compared with what its maker recorded; its digest is the sha256 of weights.safetensors.
+2. Weights of others are read where they take pixels from −1 to 1, as ours do; other means and deviations are refused.
+3. An official .npz, and a timm or Hugging Face folder or file, have no record: their digest is the sha256 of the file,
+   with that of the config.json beside it where that tells the model.
+"""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+import models
+from data.errors import DataError
+from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_WEIGHTS
+from pipeline import handover
+
+PREPROCESSOR_FILE = "preprocessor_config.json"  # of transformers
+
+# Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
+UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
+
+
+def is_ours(path: str) -> bool:
+    """Tell whether a path is a folder that a stage or `import` wrote."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def is_foreign(path: str) -> bool:
+    """Tell whether there are weights of another project at a path."""
+    return not is_ours(path) and any(file.is_file() for file in files_of(path)[:1])
+
+
+def files_of(path: str) -> list[Path]:
+    """Return the file of foreign weights, and the config beside it; `file.npz:img` names a part of a file."""
+    if ".npz" in Path(path).name:
+        file = Path(path)
+        return [file if file.exists() else Path(path.rpartition(":")[0] or path)]
+    file = Path(path)
+    if file.is_dir():
+        file = file / THEIR_WEIGHTS
+    return [file, file.parent / THEIR_CONFIG]
+
+
+def digest_of(path: str, say: Callable[[str], None]) -> str:
+    """Return the digest of weights. Raises DataError where they are missing or not what their maker wrote, OSError."""
+    if not is_foreign(path):
+        return handover.check_weights(Path(path), say).sha256
+    file, *beside = files_of(path)
+    digest = handover.digest_of(file)["sha256"]
+    described = [handover.digest_of(config)["sha256"] for config in beside if config.is_file()]
+    part = path.rpartition(":")[2] if not Path(path).exists() else ""
+    if not described and not part:
+        return digest
+    return hashlib.sha256(" ".join([digest, *described, part]).encode()).hexdigest()
+
+
+def load(path: str, overrides: Mapping[str, Any]) -> models.Model:
+    """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
+    refuse_other_pixels(path)
+    # JSON and YAML have lists where a model's config has tuples.
+    options: dict[str, Any] = {}
+    for name, value in overrides.items():
+        options[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return models.load(path, **options)
+    except UNREADABLE as error:
+        raise DataError(f"cannot load {path}: {error}") from None
+
+
+def refuse_other_pixels(path: str) -> None:
+    """Raise DataError where the files beside weights of others say that pixels are not brought to −1 … 1.
+
+    The values of such weights would be wrong, and nothing would show it.
+    """
+    if not is_foreign(path) or ".npz" in Path(path).name:
+        return
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
+        try:
+            described = json.loads((folder / name).read_text())
+            values = described.get(section, {}) if section else described
+            means = values.get("mean", values.get("image_mean")) or [0.5]
+            deviations = values.get("std", values.get("image_std")) or [0.5]
+        except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object
+            continue
+        if set(means) | set(deviations) != {0.5}:
+            raise DataError(
+                f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
+                "  expected 0.5 and 0.5, pixels from −1 to 1, as everything here makes them: values would be wrong\n"
+                "  give weights that take such pixels"
+            )

@@ -1,0 +1,292 @@
+"""The table of a sweep: what its runs came to, mean ± standard deviation over the seeds, and which values did best.
+
+In:  the finished runs that jobs/sweeps.py has written into the recipe, each a stage with its metrics
+Out: sweep.json, the record of runs, rows and choice, with its own sha256, and report.txt, the same for people
+
+    finetune.grid, in %         accuracy
+    optim.lr=0.003                97.41
+    optim.lr=0.01                 98.02   the best
+    optim.lr=0.03                     -   diverged
+
+1. The metrics of every run are read from what it left behind; a run that has diverged has none.
+2. Runs that differ by their seed alone make a row: mean and standard deviation (n − 1) of every metric.
+3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
+   run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails.
+4. Another table needs all its runs: a mean of those that went well would be a number of nothing.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from data.errors import DataError, Diverged
+from data.files import write_whole
+from jobs.context import Context
+from models.checks import did_you_mean
+from pipeline import handover
+from pipeline.config import Tags, tags
+
+DOCUMENT = "sweep.json"
+DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
+TIES = "the highest mean; of equal ones the first in the recipe"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run of the table."""
+
+    stage: str = "???"  # "@stage" that it is
+    row: str = ""  # of the table; runs of one row differ by their seed
+    seed: int | None = None  # of the run, where the sweep has seeds
+    values: dict[str, Any] = field(default_factory=dict)  # of the grid, by dotted field
+
+    RESUME: ClassVar[Tags] = tags(forbid="stage row seed values")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The table of a sweep. The key `sweep` of another stage's section writes it; nobody else needs to."""
+
+    runs: dict[str, RunConfig] = field(default_factory=dict)  # by the names of their stages
+    best: str = "accuracy"  # the metric that comes first and, where the table chooses, decides
+    chooses: bool = False  # whether the values of the best row are what the table is for
+    groups: dict[str, list[str]] = field(default_factory=dict)  # rows that get a mean of their own
+
+    RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups")
+
+
+DEFAULTS: Config | None = None
+INPUTS = ("runs.*.stage",)
+FILES: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run came to."""
+
+    stage: str
+    key: str
+    row: str
+    seed: int | None
+    values: Mapping[str, Any]  # of the grid, or chosen from one
+    metrics: Mapping[str, float]
+    diverged: str = ""  # the message of its end, where it has diverged
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric over several runs."""
+
+    mean: float
+    sd: float | None  # standard deviation of a sample (n − 1); None of one run alone
+    runs: int
+
+
+Row = Mapping[str, Mean]  # metric → its mean; empty where a run of the row has diverged
+
+
+def run(cfg: Config, context: Context) -> dict[str, Any]:
+    """Make the table and say it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
+    results = [result_of(name, run_config, cfg.best, context) for name, run_config in cfg.runs.items()]
+    diverged = [result for result in results if result.diverged]
+    rows = rows_of(results)
+    best = best_row(rows, cfg.best) if cfg.chooses else None
+    for result in diverged:
+        context.say(f"{context.name}: {result.stage} has diverged: {result.diverged}")
+    if diverged and best is None:
+        raise Diverged(diverged_text(context, diverged, chooses=cfg.chooses))
+
+    means = means_of(results, cfg.groups) if not cfg.chooses else {}
+    lines = table(context.name, results, rows, means, cfg.best, best)
+    for line in lines:
+        context.say(line)
+    write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
+    chosen = values_of(results, best) if best is not None else {}
+    document = {
+        "sweep": context.name,
+        "metric": cfg.best,
+        "rule": TIES,
+        "chosen": chosen,
+        "runs": [asdict(result) for result in results],
+        "rows": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in rows.items()},
+        "means": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in means.items()},
+    }
+    handover.write_record(context.directory / DOCUMENT, document)
+    return {
+        "summary": summary(context.name, results, rows, means, cfg.best, best),
+        "files": handover.digests(context.directory, [DOCUMENT]),
+    }
+
+
+def chosen_values(folder: Path) -> dict[str, Any]:
+    """Return the values that the table in this folder has chosen, by dotted field. Raises DataError, OSError."""
+    return handover.read_record(folder / DOCUMENT).values["chosen"]
+
+
+# ------------------------------------------------------------------------------------------------ what the runs say
+
+
+def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
+    """Read what a finished run came to. Raises DataError where it has no number for the metric."""
+    folder = Path(context.resolve(cfg.stage) or "")
+    done = handover.read_done(folder)
+    assert done is not None, "a stage starts when all that it reads has finished"
+    # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
+    metrics = {metric: value for metric, value in done.get("metrics", {}).items() if "seed" not in metric}
+    diverged = done.get(DIVERGED, "")
+    if best not in metrics and not diverged:
+        raise DataError(
+            f"{context.name}: {name} has no {best!r} in {folder / handover.DONE}{did_you_mean(best, metrics)}\n"
+            f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
+        )
+    # What an earlier table has chosen for the run stands in the run's own record.
+    chosen = handover.read_record(folder / "stage.json").values.get("chosen", {})
+    return Result(name, done["key"], cfg.row, cfg.seed, {**cfg.values, **chosen}, metrics, diverged)
+
+
+def rows_of(results: Sequence[Result]) -> dict[str, Row]:
+    """Return the rows of the table in the order of their first runs."""
+    rows: dict[str, Row] = {}
+    for name in dict.fromkeys(result.row for result in results):
+        runs = [result for result in results if result.row == name]
+        has_diverged = any(result.diverged for result in runs)
+        rows[name] = {} if has_diverged else means_by_metric([result.metrics for result in runs])
+    return rows
+
+
+def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
+    """Return the mean of every metric that all runs have."""
+    means: dict[str, Mean] = {}
+    for metric in runs[0]:
+        values = [run[metric] for run in runs if metric in run]
+        if len(values) == len(runs):
+            means[metric] = mean_of(values)
+    return means
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return mean and standard deviation of a sample; the latter only of two and more."""
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return Mean(statistics.fmean(values), sd, len(values))
+
+
+def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> dict[str, Row]:
+    """Return the means over several rows: of every group, and of all, where the table has several rows.
+
+    The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
+    repeats a whole benchmark.
+    """
+    rows = list(dict.fromkeys(result.row for result in results))
+    if len(rows) < 2:
+        return {}
+    means: dict[str, Row] = {}
+    for name, members in {**groups, "mean": rows}.items():
+        by_seed: dict[int | None, list[Mapping[str, float]]] = {}
+        for result in results:
+            if result.row in members:
+                by_seed.setdefault(result.seed, []).append(result.metrics)
+        repeats = []
+        for runs in by_seed.values():
+            repeats.append({metric: value.mean for metric, value in means_by_metric(runs).items()})
+        means[f"{name} of {len(members)}"] = means_by_metric(repeats)
+    return means
+
+
+def best_row(rows: Mapping[str, Row], metric: str) -> str | None:
+    """Return the row with the highest mean, of equal ones the first; None where all rows have diverged."""
+    best = None
+    for name, row in rows.items():
+        if row and (best is None or row[metric].mean > rows[best][metric].mean):
+            best = name
+    return best
+
+
+def values_of(results: Sequence[Result], row: str) -> dict[str, Any]:
+    """Return the values of the grid that a row stands for."""
+    for result in results:
+        if result.row == row:
+            return dict(result.values)
+    raise AssertionError(f"{row} is the row of no run")
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Return values for people: "optim.lr=0.01, steps=100"."""
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def diverged_text(context: Context, diverged: Sequence[Result], *, chooses: bool) -> str:
+    """Return the message about runs without which there is no table."""
+    names = ", ".join(result.stage for result in diverged)
+    folders = sorted({str(Path(context.resolve(f"@{result.stage}") or "") / handover.DONE) for result in diverged})
+    return (
+        f"{context.name}: {len(diverged)} runs of the sweep have diverged: {names}\n"
+        + ("  expected one that has not, to choose from\n" if chooses else "  expected all of them for the table\n")
+        + "  lower optim.lr or change the sweep; to try the same again, remove "
+        + " ".join(folders)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ for people
+
+
+def table(
+    name: str,
+    results: Sequence[Result],
+    rows: Mapping[str, Row],
+    means: Mapping[str, Row],
+    best: str,
+    best_name: str | None,
+) -> list[str]:
+    """Return the table as lines: the metric that decides first, then the others."""
+    metrics = [best]
+    for row in (*rows.values(), *means.values()):
+        metrics += [metric for metric in row if metric not in metrics]
+    title = f"{name}, in %"
+    width = max(len(first) for first in (title, *rows, *means))
+    lines = [title.ljust(width) + "".join(f"{metric:>16}" for metric in metrics)]
+    for row_name, row in {**rows, **means}.items():
+        line = row_name.ljust(width)
+        for metric in metrics:
+            line += f"{mean_text(row[metric]) if metric in row else '-':>16}"
+        if row_name == best_name:
+            line += "   the best"
+        elif row_name in rows:
+            line += remark(results, row_name)
+        lines.append(line)
+    return lines
+
+
+def remark(results: Sequence[Result], row: str) -> str:
+    """Return what stands behind a row: that it has diverged, or the values that were chosen for it; or nothing."""
+    if any(result.diverged for result in results if result.row == row):
+        return "   diverged"
+    text = in_words(values_of(results, row))
+    # The rows of a grid are called by their values.
+    return f"   {text}" if text and text != row else ""
+
+
+def mean_text(value: Mean) -> str:
+    """Return "98.12 ± 0.07", in percent; of one run "98.12"."""
+    text = f"{100 * value.mean:.2f}"
+    return text if value.sd is None else f"{text} ± {100 * value.sd:.2f}"
+
+
+def summary(
+    name: str,
+    results: Sequence[Result],
+    rows: Mapping[str, Row],
+    means: Mapping[str, Row],
+    best: str,
+    best_name: str | None,
+) -> str:
+    """Return the table in one line, for `status` and the campaign's closing table."""
+    if best_name is not None:
+        return f"{best_name}: {best} {mean_text(rows[best_name][best])}, the best of {len(rows)}"
+    parts = []
+    for row_name, row in (means or rows).items():
+        label = f"{row_name} " if row_name != name else ""
+        values = remark(results, row_name).strip() if row_name in rows else ""
+        parts.append(f"{label}{mean_text(row[best])}" + (f" ({values})" if values else ""))
+    return f"{best} {', '.join(parts)}"

@@ -1,0 +1,249 @@
+"""Sweeps: one section of a recipe becomes many stages, of which a table is made in the end.
+
+`sweep:` in a section names what varies, and `expand` writes the section once for every run of it:
+1. `each`: one run a name, with the fields that stand below the name, such as the tasks of a benchmark;
+2. `grid`: one run for every combination of the fields' values;
+3. `seeds`: every run once a seed;
+4. with `held_out`, the grid is run on a part of the training data and judged on the rest of it; the runs over the seeds
+   then take the values that did best, which `<section>.grid` knows when the grid has been run.
+
+    finetune:                                     finetune.lr-0.01    of the grid, with the fields of held_out
+      init: "@resize"                             finetune.lr-0.03    of the grid
+      data: {train: all, evaluate: test}     →    finetune.grid       the table of the grid: which lr did best
+      sweep:                                      finetune.seed-0     optim.lr is the one that did best
+        grid: {optim: {lr: [0.01, 0.03]}}         finetune.seed-1
+        held_out: {data: {train: most, …}}        finetune            the table of the runs: mean ± sd
+        seeds: [0, 1]
+
+All of them are stages like any other: each has a key, is skipped when it has finished, and is resumed when it has not.
+What they read, they share. Nothing is known here of keys and folders: this is a text that becomes a longer one.
+"""
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from data.errors import ConfigError
+from jobs.stages.sweep import in_words
+from models.checks import did_you_mean
+from pipeline import config
+from pipeline.config import Tags, require, tags
+
+TABLE = "sweep"  # the kind of stage that makes the table (jobs/stages/sweep.py)
+GRID = "grid"  # the last part of the name of a grid's table
+FINAL = "final"  # the last part of the name of the run with the best values, where there are no seeds
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # what may not stand in a stage's name
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """In a stage's section, what varies over several runs of it. One table is made of them all (docs/sweeps.md)."""
+
+    each: dict[str, Any] = field(default_factory=dict)  # runs by name, and the fields that each has of its own
+    grid: dict[str, Any] = field(default_factory=dict)  # lists of values; a run for every combination of them
+    held_out: dict[str, Any] = field(default_factory=dict)  # fields that the grid has instead; the best runs again
+    seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
+    best: str = "accuracy"  # the metric whose highest mean wins; of equal ones the first in the recipe
+    groups: dict[str, list[str]] = field(default_factory=dict)  # names of `each` that get a mean of their own
+
+    RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best groups")
+
+    def __post_init__(self) -> None:
+        require(bool(self.each or self.grid or self.seeds), "nothing varies: give each, grid or seeds")
+        require(bool(self.grid) or not self.held_out, "held_out is what a grid is run on: give grid, or leave it out")
+        lowest = min(self.seeds, default=0)
+        require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
+        check_twice("seeds", self.seeds)
+        for name, fields in self.each.items():
+            require(fields is None or isinstance(fields, Mapping), f"each.{name} is {fields!r}, expected fields")
+        for group, names in self.groups.items():
+            check_twice(f"groups.{group}", names)
+            for name in names:
+                require(name in self.each, f"groups.{group} names {name!r}{did_you_mean(name, self.each)}")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A stage's section as it would stand in a recipe that spells everything out."""
+
+    values: Any  # the section
+    source: str  # the section of the recipe that it comes from
+    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that will tell its value
+
+
+def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> dict[str, Written]:
+    """Return the sections of a recipe by the names of their stages; those with a `sweep` have become many.
+
+    `check` is given the section of every sweep without its `sweep`, so that a wrong key is named as it was typed.
+    """
+    sections: dict[str, Written] = {}
+    for name, section in recipe.items():
+        if not isinstance(section, Mapping) or section.get("sweep") is None:
+            sections[name] = Written(section, name)
+            continue
+        base = {"kind": name, **section}
+        sweep = config.build(SweepConfig, base.pop("sweep"), f"{name}.sweep")
+        check(name, base)
+        for run, written in stages_of(name, base, sweep).items():
+            require(
+                run == name or run not in recipe,
+                f"{run} is a stage of the recipe, and a run of {name}.sweep\n  rename the stage",
+            )
+            sections[run] = written
+    return sections
+
+
+def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[str, Written]:
+    """Return the runs and tables of a sweep; the table of all has the name of the section, and comes last."""
+    where = f"{name}.sweep"
+    grid = grid_of(sweep, where)
+    stages: dict[str, Written] = {}
+    table: dict[str, Run] = {}
+    for row, fields in (sweep.each or {"": {}}).items():
+        own = dict(fields or {})
+        held_out = flat(own.pop("held_out", sweep.held_out), where)
+        stem = f"{name}.{row}" if row else name
+        section = with_fields(base, flat(own, f"{where}.each.{row}"), where)
+        chosen: dict[str, str] = {}
+        runs: dict[str, Run] = {}
+        if not grid:
+            runs = seeded(stem, section, sweep.seeds, row or name)
+        elif held_out:
+            # The grid and its table are stages before the runs that take the best values.
+            choice = f"{stem}.{GRID}"
+            candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
+            stages |= written_runs(name, candidates, {})
+            stages[choice] = Written(table_section(candidates, sweep, chooses=True), name)
+            # The first values stand for the best, which nobody knows yet.
+            first_values = next(iter(grid.values()))
+            section = with_fields(section, first_values, where)
+            chosen = dict.fromkeys(first_values, f"@{choice}")
+            alone = stem if row else f"{stem}.{FINAL}"
+            runs = seeded(alone if not sweep.seeds else stem, section, sweep.seeds, row or name)
+        else:
+            require(not row, f"{where} has each and grid\n  expected held_out too, on which the best values are chosen")
+            runs = grid_runs(stem, section, grid, sweep.seeds, where)
+        stages |= written_runs(name, runs, chosen)
+        table |= runs
+    is_choice = bool(grid) and not sweep.held_out and not sweep.each
+    stages[name] = Written(table_section(table, sweep, chooses=is_choice), name)
+    return stages
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep: its section, and where it stands in the table."""
+
+    section: Mapping[str, Any]
+    row: str  # runs of one row differ by their seed
+    seed: int | None
+    values: Mapping[str, Any]  # of the grid
+
+
+def seeded(
+    stem: str, section: Mapping[str, Any], seeds: list[int], row: str, values: Mapping[str, Any] | None = None
+) -> dict[str, Run]:
+    """Return the runs of a row by name: one a seed, or one alone where there are no seeds."""
+    if not seeds:
+        return {stem: Run(section, row, None, values or {})}
+    runs = {}
+    for seed in seeds:
+        runs[f"{stem}.seed-{seed}"] = Run({**section, "seed": seed}, row, seed, values or {})
+    return runs
+
+
+def grid_runs(
+    stem: str, section: Mapping[str, Any], grid: Mapping[str, dict[str, Any]], seeds: list[int], where: str
+) -> dict[str, Run]:
+    """Return the runs of a grid by name: a row for every combination of values."""
+    runs: dict[str, Run] = {}
+    for suffix, values in grid.items():
+        combined = with_fields(section, values, where)
+        runs |= seeded(f"{stem}.{suffix}", combined, seeds, in_words(values), values)
+    return runs
+
+
+def written_runs(source: str, runs: Mapping[str, Run], chosen: Mapping[str, str]) -> dict[str, Written]:
+    """Return the sections of runs, by their names."""
+    return {name: Written(run.section, source, chosen) for name, run in runs.items()}
+
+
+def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool) -> dict[str, Any]:
+    """Return the section of the stage that makes a table of these runs."""
+    entries = {}
+    for name, run in runs.items():
+        entries[name] = {"stage": f"@{name}", "row": run.row, "seed": run.seed, "values": dict(run.values)}
+    groups = {} if chooses else sweep.groups
+    return {"kind": TABLE, "runs": entries, "best": sweep.best, "chooses": chooses, "groups": groups}
+
+
+# ------------------------------------------------------------------------------------------------ fields and names
+
+
+def grid_of(sweep: SweepConfig, where: str) -> dict[str, dict[str, Any]]:
+    """Return every combination of a grid's values by the name of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
+    values_of = flat(sweep.grid, f"{where}.grid")
+    if not values_of:
+        return {}
+    for key, values in values_of.items():
+        is_list = isinstance(values, list) and len(values) > 0
+        require(is_list, f"{where}.grid.{key} is {values!r}, expected a list of values")
+        check_twice(f"{where}.grid.{key}", values)
+    names = short_names(list(values_of))
+    grid: dict[str, dict[str, Any]] = {}
+    for combination in itertools.product(*values_of.values()):
+        values = dict(zip(values_of, combination, strict=True))
+        suffix = ".".join(f"{names[key]}-{NO_NAME.sub('_', str(value))}" for key, value in values.items())
+        require(suffix not in grid, f"{where}.grid: two of its runs would be called {suffix}")
+        grid[suffix] = values
+    return grid
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Return what a field is called in the names of runs: the last part of it, or all of it where two end alike."""
+    lasts = [key.rpartition(".")[2] for key in keys]
+    return {key: last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
+
+
+def flat(fields: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    """Return nested fields by dotted name, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay what they are.
+
+    Raises ConfigError for a field that is given both ways.
+    """
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        key = f"{prefix}{name}"
+        entries = {key: value}
+        # An empty section is a value: it takes the place of what stands there.
+        if isinstance(value, Mapping) and value:
+            entries = flat(value, where, f"{key}.")
+        for entry in entries:
+            require(entry not in values, f"{where} has {entry} twice, as {entry} and as a section")
+        values |= entries
+    return values
+
+
+def with_fields(section: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a copy of a section with fields set by dotted name. Raises ConfigError where one leads into a value."""
+    changed = copy.deepcopy(dict(section))
+    for key, value in fields.items():
+        *path, last = key.split(".")
+        place = changed
+        for part in path:
+            deeper = place.get(part)
+            if deeper is None:
+                deeper = place[part] = {}
+            if not isinstance(deeper, dict):
+                raise ConfigError(f"{where} sets {key}, and {part} is {deeper!r}, no section")
+            place = deeper
+        place[last] = copy.deepcopy(value)
+    return changed
+
+
+def check_twice(where: str, values: list[Any]) -> None:
+    """Raise ConfigError where a list has an entry twice."""
+    for value in values:
+        require(values.count(value) == 1, f"{where} has {value!r} twice")

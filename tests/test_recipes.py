@@ -1,0 +1,185 @@
+"""The recipes of the paper's tables: what they train, what they say that it costs and reaches."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import models
+from data.vtab.tasks import TASKS
+from jobs import campaign
+from jobs.command_line.campaigns import RECIPES
+from jobs.resolved_recipe import Campaign
+
+SPEC = Path(__file__).parents[2] / "shared" / "reference" / "SPEC.md"
+# Table 3 of the paper: models, passes, peak learning rate, decay, weight decay, dropout.
+JFT = ("linear", 0.1, 0.0)
+I21K = (1e-3, "linear", 0.03, 0.1)
+TABLE_3 = {
+    "vit_jft300m": [
+        ("B/32", 7, 8e-4, *JFT),
+        ("B/16", 7, 8e-4, *JFT),
+        ("L/32", 7, 6e-4, *JFT),
+        ("L/16", 7, 4e-4, *JFT),
+        ("L/16", 14, 4e-4, *JFT),
+        ("H/14", 14, 3e-4, *JFT),
+    ],
+    "bit_jft300m": [
+        ("BiT-R50x1", 7, 1e-3, *JFT),
+        ("BiT-R50x2", 7, 1e-3, *JFT),
+        ("BiT-R101x1", 7, 8e-4, *JFT),
+        ("BiT-R152x1", 7, 6e-4, *JFT),
+        ("BiT-R152x2", 7, 6e-4, *JFT),
+        ("BiT-R152x2", 14, 6e-4, *JFT),
+        ("BiT-R200x3", 14, 6e-4, *JFT),
+    ],
+    "hybrid_jft300m": [
+        ("R50+B/32", 7, 8e-4, *JFT),
+        ("R50+B/16", 7, 8e-4, *JFT),
+        ("R50+L/32", 7, 2e-4, *JFT),
+        ("R50+L/16", 7, 4e-4, *JFT),
+        ("R50+L/16", 14, 4e-4, *JFT),
+    ],
+    "vit_i21k": [
+        ("B/32", 90, *I21K),
+        ("B/16", 90, *I21K),
+        ("L/32", 30, *I21K),
+        ("L/32", 90, *I21K),
+        ("L/16", 30, *I21K),
+        ("L/16", 90, *I21K),
+    ],
+    "vit_i1k": [(name, 300, 3e-3, "cosine", 0.3, 0.1) for name in ("B/32", "B/16", "L/32", "L/16")],
+}
+LINE = re.compile(r"# (\S+) +(\d+) +((?:[\d.]+ +|- +){6})([\d.]+)(.*)")  # model, passes, top-1, exaFLOPs, overrides
+# Table 4: steps, learning rates, and the share of train that is held out.
+TABLE_4 = {
+    "imagenet": (20_000, [0.003, 0.01, 0.03, 0.06], "99%", 1000),
+    "cifar10": (10_000, [0.001, 0.003, 0.01, 0.03], "98%", 10),
+    "cifar100": (10_000, [0.001, 0.003, 0.01, 0.03], "98%", 100),
+    "pets": (500, [0.001, 0.003, 0.01, 0.03], "90%", 37),
+    "flowers102": (500, [0.001, 0.003, 0.01, 0.03], "90%", 102),
+}
+WIDTHS = {"B": 768, "L": 1024, "H": 1280}
+
+
+def lines_of(name: str) -> list[re.Match[str]]:
+    """The lines of table 3 that a recipe's head tells."""
+    text = (RECIPES / "table3" / f"{name}.yaml").read_text()
+    matches = [LINE.fullmatch(line) for line in text.splitlines()]
+    return [match for match in matches if match is not None]
+
+
+@cache
+def flops_an_image(model: str, image_size: int) -> float:
+    """Of training; the number of classes matters less than a thousandth."""
+    return models.training_flops(models.config_of(model, image_size, 1000), 1)
+
+
+def load(name: str, overrides: list[str]) -> Campaign:
+    return campaign.load(RECIPES / f"{name}.yaml", overrides)
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_every_line_of_table_3_is_a_recipe_with_the_overrides_that_stand_behind_it(name):
+    lines = lines_of(name)
+    assert len(lines) == len(TABLE_3[name])
+    for line, (model, passes, lr, decay, weight_decay, dropout) in zip(lines, TABLE_3[name], strict=True):
+        loaded = load(f"table3/{name}", line[5].split())
+        stage = loaded.stage("pretrain")
+        cfg = stage.config
+        assert (line[1], int(line[2])) == (model, passes) == (cfg.model["name"], cfg.passes)
+        assert (cfg.optim.lr, cfg.optim.schedule.decay, cfg.optim.weight_decay) == (lr, decay, weight_decay)
+        assert cfg.optim.name == "adam" and cfg.batch_size == 4096 and cfg.optim.schedule.warmup_steps == 10_000
+        if not model.startswith("BiT"):
+            width = WIDTHS[model.removeprefix("R50+")[0]]
+            assert stage.model.dropout == dropout and stage.model.representation == stage.model.width == width
+        # What the line says that it costs; the paper's ResNets and one hybrid differ from their own formula (SPEC 2.8).
+        images = round(cfg.passes * cfg.data.samples)
+        assert flops_an_image(model, 224) * images / 1e18 == pytest.approx(float(line[4]), rel=0.055)
+
+
+@pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not here")
+def test_what_the_recipes_expect_is_what_the_paper_has():
+    """Numbers in a recipe's head against tables 5, 6 and 9 as SPEC.md has them."""
+    spec = SPEC.read_text()
+    rows = re.findall(r"^\| (\S+) \| (\d+) \| ((?:[\d.]+ \| ){6})(\d+) \|", spec, re.M)
+    table_6 = {}
+    for model, passes, accuracies, flops in rows:
+        table_6[model.removeprefix("ViT-"), passes] = (accuracies.replace("|", "").split(), flops)
+    for name in ("vit_jft300m", "bit_jft300m", "hybrid_jft300m"):
+        for line in lines_of(name):
+            # The paper's columns are in the same order: ImageNet, ReaL, CIFAR-10, CIFAR-100, Pets, Flowers.
+            assert table_6[line[1].removeprefix("BiT-"), line[2]] == (line[3].split(), line[4])
+
+    columns = ("cifar10", "cifar100", "imagenet", "real", "flowers102", "pets")
+    heads = {"ImageNet": "pretrained on ImageNet", "i21k": "on ImageNet-21k", "JFT": "on JFT-300M"}
+    table_5 = spec.partition("**Table 5**")[2].partition("**Table 6**")[0]
+    for pretraining, head in heads.items():
+        cells = re.search(rf"^\| {pretraining} \| (.*) \|$", table_5, re.M)
+        assert cells is not None
+        for column, cell in zip(columns, cells[1].split(" | "), strict=True):
+            if column == "real":
+                continue
+            text = (RECIPES / "transfer" / f"{column}.yaml").read_text()
+            expected = re.search(rf"^#   {head} +(.*)$", text, re.M)
+            assert expected is not None and expected[1].split() == cell.replace("–", "-").split(), (column, head)
+
+    text = (RECIPES / "transfer" / "vtab.yaml").read_text()
+    told = re.findall(r"^      \w+:  # ([\d.]+)  ([\d.]+)  ([\d.]+)$", text, re.M)
+    table_9 = spec.partition("**Table 9**")[2]
+    for column, weights in enumerate(("H/14 JFT", "L/16 JFT", "L/16 i21k")):
+        cells = re.search(rf"{weights} ([\d. |]+)", table_9)
+        assert cells is not None
+        *accuracies, mean = cells[1].replace("|", "").rstrip(" .").split()
+        assert [row[column] for row in told] == accuracies and mean in text
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_table_4_is_a_grid_on_a_held_out_part_and_three_runs_on_all_of_it(name):
+    steps, rates, share, classes = TABLE_4[name]
+    loaded = load(f"transfer/{name}", [])
+    parts = loaded.stage("parts").config.sets
+    assert (parts["most"].part, parts["held-out"].part) == (f":{share}", f"{share}:")
+    grid = [loaded.stage(f"finetune.lr-{rate}").config for rate in rates]
+    assert [cfg.optim.lr for cfg in grid] == rates
+    for cfg in grid:
+        assert (cfg.data.train, cfg.data.evaluate) == ("@parts/most", "@parts/held-out")
+    final = [loaded.stage(f"finetune.seed-{seed}") for seed in (0, 1, 2)]
+    for stage in final:
+        assert stage.config.data.train == parts["most"].path == parts["held-out"].path
+        assert not stage.config.data.evaluate.startswith("@") and stage.chosen == {"optim.lr": "@finetune.grid"}
+    for cfg in (*grid, *(stage.config for stage in final)):
+        optim = cfg.optim
+        assert (cfg.steps, cfg.batch_size, cfg.loss, cfg.model["classes"]) == (steps, 512, "softmax", classes)
+        assert (optim.name, optim.momentum, optim.weight_decay, optim.clip) == ("sgd", 0.9, 0, 1)
+        assert optim.schedule.decay == "cosine"
+    assert loaded.stage("resize").config.image_size == 384
+
+
+def test_vtab_is_19_tasks_in_three_groups_by_the_table_of_tasks():
+    loaded = load("transfer/vtab", [])
+    table = loaded.stage("finetune").config
+    assert len(table.runs) == 19 * 3
+    groups: dict[str, list[str]] = {}
+    for task in TASKS:
+        groups.setdefault(task.group, []).append(task.name)
+        cfg = loaded.stage(f"finetune.{task.name}.seed-0").config
+        assert cfg.model["classes"] == task.classes
+        assert (cfg.data.augment.crop != "none", cfg.data.augment.flip) == (task.crop, task.flip), task.name
+        assert cfg.data.train == f"shards/vtab/{task.name}/train800val200"
+        assert cfg.data.evaluate == f"shards/vtab/{task.name}/test"
+        assert (cfg.steps, cfg.optim.lr, cfg.batch_size) == (2_500, 0.01, 512)
+    assert table.groups == groups
+
+
+@pytest.mark.parametrize("name", [*TABLE_4, "vtab"])
+def test_a_run_costs_what_the_recipe_says(name):
+    text = (RECIPES / "transfer" / f"{name}.yaml").read_text()
+    line = re.search(r"^# exaFLOPs a run, .*: (B/32.*)\.$", text, re.M)
+    steps = re.search(r"^  steps: (\d+)$", text, re.M)
+    assert line is not None and steps is not None
+    for entry in line[1].split(", "):
+        model, flops = entry.split()
+        images = int(steps[1]) * 512
+        assert flops_an_image(model, 384) * images / 1e18 == pytest.approx(float(flops), rel=1e-3, abs=6e-4)

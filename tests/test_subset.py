@@ -1,0 +1,367 @@
+"""A subset is an index over the same tars: the samples that a rule chooses, under the class ids that they had."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from data.errors import ConfigError, DataError
+from data.evaluation import EvaluationSet
+from data.shards.doctor import check
+from data.shards.index import Index, join, load_index, without
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.reader import Reader, check_sizes
+from data.shards.sources import Sample
+from data.shards.subset import Rule, bounds_of, make_subset, read_all_labels
+from jobs.__main__ import main
+from jobs.campaign import load
+from tests.tars import write_tar
+
+LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # of s00, s01, …
+NAMES = ("ant", "bee", "cat", "dog", "eel")  # no sample is an eel
+
+
+def picture(value: int) -> bytes:
+    return cv2.imencode(".jpg", np.full((16, 16, 3), 10 * value, np.uint8))[1].tobytes()
+
+
+@pytest.fixture
+def parent(tmp_path) -> Index:
+    """25 samples in the shards train-000000.tar (7), …, train-000003.tar (4)."""
+    samples = [Sample(f"s{number:02d}", picture(number), (label,)) for number, label in enumerate(LABELS)]
+    return pack(samples, tmp_path / "shards" / "train", shard_samples=7, classes=5, names=NAMES)
+
+
+def held(index: Index) -> list[int]:
+    """The numbers of an index's samples, read out of its tars in its order; each is compared with its label."""
+    reader = Reader(index)
+    numbers = []
+    for shard, samples in enumerate(index.shard_samples):
+        for sample in range(samples):
+            key, image, label = reader.read(shard, sample)
+            number = int(key[1:])
+            assert image == picture(number) and int(label) == LABELS[number]
+            numbers.append(number)
+    return numbers
+
+
+def chosen(parent: Index, folder: Path, **rule) -> list[int]:
+    return held(make_subset(parent, folder, Rule(**rule)))
+
+
+# ------------------------------------------------------------------------------------------------ choosing
+
+
+def test_shots_are_those_that_the_few_shot_probe_of_big_vision_draws(tmp_path, parent):
+    """The loop of its evaluators/fewshot_lsr.py, written out here once more."""
+    generator = np.random.default_rng(5)
+    drawn = []
+    for label in range(4):
+        drawn += generator.permutation([n for n, own in enumerate(LABELS) if own == label])[:3].tolist()
+    index = make_subset(parent, tmp_path / "s", Rule(shots=3, seed=5))
+    assert held(index) == sorted(drawn)
+    # The tars, the ids and their names are those of the whole set; what is counted is what is chosen.
+    assert index.class_counts == (3, 3, 3, 3, 0) and index.names == NAMES
+    assert index.location(0) == parent.location(0) and not list((tmp_path / "s").glob("*.tar"))
+    assert set(chosen(parent, tmp_path / "s1", shots=1, seed=5)) < set(drawn), "nested"
+    assert chosen(parent, tmp_path / "s2", shots=3, seed=6) != sorted(drawn)
+
+
+def test_classes_lists_and_parts_choose_what_a_loop_would(tmp_path, parent):
+    assert chosen(parent, tmp_path / "a", keep=("bee", 3)) == [n for n, own in enumerate(LABELS) if own in (1, 3)]
+    (tmp_path / "list.txt").write_text("s03\ntrain-000002.tar\ts15\ntrain/train-000000.tar\ts00\n")
+    assert chosen(parent, tmp_path / "b", only=str(tmp_path / "list.txt")) == [0, 3, 15]
+    (tmp_path / "list.json").write_text(json.dumps(["s03", ["train-000002.tar", "s15"], "s00"]))
+    rest = chosen(parent, tmp_path / "c", but=str(tmp_path / "list.json"))
+    assert rest == [n for n in range(25) if n not in (0, 3, 15)]
+    assert chosen(parent, tmp_path / "d", part=":20%") == [0, 1, 2, 3, 4]
+    assert chosen(parent, tmp_path / "e", part="-3:") == [22, 23, 24]
+    # One after the other: of the ants and bees, all but one, the first four.
+    (tmp_path / "one.txt").write_text("s02\n")
+    both = chosen(parent, tmp_path / "f", keep=(0, 1), but=str(tmp_path / "one.txt"), part=":4")
+    assert both == [n for n, own in enumerate(LABELS) if own in (0, 1) and n != 2][:4]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_two_parts_share_no_sample_and_are_together_the_whole(tmp_path, parent, seed):
+    train = chosen(parent, tmp_path / "train", part=":80%", seed=seed)
+    held_out = chosen(parent, tmp_path / "held-out", part="80%:", seed=seed)
+    assert len(train) == 20 and sorted(train + held_out) == list(range(25))
+    assert (train == list(range(20))) == (seed is None)
+    if seed == 0:
+        assert held_out == sorted(np.random.default_rng(0).permutation(25)[20:].tolist())
+
+
+def test_parts_are_rounded_as_in_tensorflow_datasets():
+    """Expected values from its documentation and `_pct_to_abs_closest`: int(round(boundary · n / 100))."""
+    assert bounds_of(":98%", 1_281_167) == (0, 1_255_544)
+    assert bounds_of("[98%:]", 1_281_167) == (1_255_544, 1_281_167)
+    assert bounds_of("98%:99%", 999) == (979, 989)
+    assert bounds_of("-10000:", 50_000) == (40_000, 50_000)
+    for wrong in ("98%", "98", ":-2%", "a:b", ""):
+        with pytest.raises(ConfigError, match="expected first:stop"):
+            bounds_of(wrong, 10)
+
+
+def test_samples_of_several_labels_and_of_none(tmp_path):
+    """Shots go by the first label, classes by any; a sample without a label is no shot, and stays in a part."""
+    labels = {"a": b"1 2", "b": b"", "c": b"2", "d": b"0 0", "e": b"9"}
+    files = [
+        (f"{key}.{kind}", picture(1) if kind == "jpg" else raw)
+        for key, raw in labels.items()
+        for kind in ("jpg", "cls")
+    ]
+    (tmp_path / "in").mkdir()
+    write_tar(tmp_path / "in" / "x.tar", files)
+    whole = build_index(tmp_path / "in", classes=10)
+    read = read_all_labels(whole, 2, None, None)
+    assert read.first().tolist() == [1, -1, 2, 0, 9]
+    counted = {}
+    for name, rule in {"shots": Rule(shots=1, seed=0), "keep": Rule(keep=(2,)), "part": Rule(part=":2")}.items():
+        index = make_subset(whole, tmp_path / name, rule)
+        counted[name] = (index.samples, {label: n for label, n in enumerate(index.class_counts) if n})
+    assert counted == {
+        "shots": (4, {0: 1, 1: 1, 2: 2, 9: 1}),
+        "keep": (2, {1: 1, 2: 2}),
+        "part": (2, {1: 1, 2: 1}),
+    }
+
+
+# ------------------------------------------------------------------------------------------ what it stands for
+
+
+def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(tmp_path, parent):
+    """Two seeds may choose equally many of each shard: schema 3 would have taken them for one set."""
+    digests = Counter()
+    for seed in range(4):
+        digests[make_subset(parent, tmp_path / f"s{seed}", Rule(shots=1, seed=seed)).digest] += 1
+    assert len(digests) == 4 and parent.digest not in digests
+    by_rule = make_subset(parent, tmp_path / "rule", Rule(keep=(0,)))
+    (tmp_path / "list.txt").write_text("".join(f"s{n:02d}\n" for n, own in enumerate(LABELS) if own == 0))
+    by_list = make_subset(parent, tmp_path / "list", Rule(only=str(tmp_path / "list.txt")))
+    assert by_rule.digest == by_list.digest
+    # A subset of a subset lies in the same tars; what it was made of is said, and types back.
+    twice = make_subset(by_rule, tmp_path / "twice", Rule(shots=2, seed=0))
+    assert held(twice) == held(make_subset(parent, tmp_path / "once", Rule(keep=(0,), shots=2, seed=0)))
+    assert twice.origin.digest == by_rule.digest and twice.origin.rule == {"shots": 2, "seed": 0}
+    assert f"subset {tmp_path}/rule/rule.index.json --shots=2 --seed=0 --output" in twice.command
+
+
+def test_altered_rows_and_an_altered_rule_are_seen(tmp_path, parent):
+    folder = tmp_path / "s"
+    make_subset(parent, folder, Rule(shots=1, seed=0))
+    path = folder / "s.index.json"
+    text = path.read_text()
+    for before, after in (('"seed": 0', '"seed": 1'), ('"samples": 4,', '"samples": 5,')):
+        assert before in text
+        path.write_text(text.replace(before, after))
+        with pytest.raises(DataError, match="run `python -m jobs subset` again"):
+            load_index(folder)
+    path.write_text(text)
+    for table in folder.glob("*.npy"):
+        shutil.copy(parent.tables / table.name, table)
+    with pytest.raises(DataError, match=r"altered or replaced(?s:.*)jobs subset"):
+        held(load_index(folder))
+
+
+def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, parent):
+    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
+    numbers = held(index)
+    batches = list(EvaluationSet(index, batch_size=3, ops="resize(8)"))
+    assert torch_labels(batches) == [LABELS[number] for number in numbers]
+    report = check(index)
+    assert report.ok and report.good == len(numbers)
+    assert join([index, parent], [1, 1]).samples == len(numbers) + 25
+    dropped = without([index], [index.shards[0].name])[0]
+    assert dropped.digest != index.digest and dropped.samples < index.samples
+    # A sample that rots is bad, and named.
+    tar = Path(index.location(0))
+    row = index.table(0)[0]
+    raw = bytearray(tar.read_bytes())
+    raw[int(row["image"]) + 5] ^= 1
+    tar.write_bytes(raw)
+    assert row["key"].decode() in "\n".join(check(index).lines(1))
+
+
+def torch_labels(batches) -> list[int]:
+    labels = []
+    for batch in batches:
+        labels += batch.labels[batch.mask][:, 0].tolist()
+    return labels
+
+
+# ------------------------------------------------------------------------------------------------ where it is
+
+
+def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, parent):
+    make_subset(parent, tmp_path / "shards" / "few", Rule(shots=1, seed=0))
+    shutil.move(tmp_path / "shards", tmp_path / "elsewhere")
+    moved = load_index(tmp_path / "elsewhere" / "few")
+    check_sizes([moved])
+    assert len(held(moved)) == 4
+    shutil.move(tmp_path / "elsewhere" / "few", tmp_path / "few")
+    with pytest.raises(DataError, match=r"train-000001\.tar: No such file(?s:.*)move the subset's with its set's"):
+        check_sizes([load_index(tmp_path / "few")])
+    (tmp_path / "elsewhere" / "train" / "train-000001.tar").unlink()
+    with pytest.raises(DataError, match=r"1 of 4 shards cannot be used:\n.*train-000001\.tar: No such file"):
+        make_subset(load_index(tmp_path / "elsewhere" / "train"), tmp_path / "new", Rule(shots=1, seed=0))
+
+
+def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypatch):
+    at = "https://host.example/train"
+    remote = build_index(parent.directory, output=tmp_path / "remote", name="train", at=at, names=NAMES, classes=5)
+
+    def opened(self, place, shard):
+        assert place == f"{at}/{shard.name}"
+        return open(Path(parent.directory, shard.name), "rb")
+
+    monkeypatch.setattr("data.shards.cache.Cache.opened", opened)
+    index = make_subset(remote, tmp_path / "few", Rule(shots=1, seed=0))
+    assert index.remote and index.location(0) == f"{at}/{index.shards[0].name}"
+    assert held(index) == chosen(parent, tmp_path / "local", shots=1, seed=0)
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        ({}, "no rule chooses samples"),
+        ({"shots": 3}, "expected a seed"),
+        ({"seed": 3, "keep": [1]}, "there is neither"),
+        ({"shots": 0, "seed": 0}, "expected 1 or more"),
+    ],
+)
+def test_a_rule_that_says_nothing_is_refused(rule, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Rule(**rule)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("s03\ns99\n", r"1 of its 2 samples are not in .*: s99"),
+        ("train-000001.tar\ts03\n", "train-000001.tar s03"),
+        ("train-000009.tar\ts03\n", "0 shards .* are called train-000009.tar"),
+        ("", "it is empty"),
+    ],
+)
+def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason):
+    (tmp_path / "list.txt").write_text(lines)
+    for side in ("only", "but"):
+        with pytest.raises(DataError, match=reason):
+            make_subset(parent, tmp_path / "s", Rule(**{side: str(tmp_path / "list.txt")}))
+    with pytest.raises(DataError, match="'wolf', no class"):
+        make_subset(parent, tmp_path / "s", Rule(keep=("wolf",)))
+    with pytest.raises(DataError, match="chooses none of 25 samples"):
+        make_subset(parent, tmp_path / "s", Rule(keep=("eel",)))
+
+
+def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
+    other = pack([Sample("s04", picture(4), (0,))], tmp_path / "other", classes=5)
+    document = {
+        "schema": 1,
+        "train": [{"path": "a", "digest": other.digest}, {"path": "b", "digest": parent.digest}],
+        "test": [{"path": "c", "digest": "0" * 64}],
+        "pairs": [
+            pair("train-000000.tar", "s04", 0),
+            pair("train-000001.tar", "s07", 1),
+            pair("train-000000.tar", "s01", 1),
+        ],
+    }
+    path = tmp_path / "leaks.json"
+    path.write_text(json.dumps(document))
+    assert chosen(parent, tmp_path / "s", but=str(path)) == [n for n in range(25) if n not in (1, 7)]
+    strange = make_subset(parent, tmp_path / "half", Rule(part=":50%"))
+    with pytest.raises(DataError, match=f"this one has {strange.digest[:12]}"):
+        make_subset(strange, tmp_path / "t", Rule(but=str(path)))
+
+
+def pair(shard: str, key: str, train_set: int) -> dict:
+    return {"train": [shard, key], "test": ["t.tar", "t"], "kind": "exact", "distance": 0.0, "train_set": train_set}
+
+
+def test_no_set_loses_its_tables_to_a_subset(tmp_path, parent):
+    for folder in (parent.tables, tmp_path / "shards" / "train"):
+        with pytest.raises(DataError, match="would lose its tables"):
+            make_subset(parent, folder, Rule(shots=1, seed=0), name="few")
+    # Its own place is taken again, and the tables that only the old one had go.
+    make_subset(parent, tmp_path / "s", Rule(part=":"))
+    make_subset(parent, tmp_path / "s", Rule(part=":1"))
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["s.index.json", "train-000000.npy"]
+
+
+# -------------------------------------------------------------------------------------- command and recipe
+
+
+def test_the_command_says_what_it_chose(tmp_path, parent, capsys):
+    output = tmp_path / "few"
+    words = ["subset", str(parent.tables), "--shots", "6", "--seed", "0", "--keep", "3", "--keep", "cat", "--output"]
+    assert main([*words, str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "9 of 25 samples (36.000%) in 4 of 4 shards" in printed
+    assert "by keep [3, 'cat'], shots 6, seed 0" in printed
+    assert "1 classes have fewer than 6 samples, the first cat" in printed
+    assert main(["subset", str(parent.tables), "--output", str(output)]) == 78
+
+
+def test_a_pack_stage_takes_some_of_the_samples_of_another_s_set(tmp_path, capsys):
+    for number, label in enumerate(LABELS):
+        path = tmp_path / "photos" / NAMES[label] / f"s{number:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number))
+    but = tmp_path / "but.txt"
+    but.write_text("ant/s01\n")
+
+    def recipe(seed: int) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"""
+run: {tmp_path}/run
+shards: {{kind: pack, shard_samples: 7, sets: {{train: {{path: {tmp_path}/photos}}}}}}
+few:
+  kind: pack
+  sets:
+    train-2shot: {{source: subset, path: "@shards/train", shots: 2, seed: {seed}}}
+    rest: {{source: subset, path: "@shards/train", but: {but}}}
+""")
+        return path
+
+    assert main(["run", str(recipe(0))]) == 0
+    capsys.readouterr()
+    campaign = load(recipe(0), [])
+    few = campaign.stage("few")
+    index = load_index(campaign.resolve("@few/train-2shot"))
+    assert index.class_counts == (2, 2, 2, 2) and index.names == NAMES[:4]
+    assert load_index(campaign.resolve("@few/rest")).samples == 24
+    assert main(["run", str(recipe(0))]) == 0
+    assert "few: skipped" in (said := capsys.readouterr().out) or "finished" in said
+    # The key is of the seed, and of what the list holds.
+    assert load(recipe(1), []).stage("few").key != few.key
+    but.write_text("ant/s05\n")
+    assert load(recipe(0), []).stage("few").key not in (few.key, load(recipe(1), []).stage("few").key)
+    # A tar of the set that is gone is missed before anything reads the subset.
+    but.write_text("ant/s01\n")
+    Path(index.location(0)).unlink()
+    assert main(["run", str(recipe(0))]) == 65
+    assert "train-000000.tar: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ("{source: subset, path: p}", "no rule chooses samples"),
+        ("{source: folder, path: p, shots: 3}", "shots: of a subset alone"),
+        ("{source: subset, path: p, shots: 3, seed: 0, names: n}", "has the class ids and names of its set"),
+    ],
+)
+def test_a_recipe_is_refused_where_a_subset_could_not_be_made(tmp_path, section, reason):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {section}}}}}\n")
+    with pytest.raises(ConfigError, match=reason):
+        load(path, [])

@@ -1,0 +1,433 @@
+"""A sweep is many stages: what they are called and keyed, which values are chosen, and what the tables say."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.errors import ConfigError, DataError, Diverged
+from jobs import campaign, choices, stage_run
+from jobs.__main__ import main
+from jobs.carried_recipe import carried
+from jobs.commands.plan import plan
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.stages import sweep
+from jobs.supervisor import StageFailed
+from jobs.sweeps import Written, expand
+from pipeline import handover
+
+ROOT = Path(__file__).parents[1]
+
+RECIPE = """
+run: {run}
+cluster: {{workers: 1, backend: processes, backoff_s: 0}}
+shards:
+  kind: pack
+  sets:
+    train: {{source: digits, image_size: 16}}
+    test: {{source: digits, split: test, image_size: 16}}
+    most: {{source: digits, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 16}}
+    rest: {{source: digits, split: test, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 16}}
+finetune:
+  model: {{name: mu/8, image_size: 16, classes: 10}}
+  data: {{train: "@shards/train", evaluate: "@shards/test", augment: {{min_area: 0.7, flip: false}}}}
+  optim: {{schedule: {{warmup_steps: 2}}}}
+  steps: 12
+  batch_size: 32
+  micro_batch: 32
+  precision: fp32
+  save_every: 4
+  log_every: 4
+  sweep:
+    grid: {{optim: {{lr: [0.01, 0.1]}}}}
+    held_out: {{data: {{train: "@shards/most", evaluate: "@shards/rest"}}}}
+    seeds: [0, 1]
+"""
+
+
+@pytest.fixture
+def protocol(tmp_path: Path) -> Path:
+    """Table 4's protocol in small: a grid of two on a held-out part, then two seeds with the best."""
+    path = tmp_path / "protocol.yaml"
+    path.write_text(RECIPE.format(run=tmp_path / "run"))
+    return path
+
+
+def expanded(sections: dict[str, Any]) -> dict[str, Written]:
+    return expand(sections, lambda name, section: None)
+
+
+def keys_of(recipe: Path, *overrides: str) -> dict[str, str]:
+    return {stage.name: stage.key for stage in campaign.load(recipe, list(overrides)).stages}
+
+
+# ------------------------------------------------------------------------------------------- expansion
+
+
+def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
+    section = {
+        "init": "w",
+        "data": {"train": "all", "evaluate": "test"},
+        "optim": {"schedule": {"warmup_steps": 2}},
+        "sweep": {
+            "grid": {"optim": {"lr": [0.01, 3.0e-5]}},
+            "held_out": {"data.train": "most", "data": {"evaluate": "rest"}},
+            "seeds": [0, 7],
+        },
+    }
+    stages = expanded({"shards": {"kind": "pack"}, "finetune": section})
+    schedule = {"schedule": {"warmup_steps": 2}}
+    base = {"kind": "finetune", "init": "w"}
+    judged = {**base, "data": {"train": "most", "evaluate": "rest"}}
+    final = {**base, "data": {"train": "all", "evaluate": "test"}, "optim": {**schedule, "lr": 0.01}}
+    assert list(stages) == [
+        *("shards", "finetune.lr-0.01", "finetune.lr-3e-05", "finetune.grid", "finetune.seed-0", "finetune.seed-7"),
+        "finetune",
+    ]
+    assert stages["shards"] == Written({"kind": "pack"}, "shards")
+    assert stages["finetune.lr-0.01"].values == {**judged, "optim": {**schedule, "lr": 0.01}}
+    assert stages["finetune.lr-3e-05"].values == {**judged, "optim": {**schedule, "lr": 3e-5}}
+    waits = {"optim.lr": "@finetune.grid"}
+    assert stages["finetune.seed-0"] == Written({**final, "seed": 0}, "finetune", waits)
+    assert stages["finetune.seed-7"] == Written({**final, "seed": 7}, "finetune", waits)
+    assert stages["finetune.grid"].values == {
+        "kind": "sweep",
+        "best": "accuracy",
+        "chooses": True,
+        "groups": {},
+        "runs": {
+            "finetune.lr-0.01": {
+                "stage": "@finetune.lr-0.01",
+                "row": "optim.lr=0.01",
+                "seed": None,
+                "values": {"optim.lr": 0.01},
+            },
+            "finetune.lr-3e-05": {
+                "stage": "@finetune.lr-3e-05",
+                "row": "optim.lr=3e-05",
+                "seed": None,
+                "values": {"optim.lr": 3e-5},
+            },
+        },
+    }
+    runs = stages["finetune"].values["runs"]
+    assert [(name, run["row"], run["seed"]) for name, run in runs.items()] == [
+        ("finetune.seed-0", "finetune", 0),
+        ("finetune.seed-7", "finetune", 7),
+    ]
+    assert not stages["finetune"].values["chooses"]
+    assert section["optim"] == {"schedule": {"warmup_steps": 2}}, "the recipe itself stays as it was read"
+
+
+@pytest.mark.parametrize(
+    ("varies", "names"),
+    [
+        ({"seeds": [3, 4]}, "p.seed-3 p.seed-4 p"),
+        ({"grid": {"steps": [1, 2]}}, "p.steps-1 p.steps-2 p"),
+        ({"grid": {"steps": [1]}, "seeds": [0, 1]}, "p.steps-1.seed-0 p.steps-1.seed-1 p"),
+        ({"grid": {"a.lr": [1, 2], "b": {"lr": ["x/y"]}}}, "p.a.lr-1.b.lr-x_y p.a.lr-2.b.lr-x_y p"),
+        ({"each": {"cars": {"steps": 1}, "dogs": None}}, "p.cars p.dogs p"),
+        ({"each": {"cars": None}, "seeds": [0, 1]}, "p.cars.seed-0 p.cars.seed-1 p"),
+        ({"grid": {"steps": [1]}, "held_out": {"init": "x"}}, "p.steps-1 p.grid p.final p"),
+        (
+            {"each": {"cars": {"held_out": {"init": "x"}}}, "grid": {"steps": [1]}},
+            "p.cars.steps-1 p.cars.grid p.cars p",
+        ),
+    ],
+)
+def test_runs_are_called_by_what_they_vary(varies, names):
+    assert " ".join(expanded({"p": {"kind": "pretrain", "sweep": varies}})) == names
+
+
+@pytest.mark.parametrize(
+    ("varies", "message"),
+    [
+        ({}, "p.sweep: nothing varies: give each, grid or seeds"),
+        ({"gird": {"lr": [1]}}, "unknown key p.sweep.gird; did you mean 'grid'?"),
+        ({"grid": {"lr": 1}}, "p.sweep.grid.lr is 1, expected a list of values"),
+        ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
+        ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr has 1 twice"),
+        ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two of its runs would be called lr-a_b"),
+        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice, as a.lr and as a section"),
+        ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, and kind is 'pretrain', no section"),
+        ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
+        ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out is what a grid is run on: give grid, or leave it out"),
+        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has each and grid\n  expected held_out too"),
+        ({"each": {"a": 3}}, "each.a is 3, expected fields"),
+        ({"each": {"cars": None}, "groups": {"g": ["cras"]}}, "groups.g names 'cras'; did you mean 'cars'?"),
+    ],
+)
+def test_a_sweep_that_means_nothing_is_refused(varies, message):
+    with pytest.raises(ConfigError) as error:
+        expanded({"p": {"kind": "pretrain", "sweep": varies}})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 will have no 'accurracy'; did you mean 'accuracy'?"),
+        (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 will have no 'accuracy'"),
+        (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
+        (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.lr-0.01.lrr-1.optim.lrr; did you mean 'lr'?"),
+        (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
+        (
+            ["fewshot.init=@finetune"],
+            "that is the table of a sweep\n  expected one of its runs: @finetune.seed-0, @fin",
+        ),
+        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, which a grid with held_out"),
+        (["fine={kind: finetune, sweep: {seeds: [0]}}", "fine.seed-0={}"], "seed-0"),
+    ],
+)
+def test_a_recipe_whose_sweep_could_not_run_is_refused_before_anything_starts(protocol, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        campaign.load(protocol, overrides)
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+def test_a_key_changes_with_what_the_run_depends_on_and_with_nothing_else(protocol):
+    before = keys_of(protocol)
+    assert len(set(before.values())) == len(before) == 7
+    # One more value: the runs that were there stay, and whatever depends on the choice is another stage.
+    more = keys_of(protocol, "finetune.sweep.grid.optim.lr=[0.01,0.1,1]")
+    same = {name for name in before if more[name] == before[name]}
+    assert same == {"shards", "finetune.lr-0.01", "finetune.lr-0.1"}
+    # One more seed: only the table of all is another one.
+    more = keys_of(protocol, "finetune.sweep.seeds=[0,1,2]")
+    assert {name for name in before if more[name] != before[name]} == {"finetune"}
+    # What the grid is judged on decides the choice, and what the last runs are judged on is in their numbers.
+    more = keys_of(protocol, "finetune.sweep.held_out.data.evaluate=@shards/test")
+    assert {name for name in before if more[name] == before[name]} == {"shards"}
+    more = keys_of(protocol, "finetune.data.evaluate=@shards/rest")
+    assert {name for name in before if more[name] != before[name]} == {"finetune.seed-0", "finetune.seed-1", "finetune"}
+    more = keys_of(protocol, "finetune.micro_batch=16", "cluster.workers=2")
+    assert more == before, "how a run is computed is no part of its key"
+
+
+def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path:
+    """Leave behind what a finished run would."""
+    stage = loaded.stage(name)
+    folder = loaded.directory(stage)
+    folder.mkdir(parents=True)
+    handover.write_record(folder / "stage.json", stage_run.stage_record(stage))
+    metrics = {} if outcome else {"accuracy": accuracy}
+    handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
+    return folder
+
+
+def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
+    """Run the stage of a table, and return its record and the lines that it says."""
+    said: list[str] = []
+    stage = loaded.stage(name)
+    folder = loaded.directory(stage)
+    folder.mkdir(parents=True, exist_ok=True)
+    handover.write_record(folder / "stage.json", stage_run.stage_record(stage))
+    context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
+    outcome = sweep.run(stage.config, context)
+    handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
+    return handover.read_record(folder / "sweep.json").values, said
+
+
+def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
+    before = campaign.load(protocol, [])
+    planned = "\n".join(plan(before))
+    assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
+    assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
+    assert "lr: the best of 0.01, 0.1 by accuracy, known after" in campaign.resolved(before)
+    facts = stage_run.facts_of(before, before.stage("finetune.seed-0"))
+    assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
+
+    finish(before, "finetune.lr-0.01", 0.25)
+    finish(before, "finetune.lr-0.1", 0.75)
+    document, said = make_table(before, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 0.1}
+    assert said[-2:] == ["optim.lr=0.01                 25.00", "optim.lr=0.1                  75.00   the best"]
+
+    after = campaign.load(protocol, [])
+    assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
+    assert after.stage("finetune.seed-1").config.optim.lr == 0.1
+    assert asdict(choices.settled(before).stage("finetune.seed-1").config) == asdict(
+        after.stage("finetune.seed-1").config
+    ), "the command that made the table goes on with what a later one reads"
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after))
+    assert stage_run.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
+
+    # A choice that is made anew and otherwise does not pass over what was run with the old one.
+    folder = finish(after, "finetune.seed-0", 0.5)
+    table = before.directory(before.stage("finetune.grid")) / "sweep.json"
+    handover.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
+    with pytest.raises(DataError) as error:
+        campaign.load(protocol, [])
+    assert f"{folder} was run with other values than finetune.grid has chosen: optim.lr: 0.1 → 0.01" in str(error.value)
+
+
+def test_a_choice_may_be_of_the_model(protocol):
+    protocol.write_text(protocol.read_text().replace("optim: {lr: [0.01, 0.1]}", "model: {depth: [1, 2]}"))
+    overrides = ["finetune.optim.lr=0.1"]
+    overrides.append("next={kind: finetune, init: '@finetune.seed-0', steps: 9, data: {train: '@shards/train'}}")
+    overrides.append("next.optim.schedule.warmup_steps=1")
+    before = campaign.load(protocol, overrides)
+    assert before.stage("next").model.depth == 1
+    finish(before, "finetune.depth-1", 0.25)
+    finish(before, "finetune.depth-2", 0.75)
+    make_table(before, "finetune.grid")
+    after = choices.settled(before)
+    assert after.stage("finetune.seed-0").model.depth == after.stage("next").model.depth == 2
+    assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def test_of_equal_rows_the_first_wins_and_one_that_diverged_does_not_take_part(protocol):
+    loaded = campaign.load(protocol, ["finetune.sweep.grid.optim.lr=[0.1,0.01,3,1]"])
+    finish(loaded, "finetune.lr-0.1", 0.0, diverged="5 steps in a row were not finite")
+    for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-3", 0.75), ("finetune.lr-1", 0.75)):
+        finish(loaded, name, accuracy)
+    document, said = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 3}
+    assert document["runs"][0]["diverged"] == "5 steps in a row were not finite"
+    assert [run["key"] for run in document["runs"]] == [stage.key for stage in loaded.stages[1:5]]
+    assert said[0].startswith("finetune.grid: finetune.lr-0.1 has diverged: 5 steps")
+    assert said[2].endswith("-   diverged") and said[4].endswith("75.00   the best")
+
+
+def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs(protocol):
+    loaded = campaign.load(protocol, [])
+    for name in ("finetune.lr-0.01", "finetune.lr-0.1", "finetune.seed-0"):
+        finish(loaded, name, 0.0, diverged="not finite")
+    finish(loaded, "finetune.seed-1", 0.5)
+    with pytest.raises(Diverged) as error:
+        make_table(loaded, "finetune.grid")
+    names = "finetune.lr-0.01, finetune.lr-0.1"
+    assert f"2 runs of the sweep have diverged: {names}\n  expected one that has not" in str(error.value)
+    with pytest.raises(Diverged) as error:
+        make_table(loaded, "finetune")
+    assert "1 runs of the sweep have diverged: finetune.seed-0\n  expected all of them" in str(error.value)
+    assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
+
+
+def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
+    """Nineteen tasks in small: three in two groups, and three seeds."""
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\n"
+        "finetune:\n"
+        "  model: {name: mu/8, image_size: 16, classes: 10}\n"
+        "  data: {evaluate: y}\n"
+        "  sweep:\n"
+        "    each: {cars: {data: {train: a}}, dogs: {data: {train: b}}, dots: {data.train: c, steps: 600}}\n"
+        "    groups: {natural: [cars, dogs], structured: [dots]}\n"
+        "    seeds: [0, 1, 2]\n"
+    )
+    loaded = campaign.load(recipe, [])
+    assert loaded.stage("finetune.dots.seed-2").config.steps == 600
+    accuracies = np.random.default_rng(0).random((3, 3))  # task, seed
+    for row, task in enumerate(("cars", "dogs", "dots")):
+        for seed in range(3):
+            finish(loaded, f"finetune.{task}.seed-{seed}", accuracies[row, seed])
+    document, said = make_table(loaded, "finetune")
+    for row, task in enumerate(("cars", "dogs", "dots")):
+        values = document["rows"][task]["accuracy"]
+        assert values["mean"] == pytest.approx(accuracies[row].mean(), rel=1e-12)
+        assert values["sd"] == pytest.approx(accuracies[row].std(ddof=1), rel=1e-12) and values["runs"] == 3
+    for group, rows in (("natural of 2", [0, 1]), ("structured of 1", [2]), ("mean of 3", [0, 1, 2])):
+        repeats = accuracies[rows].mean(axis=0)
+        values = document["means"][group]["accuracy"]
+        assert values["mean"] == pytest.approx(repeats.mean(), rel=1e-12)
+        assert values["sd"] == pytest.approx(repeats.std(ddof=1), rel=1e-12)
+    mean = 100 * accuracies.mean()
+    sd = 100 * accuracies.mean(axis=0).std(ddof=1)
+    assert said[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
+    assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
+
+
+def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol, monkeypatch):
+    def diverges(cfg, context):
+        raise StageFailed(f"{context.name}: 5 steps in a row were not finite", 70, "Diverged")
+
+    def crashes(cfg, context):
+        raise StageFailed(f"{context.name}: bug", 70, "ValueError")
+
+    overrides = ["plain={kind: finetune, data: {train: '@shards/train'}}", "plain.init=@finetune.seed-0"]
+    loaded = campaign.load(protocol, overrides)
+    said: list[str] = []
+    run, plain = loaded.stage("finetune.lr-0.1"), loaded.stage("plain")
+
+    def outcome(stage: Stage) -> dict[str, Any]:
+        return stage_run.outcome_of(stage, SimpleNamespace(name=stage.name, say=said.append))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(campaign.KINDS["finetune"], "run", diverges)
+    assert outcome(run) == {"diverged": "5 steps in a row were not finite"}
+    assert said == ["finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep goes on without this run"]
+    with pytest.raises(StageFailed, match="plain: 5 steps"):
+        outcome(plain)
+    monkeypatch.setattr(campaign.KINDS["finetune"], "run", crashes)
+    with pytest.raises(StageFailed, match=r"finetune\.lr-0\.1: bug"):
+        outcome(run)
+
+
+def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "finetune:\n"
+        "  init: weights\n"
+        "  sweep:\n"
+        "    each: {cars: {data.train: shards/cars, held_out: {data: {train: shards/some}}}}\n"
+        "    grid: {optim: {lr: [1]}, init: [weights/a, '@pretrain', /b]}\n"
+        "    held_out: {data: {evaluate: shards/rest}}\n"
+    )
+    text, changed = carried(recipe, [], "/runs/x", Path("/home/me"))
+    assert changed == [
+        "finetune.init",
+        "finetune.sweep.each.cars.data.train",
+        "finetune.sweep.each.cars.held_out.data.train",
+        "finetune.sweep.grid.init",
+        "finetune.sweep.held_out.data.evaluate",
+    ]
+    for path in ("/home/me/shards/cars", "/home/me/shards/some", "/home/me/weights/a", "/home/me/shards/rest"):
+        assert path in text
+    assert "'@pretrain'" in text and "- /b\n" in text
+
+
+# --------------------------------------------------------------------------------------------- for real
+
+
+@pytest.mark.slow  # seven stages, most of them twice
+def test_a_sweep_that_was_killed_goes_on_and_ends_as_one_that_was_not(protocol, tmp_path, capsys):
+    assert main(["run", str(protocol), f"run={tmp_path}/undisturbed"]) == 0
+    command = [sys.executable, "-m", "jobs", "run", str(protocol)]
+    loaded = campaign.load(protocol, [])
+    # Killed as soon as the second run of the grid, and then the second seed, have committed a checkpoint.
+    for name in ("finetune.lr-0.1", "finetune.seed-1"):
+        folder = loaded.directory(loaded.stage(name))
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+        while not list(folder.glob("checkpoints/step-*")):
+            assert process.poll() is None, "the run has ended before it could be killed"
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    capsys.readouterr()
+    assert main(["run", str(protocol)]) == 0
+    out = capsys.readouterr().out
+    assert "finetune.grid: skipped" in out and "finetune.seed-0: skipped" in out and "finetune.lr-0.1: skipped" in out
+    for name in ("finetune.grid", "finetune"):
+        folder = loaded.directory(loaded.stage(name)).name
+        documents = [json.loads((tmp_path / run / folder / "sweep.json").read_text()) for run in ("run", "undisturbed")]
+        assert documents[0] == documents[1]
+    assert main(["status", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out
+    chosen = documents[0]["runs"][0]["values"]["optim.lr"]
+    assert lines.count(f"(optim.lr={chosen})") == 3 and "finetune.lr-0.01-" in lines

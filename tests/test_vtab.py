@@ -1,0 +1,137 @@
+"""VTAB-1k: its labels and preprocessing are the original's, and the table of its tasks is the papers'."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import UsageError
+from data.images.preprocess import preprocess
+from data.vtab import labels, tasks
+
+GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
+
+# Examples of every split, as task_adaptation's own tests expect them (data/*_test.py: train, val, test).
+SPLITS = {
+    "caltech101": (2754, 306, 6084),
+    "cifar100": (45000, 5000, 10000),
+    "dtd": (1880, 1880, 1880),
+    "flowers102": (1020, 1020, 6149),
+    "pets": (2944, 736, 3669),
+    "sun397": (76128, 10875, 21750),
+    "svhn": (65931, 7326, 26032),
+    "patch_camelyon": (262144, 32768, 32768),
+    "eurosat": (16200, 5400, 5400),
+    "resisc45": (18900, 6300, 6300),
+    "diabetic_retinopathy": (35126, 10906, 42670),
+    "clevr_count": (63000, 7000, 15000),
+    "clevr_distance": (63000, 7000, 15000),
+    "dmlab": (65550, 22628, 22735),
+    "dsprites_x_position": (589824, 73728, 73728),
+    "dsprites_orientation": (589824, 73728, 73728),
+    "kitti_distance": (6347, 423, 711),
+    "smallnorb_azimuth": (24300, 12150, 12150),
+    "smallnorb_elevation": (24300, 12150, 12150),
+}
+# The ViT paper's table 9, H/14 pretrained on JFT: natural, specialized, structured.
+H14 = "95.3 85.5 75.2 99.7 97.2 65.0 88.9 83.3 96.7 91.4 76.6 91.7 63.8 53.1 79.4 63.3 84.5 33.2 51.2"
+
+
+# ----------------------------------------------------------------------------- labels and pixels
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict:
+    return json.loads((GOLDEN / "vtab_labels.json").read_text())
+
+
+@needs_golden
+def test_labels_of_kitti_are_the_originals(golden: dict) -> None:
+    cases = golden["kitti_closest_vehicle_distance"]
+    assert {case["label"] for case in cases} == {0, 1, 2, 3}
+    for case in cases:
+        assert labels.kitti_distance(case["types"], case["z"]) == case["label"]
+
+
+@needs_golden
+def test_labels_of_clevr_are_the_originals(golden: dict) -> None:
+    for case in golden["clevr"]:
+        assert labels.clevr_count(case["n_objects"]) == case["count_label"]
+        assert labels.clevr_distance(case["depth"]) == case["distance_label"]
+
+
+@needs_golden
+def test_labels_of_dsprites_are_the_originals(golden: dict) -> None:
+    assert [labels.dsprites_x_position(v) for v in range(32)] == golden["dsprites_x_position"]["map"]
+    assert [labels.dsprites_orientation(v) for v in range(40)] == golden["dsprites_orientation"]["map"]
+
+
+@needs_golden
+def test_preprocessing_is_the_originals() -> None:
+    arrays = np.load(GOLDEN / "vtab_preprocess.npz")
+    size = json.loads(str(arrays["meta_json"]))["size"]
+    prepared = preprocess(arrays["image"], f"{tasks.PREPROCESS.format(size=size)}|value_range(-1, 1)")
+    np.testing.assert_allclose(prepared, arrays["out"], atol=1e-6, rtol=0)
+
+
+def test_a_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
+    assert [labels.kitti_distance([0], [z]) for z in (8.0, 8.001, 20.0, 20.001)] == [0, 1, 1, 2]
+    assert [labels.clevr_distance([depth]) for depth in (8.0, 8.5, 10.0, 10.001)] == [0, 1, 4, 5]
+    assert labels.kitti_distance([3, 7], [1.0, 2.0]) == 3
+
+
+def test_every_angle_of_smallnorb_has_a_class() -> None:
+    assert [labels.smallnorb_azimuth(tens) for tens in range(0, 36, 2)] == list(range(18))
+
+
+# ----------------------------------------------------------------------------- the table
+
+
+def test_the_tasks_are_those_of_table_9() -> None:
+    groups = [task.group for task in tasks.TASKS]
+    assert [groups.count(group) for group in ("natural", "specialized", "structured")] == [7, 4, 8]
+    accuracies = dict(zip((task.name for task in tasks.TASKS), map(float, H14.split()), strict=True))
+    means = tasks.means(accuracies)
+    assert means["all"] == pytest.approx(77.6, abs=0.05)
+    assert means["specialized"] == pytest.approx((83.3 + 96.7 + 91.4 + 76.6) / 4)
+    accuracies["cifar10"] = accuracies.pop("cifar100")
+    with pytest.raises(ValueError, match="missing: cifar100; unknown: cifar10"):
+        tasks.means(accuracies)
+
+
+def test_splits_have_the_sizes_that_the_original_expects() -> None:
+    assert {task.name for task in tasks.TASKS} == SPLITS.keys()
+    for task in tasks.TASKS:
+        assert tuple(task.samples(split) for split in ("train", "validation", "test")) == SPLITS[task.name]
+        assert task.samples("train800val200") == 1000
+
+
+def test_no_row_is_trained_on_and_judged() -> None:
+    for task in tasks.TASKS:
+        pieces = [task.rows("train")[0], task.rows("validation")[0], task.rows("test")[0]]
+        for (split, rows), (other_split, other_rows) in itertools.combinations(pieces, 2):
+            overlap = split == other_split and rows.start < other_rows.stop and other_rows.start < rows.stop
+            assert not overlap, task
+
+
+def test_the_thousand_are_the_first_of_train_and_of_validation() -> None:
+    assert tasks.task("cifar100").rows("train800val200") == (
+        ("train", range(800)),
+        ("train", range(45_000, 45_200)),
+    )
+    assert tasks.task("smallnorb_azimuth").rows("val200") == (("test", range(200)),)
+
+
+def test_what_destroys_a_label_is_left_out() -> None:
+    no_flip = {task.name for task in tasks.TASKS if not task.flip}
+    assert no_flip == {"svhn", "dsprites_x_position", "dsprites_orientation", "smallnorb_azimuth"}
+    no_crop = {task.name for task in tasks.TASKS if not task.crop}
+    assert no_crop == {"clevr_count", "clevr_distance", "dmlab", "dsprites_x_position", "kitti_distance"}
+
+
+def test_an_unknown_task_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no task 'cifar'\n  expected one of: caltech101, cifar100"):
+        tasks.task("cifar")
