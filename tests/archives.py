@@ -2,8 +2,12 @@
 
 import gzip
 import io
+import json
+import pickle
+import struct
 import tarfile
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import cv2
 import numpy as np
@@ -91,3 +95,159 @@ def flowers(folder: Path) -> Path:
     savemat(folder / "imagelabels.mat", {"labels": np.array([FLOWER_LABELS], np.uint8)})
     savemat(folder / "setid.mat", {name: np.array([ids], np.uint16) for name, ids in FLOWER_SPLITS.items()})
     return folder
+
+
+# ------------------------------------------------------------------------------------------------ ImageNet
+
+WNIDS = ("n01440764", "n01443537", "n02096294")  # sorted: the ids 0, 1 and 2
+DEVKIT_IDS = {"n02096294": 1, "n01443537": 2, "n01440764": 3}  # the devkit counts from 1 on, in another order
+TRUTH = ("n01443537", "n01440764", "n02096294", "n01443537")  # of ILSVRC2012_val_00000001 …
+
+
+def class_tars(per_class: int = 3) -> dict[str, bytes]:
+    """The tars that ILSVRC2012_img_train.tar holds, one a class, in no order."""
+    tars = {}
+    for label in (2, 0, 1):
+        images = {f"{WNIDS[label]}_{n}.JPEG": picture(50 * label + n) for n in range(per_class)}
+        tars[f"{WNIDS[label]}.tar"] = tar_bytes(images)
+    return tars
+
+
+def validation_images() -> dict[str, bytes]:
+    """What ILSVRC2012_img_val.tar holds, in no order."""
+    names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in (3, 1, 4, 2)]
+    return {name: picture(int(name[15:23])) for name in names}
+
+
+def devkit(path: Path) -> Path:
+    """ILSVRC2012_devkit_t12.tar.gz: meta.mat with classes and the synsets above them, and the ground truth."""
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O")]
+    rows = [(number, wnid, f"words of {wnid}", "gloss", 0) for wnid, number in DEVKIT_IDS.items()]
+    rows.append((4, "n00001740", "entity", "gloss", 3))
+    synsets = np.empty((len(rows), 1), fields)
+    for number, row in enumerate(rows):
+        synsets[number, 0] = row
+    meta = io.BytesIO()
+    savemat(meta, {"synsets": synsets})
+    truth = "".join(f"{DEVKIT_IDS[wnid]}\n" for wnid in TRUTH)
+    root = "ILSVRC2012_devkit_t12"
+    files = {
+        f"{root}/readme.txt": b"ILSVRC 2012",
+        f"{root}/data/meta.mat": meta.getvalue(),
+        f"{root}/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+    }
+    return write_tar_gz(path, files)
+
+
+# --------------------------------------------------------------------------------------------------- CIFAR
+
+
+class Python2(pickle._Pickler):  # type: ignore[name-defined,misc]
+    """Writes a pickle as Python 2 with an early numpy did, and as CIFAR's python version is."""
+
+    dispatch: ClassVar[dict] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+
+    def save_bytes(self, text: bytes) -> None:
+        """Write bytes as Python 2's str."""
+        self.write(pickle.BINSTRING + struct.pack("<i", len(text)) + text)
+
+    dispatch[bytes] = save_bytes
+
+
+def python2_pickle(value: object) -> bytes:
+    """A pickle of this value as Python 2 would have written it."""
+    buffer = io.BytesIO()
+    Python2(buffer, protocol=2).dump(value)
+    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+class CifarImages(NamedTuple):
+    """The images of a miniature, by batch: pixels (N, 3072) uint8, planes of red, green and blue, and labels."""
+
+    pixels: dict[str, np.ndarray]
+    labels: dict[str, list[int]]
+    coarse: dict[str, list[int]]
+
+
+def cifar_images(batches: tuple[str, ...], classes: int, per_batch: int = 3) -> CifarImages:
+    """Random images, a few a batch."""
+    draws = np.random.default_rng(0)
+    pixels = {name: draws.integers(0, 256, (per_batch, 3072), dtype=np.uint8) for name in batches}
+    labels = {name: draws.integers(0, classes, per_batch).tolist() for name in batches}
+    coarse = {name: draws.integers(0, 20, per_batch).tolist() for name in batches}
+    return CifarImages(pixels, labels, coarse)
+
+
+CIFAR10_BATCHES = ("data_batch_4", "test_batch", "data_batch_1", "data_batch_2", "data_batch_3", "data_batch_5")
+CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR100_BATCHES = ("test", "train")
+CIFAR100_NAMES = tuple(f"fine{label}" for label in range(100))
+
+
+def cifar10(folder: Path, images: CifarImages) -> tuple[Path, Path]:
+    """Both versions of CIFAR-10's archive: python, binary."""
+    python: dict[str, bytes] = {}
+    binary: dict[str, bytes] = {"batches.meta.txt": "\n".join([*CIFAR10_NAMES, "", ""]).encode()}
+    for name in CIFAR10_BATCHES:
+        pixels = images.pixels[name]
+        batch = {"data": pixels, "labels": images.labels[name], "batch_label": name, "filenames": ["a.png"]}
+        python[name] = python2_pickle(batch)
+        binary[f"{name}.bin"] = np.column_stack([np.array(images.labels[name], np.uint8), pixels]).tobytes()
+    python["batches.meta"] = python2_pickle({"label_names": list(CIFAR10_NAMES), "num_vis": 3072})
+    return write_versions(folder, "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin", python, binary)
+
+
+def cifar100(folder: Path, images: CifarImages) -> tuple[Path, Path]:
+    """Both versions of CIFAR-100's archive: python, binary."""
+    python: dict[str, bytes] = {}
+    binary: dict[str, bytes] = {"fine_label_names.txt": "\n".join([*CIFAR100_NAMES, ""]).encode()}
+    for name in CIFAR100_BATCHES:
+        fine, coarse = images.labels[name], images.coarse[name]
+        batch = {"data": images.pixels[name], "fine_labels": fine, "coarse_labels": coarse}
+        python[name] = python2_pickle(batch)
+        columns = [np.array(coarse, np.uint8), np.array(fine, np.uint8), images.pixels[name]]
+        binary[f"{name}.bin"] = np.column_stack(columns).tobytes()
+    python["meta"] = python2_pickle({"fine_label_names": list(CIFAR100_NAMES), "coarse_label_names": ["fish"]})
+    return write_versions(folder, "cifar-100", "cifar-100-python", "cifar-100-binary", python, binary)
+
+
+def write_versions(
+    folder: Path, name: str, python_root: str, binary_root: str, python: dict[str, bytes], binary: dict[str, bytes]
+) -> tuple[Path, Path]:
+    """Write the archives of both versions, each with its folder inside."""
+    return (
+        write_tar_gz(folder / f"{name}-python.tar.gz", {f"{python_root}/{key}": body for key, body in python.items()}),
+        write_tar_gz(folder / f"{name}-binary.tar.gz", {f"{binary_root}/{key}": body for key, body in binary.items()}),
+    )
+
+
+# ----------------------------------------------------------------------------------------------- ObjectNet
+
+
+def bordered(value: int, is_red: bool = True) -> bytes:
+    """An RGBA PNG of one grey in a border of two pixels, as ObjectNet's images are."""
+    pixels = np.full((12, 16, 4), (0, 0, 255 if is_red else 254, 255), np.uint8)  # BGRA
+    pixels[2:-2, 2:-2, :3] = value
+    return cv2.imencode(".png", pixels)[1].tobytes()
+
+
+def objectnet(folder: Path) -> Path:
+    """objectnet-1.0 with three objects, of which ImageNet has two; ImageNet here has five classes."""
+    images = {
+        "images/alarm_clock/aa.png": bordered(10),
+        "images/alarm_clock/bb.v2.png": bordered(20),
+        "images/banana/cc.png": bordered(30, is_red=False),
+        "images/wine_glass_2/dd.png": bordered(40),
+    }
+    folders = {"alarm_clock": "Alarm clock", "banana": "Banana", "wine_glass_2": "Wineglass"}
+    to_imagenet = {"Alarm clock": "analog clock; digital clock, of numbers", "Banana": "banana"}
+    # The lines are in the devkit's order; the other file says which class each of them is, from 0 on.
+    lines = ["digital clock, of numbers", "crane", "banana", "analog clock", "crane"]
+    line_of = {"0": 1, "1": 3, "2": 4, "3": 0, "4": 2}
+    mappings = {
+        "mappings/folder_to_objectnet_label.json": json.dumps(folders).encode(),
+        "mappings/objectnet_to_imagenet_1k.json": json.dumps(to_imagenet).encode(),
+        "mappings/imagenet_to_label_2012_v2": "\n".join(lines).encode() + b"\n",
+        "mappings/pytorch_to_imagenet_2012_id.json": json.dumps(line_of).encode(),
+    }
+    return write_folder(folder, {"README": b"for testing alone", **images, **mappings})

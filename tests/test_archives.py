@@ -2,20 +2,26 @@
 
 import bz2
 import gzip
+import io
+import itertools
+import json
 import lzma
 import os
+import pickle
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.archives import flowers, pets
+from data.archives import cifar, flowers, objectnet, pets
 from data.archives.members import members, tar_members
 from data.archives.published import Published
+from data.archives.sources import known_archive, samples_of_archive
 from data.errors import DataError
 from data.images.decode import decode
 from data.shards.index import load_index
+from data.shards.packing import pack
 from data.shards.reader import Reader
 from jobs.__main__ import main
 from tests import archives
@@ -37,7 +43,8 @@ def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
 def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, tuple[bytes, bytes]]:
     """What `jobs pack` makes of a miniature, which is a part on purpose."""
     output = tmp_path / f"set{len(list(tmp_path.glob('set*')))}"
-    assert main(["pack", source, str(path), str(output), "--partial", *options]) == 0
+    partial = ["--partial"] if known_archive(source) else []
+    assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
     return contents(output)
 
 
@@ -132,6 +139,8 @@ def test_a_set_that_is_not_what_is_published_is_refused_before_it_has_an_index(t
 def test_a_split_that_a_set_does_not_have_is_refused_at_once(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 78
     assert "source pets has the splits train, test; split is validation" in capsys.readouterr().err
+    assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 78
+    assert "partial is of known data sets; folder is none of them" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- Pets and Flowers
@@ -182,3 +191,249 @@ def test_flowers_are_split_and_labelled_by_the_owners_matlab_files(tmp_path):
     (folder / "setid.mat").write_bytes((folder / "setid.mat").read_bytes()[:150])
     with pytest.raises(DataError, match=r"setid\.mat: no array 'trnid'"):
         list(flowers.samples(folder, "train"))
+
+
+# ------------------------------------------------------------------------------------------------ ImageNet
+
+
+def test_imagenet_s_training_images_are_the_same_from_a_tar_of_tars_a_folder_of_tars_and_class_folders(tmp_path):
+    tars = archives.class_tars()
+    (tmp_path / "train.tar").write_bytes(tar_bytes(tars))
+    write_folder(tmp_path / "tars", tars)
+    for name in tars:
+        for member in members(tmp_path / "tars" / name):
+            write_folder(tmp_path / "folders" / name.removesuffix(".tar"), {member.name: member.read()})
+    whole = packed(tmp_path, "imagenet-train", tmp_path / "train.tar")
+    by_hand = {
+        f"{wnid}_{n}": (picture(50 * i + n), b"%d" % i) for i, wnid in enumerate(archives.WNIDS) for n in range(3)
+    }
+    assert whole == by_hand
+    labels = [sample[1] for sample in whole.values()]
+    assert labels != sorted(labels) and list(whole) != sorted(whole), "classes are mixed"
+    for form in ("tars", "folders"):
+        assert list(packed(tmp_path, "imagenet-train", tmp_path / form).items()) == list(whole.items())
+    assert load_index(tmp_path / "set1").names == archives.WNIDS
+
+
+def test_imagenet_s_validation_images_get_their_classes_from_the_devkit_a_list_or_their_folders(tmp_path, capsys):
+    images = archives.validation_images()
+    (tmp_path / "val.tar").write_bytes(tar_bytes(images))
+    write_folder(tmp_path / "flat", images)
+    by_class = {f"{archives.TRUTH[int(name[15:23]) - 1]}/{name}": body for name, body in images.items()}
+    write_folder(tmp_path / "classes", by_class)
+    devkit = archives.devkit(tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
+    (tmp_path / "wnids.txt").write_text("\n".join(archives.TRUTH))
+    expected = {}
+    for number, wnid in enumerate(archives.TRUTH, start=1):
+        expected[f"ILSVRC2012_val_{number:08d}"] = (picture(number), b"%d" % archives.WNIDS.index(wnid))
+    ways = [("val.tar", devkit), ("flat", devkit), ("val.tar", "wnids.txt"), ("classes", devkit), ("classes", None)]
+    for form, wnids in ways:
+        options = [] if wnids is None else ["--wnids", str(tmp_path / wnids)]
+        assert packed(tmp_path, "imagenet-validation", tmp_path / form, *options) == expected, (form, wnids)
+        assert load_index(sorted(tmp_path.glob("set*"))[-1]).names == archives.WNIDS
+    (tmp_path / "wnids.txt").write_text("\n".join(archives.TRUTH[::-1]))
+    command = ["pack", "imagenet-validation", str(tmp_path / "classes"), str(tmp_path / "OUT")]
+    assert main([*command, "--wnids", str(tmp_path / "wnids.txt")]) == 65
+    said = capsys.readouterr().err
+    assert "ILSVRC2012_val_00000002.JPEG lies in the folder n01440764" in said and "says n02096294" in said
+    assert main(["pack", "imagenet-validation", str(tmp_path / "flat"), str(tmp_path / "OUT")]) == 65
+    assert "nothing says of which classes these images are" in capsys.readouterr().err
+
+
+def test_real_labels_are_all_of_an_image_s_and_images_without_any_are_left_out(tmp_path, capsys):
+    (tmp_path / "val.tar").write_bytes(tar_bytes(archives.validation_images()))
+    (tmp_path / "real.json").write_text(json.dumps([[1], [], [0, 2], [1]]))
+    options = ["--real", str(tmp_path / "real.json")]
+    labels = {
+        key: label
+        for key, (_, label) in packed(tmp_path, "imagenet-validation", tmp_path / "val.tar", *options).items()
+    }
+    assert labels == {f"ILSVRC2012_val_0000000{n}": label for n, label in ((1, b"1"), (3, b"0 2"), (4, b"1"))}
+    command = ["pack", "imagenet-validation", str(tmp_path / "val.tar"), str(tmp_path / "OUT"), *options]
+    assert main(command) == 65
+    said = capsys.readouterr().err
+    assert "found 3 samples of 3 classes, expected 46,837 samples of 1,000 classes (Beyer et al. 2020" in said
+    (tmp_path / "real.json").write_text(json.dumps([[1], [], [0, 2]]))
+    assert main(command) == 65
+    assert "4 images" in (said := capsys.readouterr().err) and "3 labels; they must be as many" in said
+
+
+def test_imagenet_21k_is_read_from_its_archive_and_from_folders_of_class_tars_and_of_images(tmp_path, capsys, caplog):
+    tars = archives.class_tars()
+    winter = archives.write_tar_gz(
+        tmp_path / "winter21_whole.tar.gz",
+        {"winter21_whole/README": b"hi", **{f"winter21_whole/{k}": v for k, v in tars.items()}},
+    )
+    (tmp_path / "fall11_whole.tar").write_bytes(tar_bytes(tars))
+    write_folder(tmp_path / "tars" / "winter21_whole", tars)
+    for name in tars:
+        for member in members(tmp_path / "tars" / "winter21_whole" / name):
+            write_folder(tmp_path / "folders" / name.removesuffix(".tar"), {member.name: member.read()})
+    by_hand = {
+        f"{wnid}_{n}": (picture(50 * i + n), b"%d" % i) for i, wnid in enumerate(archives.WNIDS) for n in range(3)
+    }
+    for path in (winter, tmp_path / "tars", tmp_path / "folders"):
+        assert packed(tmp_path, "imagenet-21k", path) == by_hand
+    assert packed(tmp_path, "imagenet-21k-fall11", tmp_path / "fall11_whole.tar") == by_hand
+    assert load_index(tmp_path / "set0").names == archives.WNIDS
+    assert next(iter(contents(tmp_path / "set0"))) == "n02096294_0", "in the order of the archive"
+    assert "1 × file that is of no class, first winter21_whole/README" in caplog.text
+    assert "read through once for the names of its classes" in caplog.text
+    caplog.clear()
+    (tmp_path / "wnids.txt").write_text("\n".join(archives.WNIDS))
+    listed = ["--wnids", str(tmp_path / "wnids.txt")]
+    os.utime(winter)  # as if it had not been looked at before
+    assert packed(tmp_path, "imagenet-21k", winter, *listed) == by_hand and "read through once" not in caplog.text
+    (tmp_path / "wnids.txt").write_text("\n".join(archives.WNIDS[1:]))
+    assert main(["pack", "imagenet-21k", str(winter), str(tmp_path / "OUT"), *listed, "--partial"]) == 65
+    assert "n01440764 is not among its 2 classes" in capsys.readouterr().err
+    assert main(["pack", "imagenet-21k", str(winter), str(tmp_path / "OUT")]) == 65
+    assert "imagenet-21k, train: found 3 classes, expected 13,153,500 samples of 19,167" in capsys.readouterr().err
+
+
+def test_a_killed_packing_of_a_compressed_archive_goes_on_and_ends_with_the_same_bytes(tmp_path):
+    path = archives.write_tar_gz(tmp_path / "winter21_whole.tar.gz", archives.class_tars(5))
+
+    def samples():
+        archive = known_archive("imagenet-21k")
+        assert archive is not None
+        return samples_of_archive(archive, path, "train", "21k", partial=True)
+
+    def dying():
+        yield from itertools.islice(samples(), 11)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(dying(), tmp_path / "killed", shard_samples=4)
+    kept = (tmp_path / "killed" / "train-000001.tar").stat().st_mtime_ns
+    for name in ("killed", "whole"):
+        pack(samples(), tmp_path / name, shard_samples=4)
+    assert (tmp_path / "killed" / "train-000001.tar").stat().st_mtime_ns == kept
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "killed" / file.name).read_bytes()
+
+
+# --------------------------------------------------------------------------------------------------- CIFAR
+
+
+def cifar_by_hand(images: archives.CifarImages, batches: list[str]) -> dict[str, tuple[list, bytes]]:
+    """Pixels (H, W, RGB) and label of every image of some batches, by a loop over planes, rows and columns."""
+    samples = {}
+    for batch in batches:
+        for number, row in enumerate(images.pixels[batch]):
+            pixels = [[[int(row[c * 1024 + y * 32 + x]) for c in range(3)] for x in range(32)] for y in range(32)]
+            samples[f"{batch}-{number:05d}"] = (pixels, str(images.labels[batch][number]).encode())
+    return samples
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_both_versions_of_cifar_give_the_same_shards_from_the_archive_and_from_its_folder(tmp_path, name):
+    is_10 = name == "cifar10"
+    batches = archives.CIFAR10_BATCHES if is_10 else archives.CIFAR100_BATCHES
+    images = archives.cifar_images(batches, 10 if is_10 else 100)
+    python, binary = (archives.cifar10 if is_10 else archives.cifar100)(tmp_path / "downloads", images)
+    split = {"train": [], "test": []}
+    for batch in sorted(batches):
+        split["test" if "test" in batch else "train"].append(batch)
+    for part, wanted in split.items():
+        expected = cifar_by_hand(images, wanted)
+        from_python = packed(tmp_path, name, python, "--split", part)
+        assert {key: (decode(image).tolist(), label) for key, (image, label) in from_python.items()} == expected
+        assert packed(tmp_path, name, binary, "--split", part) == from_python
+        assert packed(tmp_path, name, tmp_path / "downloads", "--split", part) == from_python
+    unpacked = write_folder(tmp_path / "unpacked", {member.name: member.read() for member in members(python)})
+    assert packed(tmp_path, name, unpacked) == packed(tmp_path, name, python)
+    names = archives.CIFAR10_NAMES if is_10 else archives.CIFAR100_NAMES
+    assert {load_index(folder).names for folder in tmp_path.glob("set*")} == {names}
+
+
+def test_a_pickle_that_names_anything_but_arrays_is_refused_and_not_run(tmp_path, capsys):
+    images = archives.cifar_images(archives.CIFAR100_BATCHES, 100)
+    python, _ = archives.cifar100(tmp_path, images)
+    files = {member.name: member.read() for member in members(python)}
+    touched = tmp_path / "touched"
+    evil = b"cos\nsystem\n(S'touch " + str(touched).encode() + b"'\ntR."
+    for body in (evil, files["cifar-100-python/train"][:400], b"\x80\x02]q\x00."):
+        archives.write_tar_gz(python, {**files, "cifar-100-python/train": body})
+        assert main(["pack", "cifar100", str(python), str(tmp_path / "OUT"), "--partial"]) == 65
+        assert f"{python}: train: " in capsys.readouterr().err
+    assert not touched.exists()
+    with pytest.raises(pickle.UnpicklingError, match=r"names builtins\.eval"):
+        cifar.ArraysOnly(io.BytesIO(b"cbuiltins\neval\n.")).load()
+
+
+# ----------------------------------------------------------------------------------------------- ObjectNet
+
+
+def test_objectnet_s_images_have_all_ids_of_imagenet_and_lose_their_border(tmp_path, caplog):
+    folder = archives.objectnet(tmp_path / "objectnet-1.0")
+    samples = packed(tmp_path, "objectnet", folder, "--split", "test")
+    labels = {key: label for key, (_, label) in samples.items()}
+    # By the miniature's files: analog clock is line 3 and so class 1, digital clock is line 0 and so class 3.
+    assert labels == {"alarm_clock/aa": b"1 3", "alarm_clock/bb_v2": b"1 3", "banana/cc": b"4"}
+    for key, value in (("alarm_clock/aa", 10), ("alarm_clock/bb_v2", 20), ("banana/cc", 30)):
+        assert np.array_equal(decode(samples[key][0]), np.full((8, 12, 3), value, np.uint8))
+    assert "1 × image whose border is not red, cut all the same, first images/banana/cc.png" in caplog.text
+    assert "1 × image of an object that ImageNet-1k lacks, first images/wine_glass_2/dd.png" in caplog.text
+    assert "found 2 classes, expected 18,574 samples of 113 classes" in caplog.text
+    with zipfile.ZipFile(tmp_path / "objectnet-1.0.zip", "w") as archive:
+        for member in members(folder):
+            archive.writestr(f"objectnet-1.0/{member.name}", member.read())
+    assert packed(tmp_path, "objectnet", tmp_path / "objectnet-1.0.zip", "--split", "test") == samples
+
+
+def test_an_objectnet_name_that_means_two_classes_is_refused(tmp_path):
+    folder = archives.objectnet(tmp_path / "objectnet-1.0")
+    (folder / "mappings" / "objectnet_to_imagenet_1k.json").write_text('{"Banana": "crane"}')
+    with pytest.raises(DataError, match="'crane' is the name of no one class"):
+        list(objectnet.samples(folder))
+
+
+# ------------------------------------------------------------------------------------------- what is published
+
+
+def test_the_table_of_known_sets_says_what_their_papers_say():
+    """Written down here once more, by hand, from the papers and the owners' pages."""
+    expected = {
+        ("imagenet-train", "train"): (1_281_167, 1000),
+        ("imagenet-21k", "train"): (13_153_500, 19_167),
+        ("imagenet-21k-fall11", "train"): (14_197_122, 21_841),
+        ("cifar10", "train"): (50_000, 10),
+        ("cifar10", "test"): (10_000, 10),
+        ("cifar100", "train"): (50_000, 100),
+        ("cifar100", "test"): (10_000, 100),
+        ("pets", "train"): (3_680, 37),
+        ("pets", "test"): (3_669, 37),
+        ("flowers102", "train"): (1_020, 102),
+        ("flowers102", "validation"): (1_020, 102),
+        ("flowers102", "trainval"): (2_040, 102),
+        ("flowers102", "test"): (6_149, 102),
+        ("objectnet", "test"): (18_574, 113),
+        ("imagenet-validation", "train"): (50_000, 1000),
+    }
+    for (source, split), numbers in expected.items():
+        archive = known_archive(source)
+        assert archive is not None
+        published = archive.published[split]
+        assert (published.samples, published.classes) == numbers
+    real = known_archive("imagenet-validation", real=Path("real.json"))
+    assert real is not None and real.published["train"].samples == 46_837
+
+
+# ---------------------------------------------------------------------------------- compressed WebDataset tars
+
+
+def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, caplog):
+    files = {}
+    for number in range(4):
+        files |= {f"{number}.jpg": picture(number), f"{number}.cls": b"%d" % (number % 2), f"{number}.txt": b"hello"}
+    half = {"lonely.jpg": picture(9)}
+    for suffix, compress in ((".tar", bytes), (".tar.gz", gzip.compress), (".tar.xz", lzma.compress)):
+        (tmp_path / suffix).mkdir()
+        (tmp_path / suffix / f"train{suffix}").write_bytes(compress(tar_bytes({**files, **half})))
+    plain = packed(tmp_path, "tars", tmp_path / ".tar")
+    assert plain == {f"train/{number}": (picture(number), b"%d" % (number % 2)) for number in range(4)}
+    for path in (tmp_path / ".tar.gz", tmp_path / ".tar.xz", tmp_path / ".tar.gz" / "train.tar.gz"):
+        caplog.clear()
+        assert packed(tmp_path, "tars", path) == plain
+        assert "1 × no label, first lonely of train" in caplog.text

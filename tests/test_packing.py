@@ -16,6 +16,9 @@ import pytest
 import webdataset
 from pyarrow import parquet
 
+from data.archives.cifar import cifar
+from data.archives.imagenet import train as imagenet_train
+from data.archives.imagenet import validation as imagenet_validation
 from data.errors import DataError
 from data.files import write_whole
 from data.images import jpeg
@@ -25,15 +28,7 @@ from data.shards.index import load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
-from data.shards.sources import (
-    Sample,
-    cifar,
-    class_folders,
-    digits,
-    imagenet_train,
-    imagenet_validation,
-    tars,
-)
+from data.shards.sources import Sample, class_folders, digits, tars
 from data.shards.tables import image_parquet, path_table
 
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
@@ -443,7 +438,7 @@ def test_imagenet_is_read_as_it_is_distributed(tmp_path):
     assert images_by_key == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
     (tmp_path / "val.tar").write_bytes(tar_of({f"v{n}.JPEG": picture(n) for n in (1, 0)}))
     (tmp_path / "wnids.txt").write_text("n02\nn01\n")
-    val = imagenet_validation(tmp_path / "val.tar", tmp_path / "wnids.txt")
+    val = imagenet_validation(tmp_path / "wnids.txt", tmp_path / "val.tar")
     assert [(s.key, s.labels) for s in val] == [("v0", (1,)), ("v1", (0,))]
 
 

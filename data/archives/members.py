@@ -83,6 +83,12 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
                 yield from tar_members(content, str(path))
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether a file is compressed in a way that is read here."""
+    with open(path, "rb") as file:
+        return file.read(8).startswith((GZIP_START, XZ_START, BZIP2_START))
+
+
 def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
     """What a file holds behind its compression, as a stream; the file itself where its start shows none."""
     if start.startswith(GZIP_START):

@@ -32,11 +32,12 @@ PUBLISHED = {"train": Published(3_680, 37, SOURCE), "test": Published(3_669, 37,
 
 def samples(folder: Path, split: str) -> Iterator[Sample]:
     """The images of a split, in the order of the archive; raises DataError where one of its list is not there."""
-    listed = labels_of(folder, LISTS[split])
+    lists = read_lists(folder)
+    listed = lists[split]
     archive = first_present(folder, IMAGES, PAGE)
     passed_over = Refusals()
     seen: set[str] = set()
-    in_lists = labels_of(folder, LISTS["train"]).keys() | labels_of(folder, LISTS["test"]).keys()
+    in_lists = lists["train"].keys() | lists["test"].keys()
     for member in members(archive):
         key, _, extension = member.base.partition(".")
         if extension.lower() != "jpg":
@@ -56,21 +57,27 @@ def samples(folder: Path, split: str) -> Iterator[Sample]:
 def classes(folder: Path) -> Names:
     """The breeds, in the order of their ids: an image is called by its breed and a number."""
     names: dict[int, str] = {}
-    for split in LISTS.values():
-        for key, label in labels_of(folder, split).items():
+    for listed in read_lists(folder).values():
+        for key, label in listed.items():
             names[label] = key.rpartition("_")[0]
     return tuple(names[label] for label in sorted(names))
 
 
-def labels_of(folder: Path, name: str) -> dict[str, int]:
-    """The class ids, from 0 on, of the images that a list names; raises DataError where a line is no such."""
+def read_lists(folder: Path) -> dict[str, dict[str, int]]:
+    """Of each split the images that its list names, with their class ids from 0 on.
+
+    Raises DataError where a line is no such.
+    """
     archive = first_present(folder, ANNOTATIONS, PAGE)
-    labels: dict[str, int] = {}
-    for line in read_members(archive, [name])[name].decode().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        words = line.split()
-        if len(words) < 2 or not words[1].isdigit() or words[1] == "0":
-            raise DataError(f"{archive}: {name}: {line!r}, expected an image and its class from 1 on")
-        labels[words[0]] = int(words[1]) - 1
-    return labels
+    contents = read_members(archive, list(LISTS.values()))
+    lists: dict[str, dict[str, int]] = {}
+    for split, name in LISTS.items():
+        lists[split] = {}
+        for line in contents[name].decode().splitlines():
+            if not line or line.startswith("#"):
+                continue
+            words = line.split()
+            if len(words) < 2 or not words[1].isdigit() or words[1] == "0":
+                raise DataError(f"{archive}: {name}: {line!r}, expected an image and its class from 1 on")
+            lists[split][words[0]] = int(words[1]) - 1
+    return lists

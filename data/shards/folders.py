@@ -17,12 +17,10 @@ def check_nothing_beside(folder: str | os.PathLike[str]) -> None:
     """Raise DataError where a folder of tars has compressed ones too, or folders with tars in them."""
     if not Path(folder).is_dir():
         return
-    compressed = []
+    compressed = [path.name for path in compressed_in(folder)]
     below = []
     for path in sorted(Path(folder).glob("[!.]*")):
-        if path.name.endswith(COMPRESSED):
-            compressed.append(path.name)
-        elif path.is_dir():
+        if path.is_dir():
             below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))[:MOST_SHOWN]]
     if compressed:
         raise DataError(
@@ -35,6 +33,11 @@ def check_nothing_beside(folder: str | os.PathLike[str]) -> None:
             f"{folder}: {some(below)} would be left out: they lie in folders of their own\n"
             f"  expected tars in the folder itself; name them all: {folder}/*.tar {folder}/*/*.tar"
         )
+
+
+def compressed_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """The compressed tars of a folder, sorted; none where it is none."""
+    return [path for path in sorted(Path(folder).glob("[!.]*")) if path.name.endswith(COMPRESSED) and path.is_file()]
 
 
 def some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where samples come from: folders, tars, ImageNet's and CIFAR's own files, digits (tables: `data.shards.tables`).
+"""Where samples come from: folders, tars, digits (tables: `data.shards.tables`; known data sets: `data.archives`).
 
 A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of their names,
 so that a shard mixes classes whatever order the files were in. Nothing is unpickled. A function `…_classes` beside a
@@ -10,11 +10,10 @@ source gives the names of its classes, in the order of its ids.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,17 +21,15 @@ from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
-from data.shards.folders import check_nothing_beside
+from data.shards.folders import COMPRESSED, check_nothing_beside, compressed_in
 from data.shards.index import SUFFIX, load_index, mapped
 from data.shards.labels import NO_NAMES, parse_labels, why_no_label
 from data.shards.names import Names, Numbering
 from data.shards.refusals import Refusals
-from data.shards.tar import IMAGES, members, walk
+from data.shards.tar import IMAGES, walk
 
 MOST_KINDS = 10  # of files that were passed over, that a warning names
-CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")  # of CIFAR-10 and of CIFAR-100's fine labels
 DIGITS: Names = tuple("0123456789")  # what the digits' classes are called
-CIFAR_PIXELS = 3 * 32 * 32  # bytes of one image: planes of red, green and blue
 
 
 @dataclass(frozen=True)
@@ -152,31 +149,49 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 # -------------------------------------------------------------------------------------------------- tars
 
 
-def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES) -> Iterator[Sample]:
+class RawSample(NamedTuple):
+    """A sample as it lies in a tar; an image or a label that it does not have is empty."""
+
+    key: str
+    image: bytes
+    label: bytes
+
+
+def rows_of_tar(path: Path) -> Iterator[RawSample]:
+    """The samples of a tar that is not compressed; raises DataError where it is none, or is cut short."""
+    with open(path, "rb") as file, mapped(file) as tar:
+        for row in walk(tar, str(path)).rows:
+            image = bytes(tar[row.image : row.image + row.image_size])
+            label = bytes(tar[row.label : row.label + row.label_size])
+            yield RawSample(row.key.decode("utf-8", "replace"), image, label)
+
+
+def tars(
+    source: str | os.PathLike[str] | Sequence[str],
+    ids: Mapping[str, int] = NO_NAMES,
+    rows: Callable[[Path], Iterator[RawSample]] = rows_of_tar,
+) -> Iterator[Sample]:
     """Samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
 
-    `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are left
-    out and counted in a warning; raises DataError where no sample has both.
+    `ids` are those of names that a label may hold instead of class ids; `rows` opens a tar, which may be compressed
+    (`data.archives.tars`). Samples without an image or a label are left out and counted in a warning; raises DataError
+    where no sample has both.
     """
     left_out = Refusals()
     is_usable = False
     for path in tars_of(source):
-        with open(path, "rb") as file, mapped(file) as tar:
-            for row in walk(tar, str(path)).rows:
-                key = row.key.decode("utf-8", "replace")
-                raw = bytes(tar[row.label : row.label + row.label_size])
-                try:
-                    labels = parse_labels(raw, ids)
-                except ValueError:
-                    left_out.add(why_no_label(raw), f"{key} of {path.name}")
-                    continue
-                if not row.image_size:
-                    left_out.add("no image", f"{key} of {path.name}")
-                    continue
-                is_usable = True
-                encoded = bytes(tar[row.image : row.image + row.image_size])
-                # Keys may begin anew in every tar: the tar's name tells them apart.
-                yield Sample(f"{path.name.removesuffix('.tar')}/{key}", encoded, labels, kind_of(encoded))
+        for key, encoded, raw in rows(path):
+            try:
+                labels = parse_labels(raw, ids)
+            except ValueError:
+                left_out.add(why_no_label(raw), f"{key} of {path.name}")
+                continue
+            if not encoded:
+                left_out.add("no image", f"{key} of {path.name}")
+                continue
+            is_usable = True
+            # Keys may begin anew in every tar: the tar's name tells them apart.
+            yield Sample(f"{stem_of_tar(path)}/{key}", encoded, labels, kind_of(encoded))
     lines = [line.removeprefix("refused: ") for line in left_out.lines()]
     if not is_usable:
         raise DataError(
@@ -197,11 +212,26 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
 
 
 def tars_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
-    """The tars of a folder, the tar itself, or those that are listed; raises DataError where there are none."""
+    """The tars of a folder, the tar itself, or those that are listed; raises DataError where there are none.
+
+    Compressed tars are taken where a folder has no others: beside others they may be the same ones again.
+    """
     if not isinstance(source, str | os.PathLike):
         return list(map(Path, source))
+    if not any(Path(source).glob("[!.]*.tar")):
+        compressed = compressed_in(source)
+        if compressed:
+            return compressed
     check_nothing_beside(source)
     return files_of(source, "*.tar")
+
+
+def stem_of_tar(path: Path) -> str:
+    """`train-000.tar.gz` → `train-000`."""
+    for suffix in (".tar", *COMPRESSED):
+        if path.name.endswith(suffix):
+            return path.name.removesuffix(suffix)
+    return path.name
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
@@ -230,107 +260,7 @@ def kind_of(encoded: bytes) -> str:
     return "jpg"
 
 
-# ----------------------------------------------------------------------------------------------- ImageNet
-
-
-def imagenet_train(tar: str | os.PathLike[str]) -> Iterator[Sample]:
-    """ILSVRC2012_img_train.tar as distributed, a tar of one tar a class; ids follow the sorted wnids."""
-    with open(tar, "rb") as file, mapped(file) as outer:
-        images: list[tuple[str, int, int, int]] = []  # name, offset in the outer tar, bytes, class
-        for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(tar), Refusals()))):
-            class_tar = outer[class_offset : class_offset + class_size]
-            for member, offset, size in members(class_tar, f"{tar}: {class_name.decode()}", Refusals()):
-                images.append((member.decode(), class_offset + offset, size, label))
-        # The inner tars hold one class each: by the hash of their names, the images of all classes mix.
-        for name, offset, size, label in sorted(images, key=by_hash_of_first):
-            key = name.partition(".")[0]
-            yield Sample(key, bytes(outer[offset : offset + size]), (label,))
-
-
-def imagenet_train_classes(tar: str | os.PathLike[str]) -> Names:
-    """The wnids of ILSVRC2012_img_train.tar, sorted: the names of its inner tars."""
-    with open(tar, "rb") as file, mapped(file) as outer:
-        inner = sorted(members(outer, str(tar), Refusals()))
-    return tuple(name.decode().removesuffix(".tar") for name, _, _ in inner)
-
-
-def by_hash_of_first(image: tuple[str, int, int, int]) -> bytes:
-    """The key by which the images of a tar are sorted: the hash of their names."""
-    return sha256(image[0].encode()).digest()
-
-
-def imagenet_validation(tar: str | os.PathLike[str], wnids: str | os.PathLike[str]) -> Iterator[Sample]:
-    """ILSVRC2012_img_val.tar with a text file of one wnid a line, in the order of the image names."""
-    truth = Path(wnids).read_text().split()
-    class_ids = {wnid: label for label, wnid in enumerate(imagenet_validation_classes(wnids))}
-    labels = [(class_ids[wnid],) for wnid in truth]
-    return labelled_images(tar, labels, wnids)
-
-
-def imagenet_validation_classes(wnids: str | os.PathLike[str]) -> Names:
-    """The wnids of the validation images, each once, sorted."""
-    return tuple(sorted(set(Path(wnids).read_text().split())))
-
-
-def imagenet_real(tar: str | os.PathLike[str], real: str | os.PathLike[str]) -> Iterator[Sample]:
-    """The images of ILSVRC2012_img_val.tar that have labels in real.json, which lists all of each (Beyer et al. 2020).
-
-    Images with an empty list are not part of the protocol; a prediction is right when it is any of the labels.
-    """
-    truth = json.loads(Path(real).read_bytes())
-    return (sample for sample in labelled_images(tar, truth, real) if sample.labels)
-
-
-def labelled_images(
-    tar: str | os.PathLike[str], labels: Sequence[Sequence[int]], source: str | os.PathLike[str]
-) -> Iterator[Sample]:
-    """Samples of a tar of images and the labels of each, in the order of the image names.
-
-    Raises DataError unless there are as many labels as images; `source` is where the labels are from.
-    """
-    with open(tar, "rb") as file, mapped(file) as content:
-        # The labels come in the order of the names, which need not be the order of the tar.
-        images = sorted(members(content, str(tar), Refusals()))
-        if len(images) != len(labels):
-            raise DataError(f"{tar}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
-        for (name, offset, size), image_labels in zip(images, labels, strict=True):
-            key = name.decode().partition(".")[0]
-            yield Sample(key, bytes(content[offset : offset + size]), tuple(image_labels))
-
-
-# ------------------------------------------------------------------------------------------- small sets
-
-
-def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
-    """CIFAR-10 or -100 from the binary version's `.bin` files, as PNG; of CIFAR-100 the fine labels.
-
-    Raises DataError where a file is no whole number of records.
-    """
-    import cv2
-    import numpy as np
-
-    for path in map(Path, files):
-        content = np.fromfile(path, np.uint8)
-        # CIFAR-100's files are called train.bin and test.bin; each record has a coarse label before the fine one.
-        label_bytes = 2 if path.stem in ("train", "test") else 1
-        record_bytes = label_bytes + CIFAR_PIXELS
-        if len(content) % record_bytes:
-            raise DataError(f"{path}: {len(content)} bytes are no whole number of records; take the binary version")
-        for number, record in enumerate(content.reshape(-1, record_bytes)):
-            label = int(record[label_bytes - 1])
-            planes = record[label_bytes:].reshape(3, 32, 32)  # RGB, H, W
-            pixels = planes.transpose(1, 2, 0)[..., ::-1]  # H, W, BGR: what OpenCV encodes
-            encoded = cv2.imencode(".png", np.ascontiguousarray(pixels))[1].tobytes()
-            yield Sample(f"{path.stem}-{number:05d}", encoded, (label,), "png")
-
-
-def cifar_classes(folder: str | os.PathLike[str]) -> Names:
-    """The class names that CIFAR's archives hold beside the images; none where they have been left out."""
-    for name in CIFAR_NAMES:
-        path = Path(folder, name)
-        if path.is_file():
-            return tuple(path.read_text().split())
-    return ()
+# ------------------------------------------------------------------------------------------------ digits
 
 
 def digits(

@@ -200,7 +200,7 @@ def flowers_entries(folder: Path, task: Task, split: str) -> list[Entry]:
 
 def pets_entries(folder: Path, task: Task, split: str) -> list[Entry]:
     """The images that trainval.txt or test.txt names."""
-    class_ids = pets.labels_of(folder, pets.LISTS[split])
+    class_ids = pets.read_lists(folder)[split]
     return [Entry(f"{key}.jpg", f"{key}.jpg", label) for key, label in class_ids.items()]
 
 

@@ -10,8 +10,9 @@ from jobs.command_line.words import Debug, make_group, show
 
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
-    "img2dataset), parquet (Hugging Face images), imagenet-train, imagenet-validation, cifar, digits; or "
-    "one of the known data sets of docs/data-sets.md: pets, flowers102, vtab."
+    "img2dataset), parquet (Hugging Face images), digits; or a known data set of docs/data-sets.md: "
+    "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, cifar, pets, "
+    "flowers102, objectnet, vtab."
 )
 TARS = (
     "A folder of WebDataset tars, or the tars themselves; or URLs (s3, gs, az, https) of either, quoted: "
@@ -23,7 +24,9 @@ ImagesPath = Annotated[str, typer.Argument(help="Where the images are; - for dig
 NewFolder = Annotated[str, typer.Argument(help="Where the shards and their index go.")]
 Split = Annotated[str, typer.Option(help="cifar, digits, known data sets: train, test, or another that it has.")]
 Root = Annotated[str | None, typer.Option(help="table: what its paths are relative to; else the table's folder.")]
-Wnids = Annotated[str | None, typer.Option(help="imagenet-validation: text file of one wnid a line.")]
+Wnids = Annotated[
+    str | None, typer.Option(help="imagenet-validation: the devkit, or a text file of one wnid a line; 21k: the file.")
+]
 ClassList = Annotated[
     str | None, typer.Option("--names", metavar="FILE", help="Class names, one a line, in the order of their ids.")
 ]

@@ -11,29 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data.archives.published import checked
-from data.archives.sources import ARCHIVES, Archive
+from data.archives.cifar import cifar, cifar_classes
+from data.archives.sources import Archive, known_archive, samples_of_archive
+from data.archives.tars import rows
 from data.checks import at_least
 from data.errors import DataError
 from data.shards.index import load_index
 from data.shards.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
-from data.shards.sources import (
-    DIGITS,
-    Sample,
-    cifar,
-    cifar_classes,
-    class_folders,
-    digits,
-    folder_classes,
-    imagenet_real,
-    imagenet_train,
-    imagenet_train_classes,
-    imagenet_validation,
-    imagenet_validation_classes,
-    numbered,
-    tars,
-    tars_classes,
-)
+from data.shards.sources import DIGITS, Sample, class_folders, digits, folder_classes, numbered, tars, tars_classes
 from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
 from data.vtab.source import VTAB
@@ -43,14 +28,11 @@ from pipeline.config import Tags, require, tags
 SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Names]]] = {
     "folder": (class_folders, folder_classes),
     "parquet": (image_parquet, parquet_classes),
-    "imagenet-train": (imagenet_train, imagenet_train_classes),
 }
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 # CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
 CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
 CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
-# Images of ILSVRC 2012 (Russakovsky et al. 2015, table 2).
-IMAGENET_IMAGES = {"imagenet-train": 1_281_167, "imagenet-validation": 50_000}
 
 
 @dataclass(frozen=True)
@@ -60,20 +42,25 @@ class SetConfig:
     source: Literal[
         "folder",  # one sub-folder a class
         "table",  # CSV or parquet with columns path and label
-        "tars",  # a folder of WebDataset tars, img2dataset's too
+        "tars",  # a folder of WebDataset tars, compressed or not, img2dataset's too
         "parquet",  # Hugging Face image parquet: a file, or a folder of them
-        "imagenet-train",  # ILSVRC2012_img_train.tar
-        "imagenet-validation",  # ILSVRC2012_img_val.tar, with wnids or real
-        "cifar",  # the folder of the binary version
+        "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
+        "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
+        "cifar",  # a folder of the binary version, whatever it holds
         "digits",  # scikit-learn's, which need no path
         "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
-        "pets",  # folder of images.tar.gz and annotations.tar.gz (docs/data-sets.md says this of each)
+        "imagenet-21k",  # winter21_whole.tar.gz, or a folder of class tars or class folders
+        "imagenet-21k-fall11",  # fall11_whole.tar, or a folder as above
+        "cifar10",  # cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or the folder of either
+        "cifar100",  # cifar-100-python.tar.gz or cifar-100-binary.tar.gz, or the folder of either
+        "pets",  # folder of images.tar.gz and annotations.tar.gz
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
+        "objectnet",  # folder objectnet-1.0
         "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads, or tars as a/train-*.tar; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
-    wnids: str | None = None  # imagenet-validation: text file of one wnid a line
+    wnids: str | None = None  # imagenet-validation: the devkit, or a file of one wnid a line; imagenet-21k: the file
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
     # of cifar, digits and the known data sets; those with numbers are vtab's
     split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
@@ -129,11 +116,11 @@ class SetConfig:
             require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
         has_task = self.task in VTAB if self.source == "vtab" else self.task is None
         require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
-        splits = splits_of(self)
+        require(not (self.wnids and self.real), "wnids and real are two kinds of labels: give one of them")
+        known = known_set(self)
+        splits = tuple(known.published) if known else ("train", "test")
         require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
-        if self.source == "imagenet-validation":
-            has_one_source_of_labels = (self.wnids is None) != (self.real is None)
-            require(has_one_source_of_labels, "imagenet-validation needs wnids or real, one of them")
+        require(not self.partial or known is not None, f"partial is of known data sets; {self.source} is none of them")
 
 
 def subset_rule(cfg: SetConfig) -> Rule:
@@ -145,13 +132,12 @@ def known_set(cfg: SetConfig) -> Archive | None:
     """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
     if cfg.source == "vtab" and cfg.task is not None:
         return VTAB[cfg.task]
-    return ARCHIVES.get(cfg.source)
+    return known_archive(cfg.source, path_of(cfg.wnids), path_of(cfg.real))
 
 
-def splits_of(cfg: SetConfig) -> tuple[str, ...]:
-    """Return the splits that a source has; sources without any take the word for train."""
-    known = known_set(cfg)
-    return tuple(known.published) if known else ("train", "test")
+def path_of(text: str | None) -> Path | None:
+    """Return a field that names a file or folder as a path; None where it is not set."""
+    return None if text is None else Path(text)
 
 
 # ------------------------------------------------------------------------------------------------ numbering
@@ -206,8 +192,6 @@ def source_names(cfg: SetConfig) -> Names:
         return table_classes(cfg.path)
     if cfg.source == "tars":
         return tars_classes(cfg.path)
-    if cfg.source == "imagenet-validation":
-        return imagenet_validation_classes(cfg.wnids) if cfg.wnids else ()
     if cfg.source == "cifar":
         return cifar_classes(cfg.path)
     known = known_set(cfg)
@@ -264,29 +248,17 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
-        return tars(cfg.path, ids)
-    if cfg.source == "imagenet-validation" and cfg.real is not None:
-        return imagenet_real(cfg.path, cfg.real)
-    if cfg.source == "imagenet-validation":
-        assert cfg.wnids is not None, "either wnids or real: SetConfig sees to it"
-        return imagenet_validation(cfg.path, cfg.wnids)
+        return tars(cfg.path, ids, rows)
     if cfg.source == "cifar":
         return cifar(cifar_files(cfg))
     known = known_set(cfg)
     if known is not None:
-        return from_archive(known, cfg)
+        # The word for a split says nothing where there is no choice of them.
+        has_splits = cfg.source != "imagenet-validation"
+        label = f"{cfg.task or cfg.source}, {cfg.split}" if has_splits else cfg.source
+        return samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
     samples, _ = SOURCES[cfg.source]
     return samples(cfg.path)
-
-
-def from_archive(archive: Archive, cfg: SetConfig) -> Iterator[Sample]:
-    """Return the samples of a known data set, compared with what is published of it."""
-    path = Path(cfg.path or "")
-    samples = archive.samples(path, cfg.split)
-    names = archive.classes(path)
-    return checked(
-        samples, names, archive.published[cfg.split], f"{cfg.task or cfg.source}, {cfg.split}", partial=cfg.partial
-    )
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -332,6 +304,4 @@ def expected_samples(cfg: SetConfig) -> int | None:
     if cfg.source == "cifar":
         return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
     known = known_set(cfg)
-    if known is not None:
-        return known.published[cfg.split].samples
-    return IMAGENET_IMAGES.get(cfg.source)
+    return known.published[cfg.split].samples if known else None
