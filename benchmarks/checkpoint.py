@@ -23,7 +23,7 @@ import torch
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
@@ -51,12 +51,12 @@ def worker(task: dict[str, Any]) -> dict[str, list[float]]:
         if number:  # the first warms caches and allocators
             for row, seconds in zip(rows, (stall, total, plain, durable), strict=True):
                 rows[row].append(seconds)
-    rows["MB"] = [sum(p.stat().st_size for p in checkpoint.committed(folder / "ours")[0].iterdir()) / 1e6]
+    rows["MB"] = [sum(p.stat().st_size for p in committed(folder / "ours")[0].iterdir()) / 1e6]
     return rows
 
 
 def ours(saver: Saver, engine: Engine, number: int) -> tuple[float, float]:
-    manifest = checkpoint.Manifest(number, 0, 0, "", 1, 2, 2, {}, "", "")
+    manifest = Manifest(number, 0, 0, "", 1, 2, 2, {}, "", "")
     began = time.monotonic()
     saver.begin(engine, manifest)
     stall = time.monotonic() - began

@@ -43,15 +43,8 @@ from jobs.cluster.node_files import Change, NodeActor, take_over
 from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
 from jobs.stage_run import newest_attempt_name
-from pipeline.checkpoints.checkpoint import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Reader,
-    attempt_of_stage,
-    read_manifest,
-    seal,
-)
+from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, attempt_of_stage, read_manifest, seal
 from pipeline.checkpoints.saver import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 

@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 from typing import TypedDict
 from uuid import uuid4
 
-from data.errors import PatchlineError, RunOwned
+from data.errors import PatchlineError, RunOwned, StorageError
 from data.files import locked, write_whole
 from data.store import Store, each
 from jobs.ownership import OWNER_FILE
@@ -65,7 +65,8 @@ class Owner(TypedDict):
 def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], None]]:
     """Keep a run's local folder and its URL alike while the block works; gives the function that puts what has changed.
 
-    `run` is locked already. For a run without a URL nothing is done. Raises RunOwned, StorageError.
+    `run` is locked already. For a run without a URL nothing is done. Raises RunOwned, also in the place of what has
+    ended the block when another command had taken the run over; StorageError.
     """
     if remote is None:
         yield lambda: None
@@ -77,7 +78,11 @@ def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], N
         # What the last command here could not put: workers on other nodes may need that a stage is done.
         if is_ours:
             mirror.put()
-        yield mirror.put
+        try:
+            yield mirror.put
+        except PatchlineError:
+            mirror.end_as_taken_over()
+            raise
 
 
 @contextmanager
@@ -164,6 +169,12 @@ class Mirror:
 
     def owned_by(self, owner: Owner) -> RunOwned:
         """Return the error that names the owner."""
+        if owner["is_released"]:
+            return RunOwned(
+                f"{self.store.url} was taken over by {name_of(owner)}, which has ended since\n"
+                f"  see how: python -m jobs status {self.store.url}\n"
+                "  where its stages have not all finished, type the same command again to go on"
+            )
         return RunOwned(
             f"{self.store.url} is owned by {name_of(owner)}, which is alive\n"
             f"  watch it: python -m jobs status {self.store.url}\n"
@@ -176,6 +187,16 @@ class Mirror:
         owner = self.owner()
         if owner is not None and owner["token"] != self.token:
             raise self.owned_by(owner)
+
+    def end_as_taken_over(self) -> None:
+        """Raise RunOwned where another command has taken the run over, as far as the store answers.
+
+        A worker may have failed at its commit, or have stopped as it was asked to. Neither exit code would say that
+        another command goes on with the run, and a batch system would start one that asks to be run again.
+        """
+        self.store.attempts = LAST_ATTEMPTS
+        with suppress(StorageError, OSError):
+            self.check_owned()
 
     def renew(self, beats: int, is_released: bool = False) -> None:
         """Put owner.json: the command's sign of life."""

@@ -18,7 +18,7 @@ import psutil
 from data.errors import ConfigError, RunOwned
 from data.files import create_exclusively, make_folder, take_lock
 from data.store import Store
-from pipeline.checkpoints.checkpoint import newest_attempt
+from pipeline.checkpoints.manifest import newest_attempt
 from pipeline.checkpoints.stored import ATTEMPTS, newest_attempt_in
 
 OWNER_FILE = "owner.json"

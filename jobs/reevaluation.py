@@ -15,6 +15,7 @@ from jobs.campaign import Section, resolve_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
 from jobs.stages import evaluate
+from jobs.stages.evaluation_config import JudgedConfig
 from pipeline import config, handover
 from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
@@ -45,10 +46,10 @@ def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
     changed = fields_changed(campaign, stage)
     judging: list[Stage] = []
     if changed & set(ACCURACY_FIELDS) and cfg.data.evaluate is not None:
-        sets = {"evaluate": evaluate.JudgedConfig(cfg.data.evaluate)}
+        sets = {"evaluate": JudgedConfig(cfg.data.evaluate)}
         judging.append(evaluation_of(campaign, stage, "evaluate", sets=sets, protocols=("top-1",)))
     if changed & set(PROBE_FIELDS) and cfg.probe.train is not None and cfg.probe.test is not None:
-        sets = {"probe": evaluate.JudgedConfig(cfg.probe.test, cfg.probe.train)}
+        sets = {"probe": JudgedConfig(cfg.probe.test, cfg.probe.train)}
         shots = FewShotConfig(cfg.probe.shots, cfg.probe.seeds, cfg.probe.l2)
         judging.append(evaluation_of(campaign, stage, "probe", sets=sets, protocols=("fewshot",), fewshot=shots))
     return judging

@@ -1,6 +1,7 @@
 """One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind.
 
 In order (`run_campaign`):
+0. the fork server of plain workers is forked off, before there are threads;
 1. the run directory is locked: a second command on it ends with exit code 73; where the run is kept in an object
    store, its small files are fetched, and put there again as they change (mirror.py);
 2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
@@ -37,6 +38,7 @@ from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluation
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from jobs.stages.sweep import DIVERGED
+from pipeline.handover import DONE
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -112,6 +114,11 @@ def run_campaign(
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
     `also` is called with every tick of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
+    names = [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source)]
+    stages = [loaded.stage(name) for name in names]
+    # Before the first thread, which is the terminal's.
+    if may_need_workers(loaded, stages):
+        backends.start_early(loaded.cluster)
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
     follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
@@ -231,6 +238,12 @@ def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     """Tell whether a stage that has not finished runs on workers."""
     unfinished = [stage for stage in stages if loaded.done(stage) is None]
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
+
+
+def may_need_workers(loaded: Campaign, stages: list[Stage]) -> bool:
+    """Tell as much without reading a record, which may have changed: whoever owns the run says so."""
+    with_workers = [stage for stage in stages if stage.kind not in WORKERLESS_KINDS]
+    return any(not (loaded.directory(stage) / DONE).exists() for stage in with_workers)
 
 
 def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:

@@ -6,6 +6,7 @@ from jobs import class_names
 from jobs.context import index_if_made
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, sweep
+from jobs.stages.evaluation_config import check_head
 from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from pipeline.arithmetic import steps_of
@@ -33,7 +34,7 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
             index = index_of(campaign, path)
             if index is not None:
                 indexes[path] = index
-        evaluate.check_head(cfg, stage.model, indexes, stage.name)
+        check_head(cfg, stage.model, indexes, stage.name)
     if isinstance(cfg, sweep.Config):
         check_metrics(campaign, stage.name, cfg)
     if not isinstance(cfg, TrainConfig):

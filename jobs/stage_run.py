@@ -32,7 +32,7 @@ from jobs.choices import config_as_known
 from jobs.context import Context, index_if_made, reference
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
-from jobs.stages import evaluate, fewshot, pack, sweep, training
+from jobs.stages import evaluate, evaluation_config, fewshot, pack, sweep, training
 from jobs.supervisor import StageFailed
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
@@ -89,7 +89,10 @@ def run_stage(
         remote=campaign.remote,
         check_owned=check_owned,
     )
-    outcome = outcome_of(stage, context)
+    try:
+        outcome = dict(KINDS[stage.kind].run(stage.config, context))
+    except StageFailed as error:
+        outcome = divergence_of_run(stage, error, say)
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     files = outcome.pop("files", {})
 
@@ -104,17 +107,14 @@ def run_stage(
     return done
 
 
-def outcome_of(stage: Stage, context: Context) -> dict[str, Any]:
-    """Let a stage work; returns what is for its done.json."""
-    try:
-        return dict(KINDS[stage.kind].run(stage.config, context))
-    except StageFailed as error:
-        # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
-        if not stage.is_run or error.kind != Diverged.__name__:
-            raise
-        message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
-        context.say(f"{stage.name}: {message}\n  the sweep goes on without this run")
-        return {sweep.DIVERGED: message}
+def divergence_of_run(stage: Stage, failure: StageFailed, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a sweep's run that has diverged leaves for its done.json; raise any other `failure` again."""
+    # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
+    if not stage.is_run or failure.kind != Diverged.__name__:
+        raise failure
+    message = str(failure).splitlines()[0].removeprefix(f"{stage.name}: ")
+    say(f"{stage.name}: {message}\n  the sweep goes on without this run")
+    return {sweep.DIVERGED: message}
 
 
 def check_parents(campaign: Campaign, stage: Stage) -> None:
@@ -169,7 +169,7 @@ def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool
         if isinstance(stage.config, fewshot.Config):
             fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
         if isinstance(stage.config, evaluate.Config):
-            evaluate.check_sets(stage.config, campaign.resolve, index_if_made)
+            evaluation_config.check_sets(stage.config, campaign.resolve, index_if_made)
     # Last, because the checks above tell of a lost shard how to train without it.
     check_packed(campaign, stages)
 

@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 from data.errors import CheckpointError, DataError
 from data.files import naming, write_whole
 from data.store import Store
-from models.weights.files import CLASSES, CONFIG, WEIGHTS
-from pipeline.checkpoints.checkpoint import FileRecord
-from pipeline.checkpoints.stored import bring
+from pipeline.checkpoints.manifest import FileRecord, bring
 
 SCHEMA = 2  # of a record; 1 had neither this entry nor a digest
+# As models/weights/files.py has them. Importing that imports torch, which `status` has no other use for.
+WEIGHTS = "weights.safetensors"
+CONFIG = "model.json"
+CLASSES = "classes.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"

@@ -7,13 +7,16 @@ Out: torch's and DeepSpeed's default group, and this worker's device
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+Function = TypeVar("Function")
 
 LONGEST_LIST = 8  # nodes that a line names
 
@@ -23,14 +26,8 @@ def join_group(timeout_s: float) -> torch.device:
 
     The time-out holds for every later group too: DeepSpeed makes groups of its own and does not pass it on.
     """
-    # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    import deepspeed
-
+    deepspeed = import_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On CPUs DeepSpeed compiles this operator at start (81 CPU-seconds) and never uses it. A build that was killed
-    # leaves a lock on which every later run hangs; one that loads leaves 69 MB a worker behind in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -46,6 +43,35 @@ def join_group(timeout_s: float) -> torch.device:
     give_later_groups_the_timeout(timeout)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
+
+
+def import_deepspeed() -> ModuleType:
+    """Import DeepSpeed without what it loads for a worker that never uses it, torch._inductor above all.
+
+    A fork server does this too, once for all its workers (jobs/cluster/preload.py).
+    """
+    # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+    from deepspeed.runtime import compiler
+
+    # Left to itself DeepSpeed asks a compiler which of its operators it could build, and on CPUs builds this one at
+    # start (81 CPU-seconds), which it never uses. A build that was killed leaves a lock on which every later run hangs;
+    # one that loads leaves 69 MB a worker behind in /dev/shm. Of no other operator does it look up here whether it can.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    # ZeRO asks whether the optimizer is Muon, which wraps its functions in torch.compile where it is imported.
+    compile_of_deepspeed = compiler.compile
+    compiler.compile = not_compiled
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer
+    finally:
+        compiler.compile = compile_of_deepspeed
+    return deepspeed
+
+
+def not_compiled() -> Callable[[Function], Function]:
+    """Take the place of what gives DeepSpeed its decorator: the functions stay as they are."""
+    return lambda function: function
 
 
 def network_line() -> str:

@@ -33,6 +33,7 @@ from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
@@ -299,7 +300,7 @@ def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engin
     return Engine(model, decayed, cfg.optim, settings, cfg.polyak)
 
 
-def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folder: Path) -> None:
+def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: Path) -> None:
     """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return
@@ -311,7 +312,7 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest, folde
     )
 
 
-def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.Manifest | None) -> None:
+def say_how_it_starts(worker: Worker, progress: Progress, manifest: Manifest | None) -> None:
     """Say in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
     if worker.rank != 0:
         return
@@ -319,7 +320,7 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
     job = worker.job
     arithmetic = worker.arithmetic
     text = how_it_starts(cfg, job, manifest)
-    attempt = checkpoint.attempt_of_stage(Path(job.directory), job.attempt)
+    attempt = attempt_of_stage(Path(job.directory), job.attempt)
     precision: str = cfg.precision
     if precision == "bf16":
         precision = "bf16, gradients summed in fp32"
@@ -353,12 +354,12 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: checkpoint.M
         worker.telemetry.say(f"this node needs {needed}")
 
 
-def how_it_starts(cfg: TrainConfig, job: Job, manifest: checkpoint.Manifest | None) -> str:
+def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
     """Return the words for which of the three ways of starting it is."""
     # The order is that of the list at the top of this file; what loses is named, so that nobody looks for its effect.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
-        attempt = checkpoint.attempt_of_stage(Path(job.directory), manifest.attempt)
+        attempt = attempt_of_stage(Path(job.directory), manifest.attempt)
         return (
             f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"

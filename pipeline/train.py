@@ -30,6 +30,7 @@ from data.files import whole_file
 from models import ModelConfig
 from pipeline import config, handover
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
 from pipeline.evaluation.evaluate import normalise
 from pipeline.exact import ExactEngine
 from pipeline.monitoring.accounting import account_rows
@@ -50,7 +51,7 @@ class StageResult(TypedDict):
     bad_samples: int
     metrics: dict[str, float]
     world: int
-    files: dict[str, checkpoint.FileRecord]  # the weights and their model, as rank 0 read them back
+    files: dict[str, FileRecord]  # the weights and their model, as rank 0 read them back
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
@@ -233,9 +234,9 @@ def commit_now(worker: Worker, progress: Progress, rate: float) -> None:
         finish_save(worker, progress)
 
 
-def manifest_of(worker: Worker, progress: Progress) -> checkpoint.Manifest:
+def manifest_of(worker: Worker, progress: Progress) -> Manifest:
     """Return what the checkpoint of this moment says about itself."""
-    return checkpoint.Manifest(
+    return Manifest(
         step=progress.step,
         samples_seen=worker.health.samples_seen(progress.step),
         updates=worker.engine.updates,
@@ -300,7 +301,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
 
 def export(folder: Path, model_config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the whole fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
-    manifest = checkpoint.read_manifest(folder)
+    manifest = read_manifest(folder)
     # Only the shapes are wanted: on the meta device the model takes no memory.
     with torch.device("meta"):
         model = models.from_config(model_config)

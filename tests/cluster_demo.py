@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from data.errors import ExitCode
-from pipeline.checkpoints.checkpoint import committed
+from pipeline.checkpoints.manifest import committed
 from tests import hosts
 from tests.hosts import ROOT, Host
 from tests.ray_hosts import RayHosts, in_session, newest_nodes, readme_line

@@ -29,7 +29,7 @@ from data.errors import ExitCode
 from data.order import Ledger, Order
 from data.shards.index import load_index
 from jobs.commands.demo import step_losses
-from pipeline.checkpoints.checkpoint import committed, read_manifest
+from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests import drives, hosts

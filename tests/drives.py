@@ -32,6 +32,7 @@ from jobs.ownership import owned
 from pipeline import objectives, reports, start, train
 from pipeline.checkpoints import checkpoint, sight
 from pipeline.checkpoints import saver as saving
+from pipeline.checkpoints.manifest import Manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
@@ -63,7 +64,7 @@ def fork_context() -> Any:
     """The forkserver of this process, with what a driver and its workers import."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", "jobs.session", "torch.utils.tensorboard"])
+    context.set_forkserver_preload([*processes.PRELOAD, "jobs.session"])
     return context
 
 
@@ -449,18 +450,18 @@ class WorkerGroup:
             saver.thread.join()
         self.rank = 0
 
-    def finish(self) -> checkpoint.Manifest | None:
+    def finish(self) -> Manifest | None:
         for saver in self.savers[1:]:
             saver.thread = None
         return self.savers[0].finish()
 
-    def save(self, step: int) -> checkpoint.Manifest | None:
+    def save(self, step: int) -> Manifest | None:
         self.begin(step)
         return self.finish()
 
 
-def manifest(step: int, attempt: int, world: int, zero: int = 2) -> checkpoint.Manifest:
-    return checkpoint.Manifest(
+def manifest(step: int, attempt: int, world: int, zero: int = 2) -> Manifest:
+    return Manifest(
         step=step,
         samples_seen=step * 16,
         updates=step,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints.checkpoint import choose, newest_attempt
+from pipeline.checkpoints.checkpoint import choose
+from pipeline.checkpoints.manifest import newest_attempt
 from tests.drives import WorkerGroup
 
 OFF, KILL, TEAR, FAIL, FAIL_FROM = range(5)

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
-from pipeline.checkpoints import checkpoint
+from data.errors import DataError
+from pipeline.checkpoints import checkpoint, manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
+from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
+from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.exact import ExactEngine
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
+from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 
@@ -223,7 +229,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
         saver = Saver(folder, folder.parent, quiet, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
-        saver.begin(engine, checkpoint.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
+        saver.begin(engine, manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
         saver.finish()
     else:
         found = checkpoint.choose_together(folder, 2, print)
@@ -255,3 +261,35 @@ def train_exactly(task: dict[str, Any]) -> list[dict[str, Any]]:
         engine.close()
     dist.destroy_process_group()
     return found
+
+
+def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
+    """What each rank hears of rank 0's work alone: that it is done, that it failed, that rank 1 wants to stop."""
+    device = join_group(60.0)
+    phases = Phases(Path(task["folder"]), dist.get_rank(), 600.0)
+    began = time.monotonic()
+
+    def work_for_ever(beat: Callable[[], None]) -> str:
+        while time.monotonic() - began < 60:
+            time.sleep(0.01)
+            beat()
+        return "nobody stopped it"
+
+    def fail(beat: Callable[[], None]) -> str:
+        raise DataError("rank 0 cannot")
+
+    def wants_stop() -> bool:
+        return dist.get_rank() == 1 and time.monotonic() - began > 1
+
+    heard: list[str] = []
+    for work, stop in ((lambda beat: "done", bool), (fail, bool), (work_for_ever, wants_stop)):
+        try:
+            value = at_rank_0_alone(work, "probe", phases=phases, wants_stop=stop, device=device, log=phases.log)
+            heard.append(str(value))
+        except (EvaluationFailed, EvaluationStopped) as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, heard)
+    phases.close()
+    dist.destroy_process_group()
+    return of_all

@@ -21,7 +21,7 @@ from jobs import campaign
 from jobs.__main__ import main
 from jobs.command_line import campaigns
 from jobs.commands.plan import GPU_FLOPS
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -498,7 +498,7 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
     folder = stage_folder(recipe, "pretrain")
     weights = (folder / "weights.safetensors").read_bytes()
     (folder / "done.json").unlink()
-    file = checkpoint.committed(folder / "checkpoints")[0] / "rank-00001.safetensors"
+    file = manifest.committed(folder / "checkpoints")[0] / "rank-00001.safetensors"
     blob = bytearray(file.read_bytes())
     blob[-7] ^= 4
     file.write_bytes(blob)

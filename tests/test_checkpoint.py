@@ -29,7 +29,8 @@ from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
 from pipeline.checkpoints import checkpoint, room, saver, sight
-from pipeline.checkpoints.checkpoint import Reader, choose, committed, prune, read_manifest, verify
+from pipeline.checkpoints.checkpoint import Reader, choose, prune, verify
+from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, read_manifest, seal, step_of
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
 from tests import drives, hosts
@@ -66,11 +67,11 @@ def reseal(step: Path, **changes: object) -> None:
         if p.name != "MANIFEST.json"
     }
     sealed = replace(json_manifest(step), files=files, **changes)  # type: ignore[arg-type]
-    (step / "MANIFEST.json").write_text(checkpoint.seal(sealed))
+    (step / "MANIFEST.json").write_text(seal(sealed))
 
 
-def json_manifest(step: Path) -> checkpoint.Manifest:
-    return checkpoint.Manifest(**json.loads(json.loads((step / "MANIFEST.json").read_text())["body"]))
+def json_manifest(step: Path) -> Manifest:
+    return Manifest(**json.loads(json.loads((step / "MANIFEST.json").read_text())["body"]))
 
 
 def back(folder: Path, good: Path) -> None:
@@ -192,7 +193,7 @@ def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:
 
 def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
     newest = committed(group.folder)[0]
-    reseal(newest, schema=checkpoint.SCHEMA + 1)
+    reseal(newest, schema=SCHEMA + 1)
     with pytest.raises(CheckpointError, match=r"has schema 2, this code reads up to 1\n  update Patchline"):
         choose(group.folder, 2, print)
     assert newest.is_dir()
@@ -500,7 +501,7 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     for step in range(10, 80, 10):
         group.save(step)
     prune(group.folder, 2, 40)
-    assert [checkpoint.step_of(p) for p in committed(group.folder)] == [70, 60, 40]
+    assert [step_of(p) for p in committed(group.folder)] == [70, 60, 40]
     assert not list(group.folder.glob(".tmp-*"))
 
 

@@ -8,7 +8,7 @@ import torch
 
 import models
 from jobs.__main__ import main
-from pipeline.checkpoints.checkpoint import committed
+from pipeline.checkpoints.manifest import committed
 from tests.test_checkpoint_runs import finish, said, stage
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from data.errors import CheckpointError
-from pipeline.checkpoints.checkpoint import choose, committed, newest_attempt, verify
+from pipeline.checkpoints.checkpoint import choose, verify
+from pipeline.checkpoints.manifest import committed, newest_attempt
 from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
 from tests.powercut import Recording, build
 

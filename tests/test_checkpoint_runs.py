@@ -24,7 +24,7 @@ from jobs.__main__ import main
 from jobs.commands.demo import step_losses
 from pipeline import health
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import committed, read_manifest
+from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
 from tests import drives
 

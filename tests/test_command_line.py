@@ -51,6 +51,30 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+LEAN = """
+import sys
+from jobs.commands import status
+print("torch" in sys.modules)
+import models
+assert 4.5e9 < models.macs_of(models.config_of("S/16")) < 4.7e9
+print("torch._dynamo" in sys.modules)
+from pipeline.process_group import import_deepspeed
+import_deepspeed()
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # whose functions torch.compile would wrap
+print("torch._dynamo" in sys.modules)
+import torch
+assert torch.compile(torch.sin, backend="eager")(torch.ones(())) > 0.8
+print(hasattr(torch._dynamo, "optimize"))
+"""
+
+
+def test_status_imports_no_torch_and_a_plan_and_deepspeed_no_compiler_until_something_is_compiled():
+    """Each takes a second or more, of every command or every worker (benchmarks/README.md)."""
+    done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
+    said = [line for line in done.stdout.splitlines() if line in ("True", "False")]
+    assert said == ["False", "False", "False", "True"]
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -17,12 +17,14 @@ from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
 from jobs import campaign
 from jobs.__main__ import main
+from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import Task
 from jobs.reevaluation import with_new_evaluations
 from jobs.stages import any_weights, evaluate
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
-from pipeline.evaluation.protocols import FEATURES, PROTOCOLS
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from tests import ranks
 from tests.conftest import RECIPE
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
@@ -151,6 +153,19 @@ def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys:
     assert "run the same command again" in said
 
 
+@pytest.mark.slow
+def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> None:
+    cluster = ClusterConfig(workers=2, backend="processes")
+    task = {"folder": str(tmp_path)}
+    rank_0, rank_1 = run_worker_group(ranks.hear_of_rank_0, task, cluster=cluster, name="alone", directory=tmp_path)
+    failed, stopped = (
+        "EvaluationFailed: worker 0: DataError: rank 0 cannot",
+        "EvaluationStopped: stopped in an evaluation",
+    )
+    assert rank_0 == ["done", failed, stopped]
+    assert rank_1 == ["None", failed, stopped]
+
+
 # ------------------------------------------------------------------------------------------------ what is run
 
 
@@ -159,6 +174,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.leaked: list[list[int] | None] = []
 
     def __call__(self, function: Any, make_task: Any, context: Any, **_: Any) -> dict[str, Any]:
         task: Task = make_task(1)
@@ -166,8 +182,9 @@ class Workers:
         for question in task["questions"]:
             name = question["protocol"]["name"]
             self.asked.append((Path(question["test"]).name, name))
+            self.leaked.append(question["leaked"])
             index = load_index(question["test"])
-            protocol = evaluate.Protocol(**question["protocol"])
+            protocol = Protocol(**question["protocol"])
             train = None
             if question["train"] is not None:
                 train = {"digest": load_index(question["train"]).digest, "samples": 1442, "used": 1442}
@@ -178,7 +195,7 @@ class Workers:
                     "train": train,
                     "protocol": {"name": name, "fields": protocol.fields, "digest": protocol.digest},
                     "values": {name: entry},
-                    "leaks": "not checked",
+                    "leaks": "not checked" if question["leaked"] is None else {"leaked": 3, "values": {name: entry}},
                 }
             )
         return {"results": results}
@@ -213,6 +230,28 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
 
 
+def test_workers_are_told_the_leaked_samples_of_each_set(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(evaluate, "supervise", workers)
+    index = load_index(world / "test")
+    pairs = []
+    for number in (3, 102, 354):
+        key = bytes(index.table(number // 100)["key"][number % 100]).decode()
+        test = [index.shards[number // 100].name, key]
+        pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
+    compared = {"path": "shards/test", "digest": index.digest}
+    leaks = {"schema": 1, "train": [compared], "test": [compared], "pairs": pairs}
+    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
+    assert workers.leaked == [[3, 102, 354]]
+    (result,) = document["results"]
+    assert result["leaks"]["train"] == [compared] and result["leaks"]["path"] == str(tmp_path / "leaks.json")
+    judged(world, tmp_path / "out")
+    assert workers.leaked == [[3, 102, 354], None], "without the document is another question"
+
+
 def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,8 +274,8 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
         ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
         ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
         ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 judge"),
-        ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "has not looked at the set test (digest"),
-        ([weights, test, "leaks=nowhere.json"], 65, "leaks: cannot read the document"),
+        ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "knows nothing of the set test: "),
+        ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),
         ([str(tmp_path / "nothing"), test], 65, "nothing"),
         ([weights, test, "preprocess=resize(24)"], 78, "makes images of 24×24, expected the model's 16×16"),
     ]

@@ -18,8 +18,9 @@ import models
 from jobs import campaign
 from jobs.__main__ import main
 from jobs.command_line import campaigns
+from models.weights import files
 from pipeline import handover, train
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, manifest
 from tests.conftest import RECIPE
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -83,6 +84,11 @@ def test_each_stage_records_the_sha256_of_every_file_that_it_hands_on(made):
         for file, record in done["files"].items():
             digest, _, _ = subprocess.check_output(["sha256sum", folder / file], text=True).partition(" ")
             assert record == {"bytes": (folder / file).stat().st_size, "sha256": digest}
+
+
+def test_files_of_weights_have_one_name():
+    """The records have it without importing what writes the files."""
+    assert (handover.WEIGHTS, handover.CONFIG, handover.CLASSES) == (files.WEIGHTS, files.CONFIG, files.CLASSES)
 
 
 def test_every_flipped_bit_in_what_a_finished_campaign_hands_on_is_found(made, capsys):
@@ -216,7 +222,7 @@ def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model
 def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_commit(made):
     loaded = campaign.load(made, [])
     folder = loaded.directory(loaded.stage("pretrain"))
-    newest = checkpoint.committed(folder / "checkpoints")[0]
+    newest = manifest.committed(folder / "checkpoints")[0]
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.checkpoints.checkpoint import committed, read_manifest
+from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests import drives, hosts
 from tests.hosts import ROOT, Network
@@ -197,6 +197,7 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
     """The run goes on on the host that was spare; the dead one comes back under its old name."""
     rng = random.Random(SEED)
+    times_s: list[float] = []
     for number in range(rounds):
         run = shared / f"step-{rounds}-{number}"
         driver = begin(cluster, run)
@@ -213,7 +214,9 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         assert victim not in newest_nodes(driver.run).values()
         assert f"on {victim}, " in verdict(driver), "the host that died is named"
         assert_same(run, twin)
-        assert again_s <= 30
+        times_s.append(again_s)
+    # At the end, so that a machine that is busy with other things hides no round.
+    assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.timeout(600)
@@ -221,6 +224,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
 @pytest.mark.parametrize("rounds", [1, LONG])
 def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 1)
+    times_s: list[float] = []
     for number in range(rounds):
         run = shared / f"save-{rounds}-{number}"
         driver = begin(cluster, run)
@@ -239,7 +243,9 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
         print(f"FAULT_SEED={SEED} round {number}: {victim} killed in the save of step {step}, {where}; ", end="")
         print(f"noticed after {noticed_s:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
         assert_same(run, twin)
-        assert again_s <= 30
+        times_s.append(again_s)
+    # At the end, so that a machine that is busy with other things hides no round.
+    assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.slow
@@ -274,29 +280,6 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
     assert driver.wait(AGAIN_S) == 0, driver.said
     assert f"on {victim}, " in verdict(driver) and "its node " in verdict(driver), verdict(driver)
     assert_same(run, twin)
-
-
-FILL = """
-used=$(df --output=used --block-size=1 /tmp | tail -n 1)
-mount -o remount,size=$((used + 1000000)) /tmp
-dd if=/dev/zero of=/tmp/fill bs=4096 2>/dev/null || df --output=avail /tmp | tail -n 1
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_full_disk_on_one_host_changes_nothing(cluster, twin, shared) -> None:
-    """Its own /tmp, in which Ray and its workers keep their logs; what matters lies on the shared storage."""
-    run = shared / "full"
-    driver = begin(cluster, run)
-    driver.until(has_reported(run, 8), AGAIN_S)
-    victim = a_worker_host(driver, random.Random(SEED + 7))
-    assert cluster.network[victim].run(FILL).strip() == "0", "no byte is free"
-    code = driver.wait(AGAIN_S)
-    print(f"the disk of {victim} filled up: the run ended with {code}")
-    assert code == 0 and "restarting" not in driver.said, driver.said
-    assert_same(run, twin)
-    cluster.network[victim].kill()
 
 
 @pytest.mark.timeout(600)
@@ -436,6 +419,7 @@ def black_hole(cluster: RayHosts, host: str) -> None:
 @pytest.mark.timeout(900)
 def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 2)
+    times_s: list[float] = []
     for number in range(rounds):
         run = shared / f"{fault.__name__}-{rounds}-{number}"
         driver = begin(cluster, run)
@@ -457,7 +441,8 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
         for folder in committed(stage(run) / "checkpoints"):
             assert folder.name in before or read_manifest(folder).attempt == 2
         assert_same(run, twin)
-        assert noticed_s + 1.0 <= 30
+        times_s.append(noticed_s + 1.0)
+    assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from jobs import campaign
 from jobs.__main__ import main
 from jobs.commands.replay import order_of, rebuild
 from pipeline import config
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, manifest
 from pipeline.training_config import TrainConfig
 
 RECIPE = """
@@ -58,7 +58,7 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     assert main(["run", str(mixed)]) == 0
     loaded = campaign.load(mixed, [])
     folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
-    last = checkpoint.committed(folder / "checkpoints")[0]
+    last = manifest.committed(folder / "checkpoints")[0]
     whole = checkpoint.verify(last)
 
     sets = [load_index(shards / name) for name in ("high", "low")]  # by name
@@ -88,7 +88,7 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     capsys.readouterr()
     assert main(["run", str(mixed)]) == 0
     assert "resumed from step 16" in capsys.readouterr().out
-    again = checkpoint.verify(checkpoint.committed(folder / "checkpoints")[0])
+    again = checkpoint.verify(manifest.committed(folder / "checkpoints")[0])
     assert (again.step, again.ledger, again.files) == (24, whole.ledger, whole.files)
 
 
@@ -104,7 +104,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     early = ids(4)
     late = ids(20)
     assert (late[:, 1] == number).any()
-    shutil.rmtree(checkpoint.committed(folder / "checkpoints")[0])
+    shutil.rmtree(manifest.committed(folder / "checkpoints")[0])
     (folder / "done.json").unlink()
     lost = (shards / "low" / "low-000003.tar").rename(tmp_path / "lost.tar")
     capsys.readouterr()

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 from torch import nn
 
-from data.errors import ConfigError, DataError
+from data.errors import ConfigError
 from data.evaluation import EvaluationSet
-from data.shards.index import Index, Shard, load_index
+from data.shards.index import Index, Shard
 from data.shards.packing import pack
 from data.shards.sources import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
@@ -307,23 +307,8 @@ def test_a_disk_without_room_is_refused_at_the_first_batch(
 # ------------------------------------------------------------------------------------------------ leaks
 
 
-def leaks_of(index: Index, pairs: Sequence[tuple[str, str]]) -> dict:
-    return {
-        "test": [{"path": "shards/test", "digest": index.digest}],
-        "train": [],
-        "pairs": [{"train": ["t.tar", "x"], "test": list(pair), "kind": "exact", "distance": 0.0} for pair in pairs],
-    }
-
-
 def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index, tmp_path: Path) -> None:
-    pairs = []
     numbers = [3, 45, 46, 149]
-    for number in numbers:
-        key = bytes(with_a_bad_one.table(number // 40)["key"][number % 40]).decode()
-        pairs.append((with_a_bad_one.shards[number // 40].name, key))
-    leaks = leaks_of(with_a_bad_one, pairs)
-    assert document.leaked_samples(leaks, "leaks.json", with_a_bad_one, "test") == numbers
-
     store = collected(with_a_bad_one, 1, tmp_path)
     is_right = np.zeros(149, bool)
     is_right[[3, 45, 46, 148]] = True  # row 148 of those that could be read is sample 149
@@ -332,12 +317,6 @@ def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index,
     assert result["values"]["top-1"]["value"] == 4 / 149
     without = result["leaks"]["values"]["top-1"]
     assert (result["leaks"]["leaked"], without["value"], without["samples"]) == (4, 0.0, 145)
-
-
-def test_leaks_of_another_set_are_refused_by_name(with_a_bad_one: Index, shards: Path) -> None:
-    leaks = leaks_of(load_index(shards / "test"), [])
-    with pytest.raises(DataError, match=r"leaks.json has not looked at the set test .*\n  expected .*shards/test"):
-        document.leaked_samples(leaks, "leaks.json", with_a_bad_one, "test")
 
 
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:

@@ -20,6 +20,7 @@ from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.session import run_campaign
 from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from tests.scrape import Scraper
 
@@ -41,7 +42,7 @@ def pretrain_of(recipe: Path, *overrides: str) -> Path:
 
 def final_files(folder: Path) -> dict:
     """Digests of the last checkpoint's files: masters, moments of every rank, and the ledger."""
-    manifest = checkpoint.verify(checkpoint.committed(folder / "checkpoints")[0])
+    manifest = checkpoint.verify(committed(folder / "checkpoints")[0])
     return {"step": manifest.step, "ledger": manifest.ledger, **manifest.files}
 
 

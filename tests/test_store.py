@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from data import store as store_module
-from data.errors import CheckpointError, ConfigError, RunOwned, StorageError
+from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
 from data.shards import remote
 from data.store import Store, check_store_url
 from jobs import mirror
@@ -468,6 +468,45 @@ def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_pat
     assert objects(bucket, run).keys() == {"attempts/000001.json", "attempts/000002.json", *kept, *markers}
 
 
+def test_of_old_checkpoints_the_milestones_stay_and_two_at_least_are_kept(group, run, tmp_path) -> None:
+    assert group.save(30) and group.save(40) and group.save(50)
+    deleted = StoredCheckpoints(run, tmp_path / "run" / STAGE).prune(keep=1, keep_every=20)
+    assert deleted == ["step-0000000030-000001", "step-0000000010-000001"]
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [50, 40, 20]
+
+
+def test_a_deletion_that_is_interrupted_leaves_no_checkpoint_without_its_files(
+    group, run, bucket, tmp_path, monkeypatch
+) -> None:
+    assert group.save(30)
+    delete = Store.delete
+    calls: list[Any] = []
+
+    def delete_once(self: Store, names: Any) -> None:
+        calls.append(names)
+        if len(calls) > 1:
+            raise StorageError("the store is gone")
+        delete(self, names)
+
+    monkeypatch.setattr(Store, "delete", delete_once)
+    with pytest.raises(StorageError):
+        StoredCheckpoints(run, tmp_path / "run" / STAGE).prune(keep=2, keep_every=0)
+    assert committed_steps(tmp_path / "run" / STAGE, run) == [30, 20]
+    monkeypatch.setattr(Store, "delete", delete)
+    assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
+    left = {name for name in objects(bucket, run) if "step-0000000010" in name}
+    assert left == {key(10, "MANIFEST.json"), key(10, stored.SWEPT)}, "the next attempt clears up"
+
+
+def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, run, bucket, tmp_path) -> None:
+    group.begin(30)
+    assert [claim_attempt(tmp_path / "other", run), claim_attempt(tmp_path / "third", run)] == [2, 3]
+    before = objects(bucket, run)
+    with pytest.raises(CheckpointError, match=r"attempt 3 owns .* now, this is attempt 2\n  nothing of the newer"):
+        StoredCheckpoints(run, tmp_path / "other" / STAGE).sweep(2)
+    assert objects(bucket, run) == before
+
+
 # ------------------------------------------------------------------------ a run's small files, and its owner
 
 
@@ -602,6 +641,51 @@ def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, m
         assert stops.wait(10) and "taken over" in said[-1]
         with pytest.raises(RunOwned):
             put()
+    signal.signal(signal.SIGTERM, former)
+
+
+def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_new_owner_has_come(
+    run, machines, bucket, monkeypatch
+) -> None:
+    monkeypatch.setattr(mirror, "BEAT_S", 1000.0)  # the threads do nothing meanwhile
+    put_file = Store.put_file
+    names: list[str] = []
+
+    def put_one(self: Store, name: str, file: Path) -> None:
+        put_file(self, name, file)
+        names.append(name)
+        if len(names) == 15:
+            mirror.Mirror(machines[1], run, print).renew(0)
+
+    (machines[0] / "stage").mkdir()
+    with pytest.raises(RunOwned), mirrored(machines[0], run, print) as put:
+        monkeypatch.setattr(Store, "put_file", put_one)
+        for name in ("done.json", *(f"weights-{number}" for number in range(9))):
+            (machines[0] / "stage" / name).write_text("first")
+        put()
+        assert len(names) == 10 and names[-1] == "stage/done.json"
+        for number in range(9):
+            (machines[0] / "stage" / f"weights-{number}").write_text("second time")
+        put()
+    assert len(names) == 15
+    assert list(objects(bucket, run).values()).count(b"second time") == 5
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_command_that_has_lost_its_run_ends_with_73_whatever_has_ended_its_workers(
+    run, machines, is_released
+) -> None:
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for end in (Preempted("stopped; run the same command again to go on"), CheckpointError("step 30 is not committed")):
+        end_of_owner = "was taken over by process" if is_released else "is owned by process"
+        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, mirrored(machines[0], run, print):
+            mirror.Mirror(machines[1], run, print).renew(0, is_released)
+            raise end
+        assert caught.value.exit_code == 73 and caught.value.__context__ is end
+        Store(run).delete(["owner.json"])
+    # Who is alone ends as it would.
+    with pytest.raises(Preempted), mirrored(machines[0], run, print):
+        raise Preempted("stopped")
     signal.signal(signal.SIGTERM, former)
 
 

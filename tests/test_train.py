@@ -13,7 +13,7 @@ from data.evaluation import EvaluationSet
 from data.shards.index import load_index
 from jobs import campaign
 from jobs.session import run_campaign
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, manifest
 from pipeline.evaluation.evaluate import accuracy
 from pipeline.monitoring.telemetry import read_metrics
 
@@ -28,8 +28,8 @@ def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> li
 
 def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe, shards):
     (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.polyak=0.9",))
-    last = checkpoint.committed(folder / "checkpoints")[0]
-    reader = checkpoint.Reader(last, checkpoint.read_manifest(last).files)
+    last = manifest.committed(folder / "checkpoints")[0]
+    reader = checkpoint.Reader(last, manifest.read_manifest(last).files)
     weights, _ = models.load_weights(folder)
     shapes = {name: w.shape for name, w in weights.items()}
     average, master = reader.weights(shapes, "average"), reader.weights(shapes)
@@ -84,7 +84,7 @@ def test_a_resume_does_not_need_the_weights_that_the_stage_started_from(recipe):
     _, resized, folder = run_stages(recipe, "pretrain", "resize", "finetune", overrides=RESUMED)
     weights = (folder / "weights.safetensors").read_bytes()
     (folder / "done.json").unlink()
-    shutil.rmtree(checkpoint.committed(folder / "checkpoints")[0])
+    shutil.rmtree(manifest.committed(folder / "checkpoints")[0])
     (resized / "weights.safetensors").unlink()
     run_stages(recipe, "finetune", overrides=RESUMED)
     assert "resumed from step 2 (attempt 1" in (folder / "log.txt").read_text()

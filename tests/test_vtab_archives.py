@@ -293,6 +293,14 @@ def test_an_image_that_a_list_names_and_the_archive_lacks_is_named(tmp_path: Pat
         list(VTAB["clevr_count"].samples(tmp_path, "val200"))
 
 
+def test_an_annotation_that_cannot_be_read_is_told_with_its_set(tmp_path: Path) -> None:
+    mini.diabetic_retinopathy(tmp_path)
+    table = tmp_path / "trainLabels.csv"
+    table.write_text(table.read_text().replace("4_right,4", "4_right,four"))
+    with pytest.raises(DataError, match=r"train part of diabetic_retinopathy_detection is not as its owners.*'four'"):
+        list(VTAB["diabetic_retinopathy"].samples(tmp_path, "train800"))
+
+
 # ----------------------------------------------------------------------------- the command
 
 

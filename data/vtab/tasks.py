@@ -102,7 +102,7 @@ TASKS = (  # in the order of the ViT paper's table 9
     Task("sun397", "natural", 397, "sun397"),
     # Mirrored digits are no digits.
     Task("svhn", "natural", 10, "svhn_cropped", *NINE_TENTHS, flip=False),
-    # A patch is positive where its central 32 × 32 of 96 × 96 pixels hold tumour: any crop of 384 from 448 keeps them.
+    # A patch is positive where its central 32 × 32 of 96 × 96 pixels hold tumour: a crop of 7/8 of its sides has them.
     Task("patch_camelyon", "specialized", 2, "patch_camelyon"),
     Task("eurosat", "specialized", 10, "eurosat", *FIFTHS),
     Task("resisc45", "specialized", 45, "resisc45", *FIFTHS),

@@ -38,6 +38,7 @@ __all__ = [
     "must_make_way",
     "room_now",
     "run_worker_group",
+    "start_early",
     "stay_on_nodes",
     "wait_for_resources",
     "worker_group_runner",
@@ -51,6 +52,12 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
     from jobs.cluster import ray_backend
 
     return ray_backend.run_worker_group
+
+
+def start_early(cluster: ClusterConfig) -> None:
+    """Prepare for workers while this process has no threads yet; see processes.start_early."""
+    if cluster.backend == "processes":
+        processes.start_early(cluster)
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":

@@ -2,6 +2,8 @@
 
 1. Refuse a worker group that wants more GPUs than this machine has.
 2. Start one process a rank. Each leads its own process group, writes to `rank-00003.log`, and dies with the driver.
+   They are forks of a fork server, which has imported what they need (preload.py). `start_early` forks the driver into
+   it before the driver has threads, so that little is left to import; otherwise it starts as a program of its own.
 3. Twice a second: see whether a worker has ended, and call `on_tick`, which may raise.
 4. Kill each worker's process group, whatever has happened.
 5. All exit codes are 0: return rank 0's value. Otherwise raise the error of the worker that failed first.
@@ -9,13 +11,16 @@
 
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
+from itertools import pairwise
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -39,8 +44,8 @@ from jobs.cluster.worker_group import (
 
 TICK_S = 0.5
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a large process takes a while to die
-# Imported once by the fork server, then shared by all its children: 3 s a worker group instead of 10 to 25.
-PRELOAD = ["torch", "torch._dynamo", "deepspeed"]
+# Imported once by the fork server, then shared by all its children; the first brings what their functions import.
+PRELOAD = ["jobs.stages.fewshot", "jobs.cluster.preload"]
 # Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -166,6 +171,50 @@ def _start_fork_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+
+def start_early(cluster: ClusterConfig) -> None:
+    """Fork this process into the fork server, where it has no threads and the workers compute on CPUs.
+
+    What it has imported by now the fork server has too: torch alone takes 1.4 CPU-seconds. A fork has no thread but the
+    one that forks, so that whatever a thread holds would be held for ever.
+    """
+    if cluster.gpus_per_worker or threading.active_count() > 1:
+        return
+    # A program of its own, which _start_fork_server would start in the same way.
+    resource_tracker.ensure_running()
+    start_program = util.spawnv_passfds
+    util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
+    try:
+        _process_context(cluster)
+    finally:
+        util.spawnv_passfds = start_program
+
+
+def _fork_instead(path: str, words: list[str], descriptors: Sequence[int]) -> int:
+    """Take the place of what starts Python as a program: fork, and run the same text there; returns the pid."""
+    # What waits in a buffer would be written by the driver, and by every worker.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    exit_code = 1
+    try:
+        # As a program has it. The run's lock among them would outlive a driver that is killed.
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for kept, next_kept in pairwise(sorted({0, 1, 2, *descriptors, most})):
+            os.closerange(kept + 1, next_kept)
+        # The last word is the text of `python -c`: it serves until nobody is left who could ask, and raises SystemExit.
+        exec(words[-1], {})
+    except SystemExit:
+        exit_code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    finally:
+        # Nothing that the driver has left to do at its end is done here.
+        os._exit(exit_code)
 
 
 def _worker(

@@ -103,9 +103,15 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 @commands.command()
 def status(run: Run, _debug: Debug = False) -> None:
     """Show stage, step, loss, speed, ETA and last checkpoint."""
-    from jobs.commands import status, stored_runs
+    from jobs.commands import status
 
-    show(stored_runs.status(run) if "://" in run else status.status(Path(run).resolve()))
+    if "://" in run:
+        # What reads a store imports torch, for which a run in a folder does not have to wait.
+        from jobs.commands import stored_runs
+
+        show(stored_runs.status(run))
+    else:
+        show(status.status(Path(run).resolve()))
 
 
 @commands.command()

@@ -17,7 +17,8 @@ from data.errors import CheckpointError, UsageError
 from data.files import whole_file
 from pipeline import handover
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Manifest, Reader, attempt_of_stage, committed, read_manifest, step_of
+from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints.manifest import MANIFEST, Manifest, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import Record
@@ -47,7 +48,7 @@ def selected(path: Path, step: int | None) -> list[Path]:
 
     Raises UsageError where there are none.
     """
-    if (path / checkpoint.MANIFEST).exists():
+    if (path / MANIFEST).exists():
         return [path]
     folders: list[Path] = []
     for stage in stage_folders(path):

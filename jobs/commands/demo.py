@@ -17,7 +17,7 @@ from jobs import campaign
 from jobs.cluster.worker_files import records
 from jobs.resolved_recipe import Campaign
 from jobs.session import run_campaign
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.telemetry import read_metrics
 
@@ -109,8 +109,8 @@ def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
     return equal_losses and equal_files
 
 
-def newest_manifest(directory: Path) -> checkpoint.Manifest:
-    return checkpoint.read_manifest(checkpoint.committed(directory / "checkpoints")[0])
+def newest_manifest(directory: Path) -> Manifest:
+    return read_manifest(committed(directory / "checkpoints")[0])
 
 
 def step_losses(directory: Path) -> dict[int, list[float]]:

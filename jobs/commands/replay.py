@@ -24,7 +24,7 @@ from data.order import Mixture, Order
 from data.shards.index import Index, load_index
 from pipeline import config, handover
 from pipeline.arithmetic import steps_of
-from pipeline.checkpoints.checkpoint import attempt_of_stage
+from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.training_config import TrainConfig, training_order
 

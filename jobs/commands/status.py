@@ -11,7 +11,7 @@ import psutil
 
 from data.errors import CheckpointError, DataError, UsageError
 from pipeline import handover
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import manifest
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import amount, duration, last_metrics
@@ -128,10 +128,10 @@ def done_line(outcome: Outcome) -> str:
 
 def checkpoint_line(folder: Path) -> str:
     """Say from which step a resume would start, by the newest manifest alone."""
-    checkpoints = checkpoint.committed(folder / "checkpoints")
+    checkpoints = manifest.committed(folder / "checkpoints")
     if not checkpoints:
         return "no checkpoint yet"
     try:
-        return f"last checkpoint step {checkpoint.read_manifest(checkpoints[0]).step}"
+        return f"last checkpoint step {manifest.read_manifest(checkpoints[0]).step}"
     except CheckpointError as error:
         return f"last checkpoint unreadable: {error}"

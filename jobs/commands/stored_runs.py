@@ -19,7 +19,7 @@ from data.store import Store, check_store_url, each
 from jobs.commands import checkpoints
 from jobs.commands import status as status_command
 from jobs.ownership import OWNER_FILE
-from pipeline.checkpoints.checkpoint import MANIFEST, committed
+from pipeline.checkpoints.manifest import MANIFEST, committed
 from pipeline.checkpoints.stored import ATTEMPTS, REFUSED, SWEPT, StoredCheckpoints
 
 # Of the run and of each stage; other files are read by no command here.

@@ -11,7 +11,7 @@ import models
 from data.errors import CheckpointError
 from data.files import free_bytes, size_text
 from models import ModelConfig
-from pipeline.checkpoints.checkpoint import committed, step_of
+from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.optimization.optimizer import STATE
 from pipeline.training_config import TrainConfig
 

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
 from data.files import make_folder, refusal, sync, write_durably
-from pipeline.checkpoints.checkpoint import MANIFEST, FileRecord, Manifest, committed, newest_attempt, prune, seal
+from pipeline.checkpoints.checkpoint import prune
+from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, committed, newest_attempt, seal
 from pipeline.checkpoints.room import shortage
 from pipeline.checkpoints.sight import WrittenFile, unseen_files
 from pipeline.checkpoints.stored import StoredCheckpoints, newest_attempt_in

@@ -27,28 +27,26 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from data.errors import CheckpointError, DataError, StorageError
-from data.files import locked, naming, temporary_name, write_whole
+from data.files import locked, naming, write_whole
 from data.store import Store, each
-from pipeline.checkpoints.checkpoint import (
+from pipeline.checkpoints.checkpoint import Chosen, verify
+from pipeline.checkpoints.manifest import (
     MANIFEST,
     NAME,
-    Chosen,
     FileRecord,
     Manifest,
     NewerSchema,
+    bring,
     committed,
     read_manifest,
     seal,
     step_of,
-    verify,
-    verify_file,
 )
 
 REFUSED = "REFUSED.json"
@@ -367,32 +365,6 @@ def attempt_of(checkpoint: str) -> int:
 def cannot_read(error: Exception) -> CheckpointError:
     """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
     return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")
-
-
-def bring(store: Store, name: str, path: Path, record: FileRecord) -> None:
-    """Fetch an object unless the local file has the bytes of its record; the file appears when it has them.
-
-    Raises CheckpointError where the store has other bytes, FileNotFoundError, StorageError, OSError.
-    """
-    with suppress(CheckpointError):
-        verify_file(path, record)
-        return
-    # Under a temporary name, because the driver puts whatever changes in the run's folder, over the good one too.
-    temporary = temporary_name(path)
-    try:
-        # Where the transfer was at fault, a second one is right.
-        for _ in range(2):
-            store.fetch(name, temporary, record["bytes"])
-            with suppress(CheckpointError):
-                verify_file(temporary, record)
-                os.replace(temporary, path)
-                return
-    finally:
-        temporary.unlink(missing_ok=True)
-    raise CheckpointError(
-        f"{store.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
-        "  bring the object back from a copy, then run the same command again"
-    )
 
 
 def say_once(say: Callable[[str], None], text: str) -> None:

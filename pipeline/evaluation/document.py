@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
-from data.shards.index import Index
 from pipeline.evaluation.feature_store import FeatureStore
 from pipeline.evaluation.protocols import Judged, Protocol
 
@@ -178,39 +176,6 @@ def shots_of(shots: Mapping[str, Mapping[str, Sequence[int]]], train: FeatureSto
             shards = np.searchsorted(train.starts, numbers, side="right") - 1
             ids[value][seed] = np.stack([shards, np.asarray(numbers) - train.starts[shards]], axis=1).tolist()
     return ids
-
-
-# ------------------------------------------------------------------------------------------------ leaks
-
-
-def leaked_samples(leaks: Mapping[str, Any], path: str, index: Index, name: str) -> list[int]:
-    """Return the numbers of a set's samples that a leaks.json (`python -m jobs leaks`) pairs with training samples.
-
-    `name` is what the recipe calls the set. Raises DataError where the document has not looked at this very set.
-    """
-    looked_at = {entry["digest"]: entry["path"] for entry in leaks["test"]}
-    if index.digest not in looked_at:
-        listed = ", ".join(f"{place} ({digest[:12]})" for digest, place in looked_at.items()) or "none"
-        raise DataError(
-            f"leaks {path} has not looked at the set {name} (digest {index.digest[:12]})\n"
-            f"  expected it among the document's test sets: {listed}\n"
-            "  type: python -m jobs leaks, with this set, or leaks=null"
-        )
-    wanted: dict[str, set[str]] = {}
-    for pair in leaks["pairs"]:
-        shard, key = pair["test"]
-        wanted.setdefault(shard, set()).add(key)
-    numbers: list[int] = []
-    first = 0
-    for number, shard in enumerate(index.shards):
-        keys = wanted.get(shard.name)
-        if keys:
-            for sample, key in enumerate(index.table(number)["key"].tolist()):
-                text = key.decode("utf-8", "replace")
-                if text in keys:
-                    numbers.append(first + sample)
-        first += shard.samples
-    return numbers
 
 
 # ------------------------------------------------------------------------------------------------ the whole

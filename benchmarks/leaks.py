@@ -1,0 +1,176 @@
+"""How many planted copies of photographs the search for leaks finds, how many it makes up, and what it costs.
+
+    python benchmarks/leaks.py --shards FOLDER [--draws 3] [--workers 2] [--cifar]
+
+The photographs of FOLDER/imagenet1k-*.tar are the test set. Copies of all of them are made in many ways and packed as
+a training set; whatever pair is not of a photograph and its own copy is counted as false. Then the same the other way
+round: the copies are the test set. With --cifar, FOLDER/cifar10-train-*.tar against cifar10-test-*.tar too: all pairs
+of these are unrelated but for the images that CIFAR has twice, so that what is printed must be looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.leaks.document import Leaks
+from data.leaks.search import find_leaks
+from data.shards.index import Index
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.reader import Reader
+from data.shards.sources import Sample
+
+Draw = Callable[[np.ndarray, np.random.Generator], bytes]
+
+
+def jpeg(image: np.ndarray, quality: float = 85) -> bytes:
+    return cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(quality)])[1].tobytes()
+
+
+def resized(image: np.ndarray, scale: float) -> np.ndarray:
+    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
+
+
+def crop(image: np.ndarray, rng: np.random.Generator, least: float, most: float = 1.0) -> np.ndarray:
+    """A crop of the image's proportions, anywhere in it, of a share of its area between two bounds."""
+    height, width = image.shape[:2]
+    side = np.sqrt(rng.uniform(least, most))
+    y = rng.uniform(0, 1 - side)
+    x = rng.uniform(0, 1 - side)
+    return image[int(y * height) : int((y + side) * height), int(x * width) : int((x + side) * width)]
+
+
+def middle(image: np.ndarray) -> np.ndarray:
+    """The square in the middle, 224 of 256 pixels, as evaluation takes it."""
+    height, width = image.shape[:2]
+    scale = 256 / min(height, width)
+    small = cv2.resize(image, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
+    y = (small.shape[0] - 224) // 2
+    x = (small.shape[1] - 224) // 2
+    return small[y : y + 224, x : x + 224]
+
+
+def several(image: np.ndarray, rng: np.random.Generator) -> bytes:
+    """A crop, mirrored or not, smaller, in worse quality, a little brighter or darker."""
+    changed = crop(image, rng, 0.6)
+    if rng.uniform() < 0.5:
+        changed = changed[:, ::-1]
+    changed = resized(changed, rng.uniform(0.5, 1))
+    changed = np.clip(changed * rng.uniform(0.85, 1.15) + rng.uniform(-15, 15), 0, 255).astype(np.uint8)
+    return jpeg(changed, rng.uniform(50, 90))
+
+
+WAYS: dict[str, Draw] = {
+    "same pixels, PNG": lambda image, rng: cv2.imencode(".png", image)[1].tobytes(),
+    "JPEG quality 50 … 90": lambda image, rng: jpeg(image, rng.uniform(50, 90)),
+    "resized, 0.3 … 1.5": lambda image, rng: jpeg(resized(image, rng.uniform(0.3, 1.5))),
+    "squashed to 224 × 224": lambda image, rng: jpeg(cv2.resize(image, (224, 224), interpolation=cv2.INTER_AREA)),
+    "mirrored": lambda image, rng: jpeg(image[:, ::-1]),
+    "crop of 60 … 100 % of the area": lambda image, rng: jpeg(crop(image, rng, 0.6)),
+    "crop of 60 … 70 %": lambda image, rng: jpeg(crop(image, rng, 0.6, 0.7)),
+    "crop of 50 … 60 %": lambda image, rng: jpeg(crop(image, rng, 0.5, 0.6)),
+    "middle 224 of 256": lambda image, rng: jpeg(middle(image)),
+    "crop ≥ 60 %, mirrored or not, smaller, quality 50 … 90, brighter or darker": several,
+    "grey": lambda image, rng: jpeg(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY)),
+}
+
+
+def photographs(index: Index) -> list[np.ndarray]:
+    """The decoded images of a set, upright."""
+    reader = Reader(index)
+    images = []
+    for shard, samples in enumerate(index.shard_samples):
+        for sample in range(samples):
+            _, encoded, _ = reader.read(shard, sample)
+            images.append(cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR))
+    return images
+
+
+def keys_of(index: Index) -> list[str]:
+    return [row["key"].decode() for shard in range(len(index.shards)) for row in index.table(shard)]
+
+
+def cpu_s() -> float:
+    """Processor seconds of this process and of those that it has waited for."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def searched(train: Index, test: Index, folder: Path, workers: int) -> tuple[Leaks, float, float]:
+    """The pairs, and processor and wall seconds."""
+    began = time.perf_counter()
+    cpu_before = cpu_s()
+    leaks = find_leaks([("train", train)], [("test", test)], folder, workers=workers)
+    return leaks, cpu_s() - cpu_before, time.perf_counter() - began
+
+
+def show(leaks: Leaks, originals: list[str], draws: int, side: str) -> None:
+    """Print how many copies of each way were paired with their original, and the false pairs; `side` has the copies."""
+    hits = Counter()
+    false = []
+    for pair in leaks.pairs:
+        copy, original = (pair.train, pair.test) if side == "train" else (pair.test, pair.train)
+        way, _, number = copy[1].split("-")
+        if originals[int(number)] == original[1]:
+            hits[int(way)] += 1
+        else:
+            false.append((pair.distance, list(WAYS)[int(way)], number, original[1]))
+    count = len(originals) * draws
+    for way, name in enumerate(WAYS):
+        print(f"| {name} | {side} | {hits[way]:,} of {count:,} | {hits[way] / count:.2%} |")
+    unrelated = count * len(WAYS) * (len(originals) - 1)
+    print(
+        f"false: {len(false)} of {unrelated:,} unrelated pairs ({len(false) / unrelated:.2g})", *false[:10], sep="\n  "
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shards", type=Path, required=True)
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--cifar", action="store_true")
+    options = parser.parse_args()
+    cv2.setNumThreads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        paths = sorted(map(str, options.shards.glob("imagenet1k-*.tar")))
+        originals = build_index(paths, output=root / "originals", name="originals")
+        images = photographs(originals)
+        rng = np.random.default_rng(0)
+        samples = []
+        for draw in range(options.draws):
+            for way, make in enumerate(WAYS.values()):
+                for number, image in enumerate(images):
+                    samples.append(Sample(f"{way:02d}-{draw}-{number}", make(image, rng), (0,)))
+        copies = pack(samples, root / "copies", name="copies", shard_samples=1000)
+        print(f"{originals.samples} photographs, {copies.samples} copies")
+        for side, train, test in (("train", copies, originals), ("test", originals, copies)):
+            leaks, cpu, wall = searched(train, test, root / side, options.workers)
+            show(leaks, keys_of(originals), options.draws, side)
+            print(f"{cpu:.1f} CPU s, {wall:.1f} s for {train.samples} training and {test.samples} test images")
+        if options.cifar:
+            train = build_index(sorted(map(str, options.shards.glob("cifar10-train*"))), output=root / "a", name="a")
+            test = build_index(sorted(map(str, options.shards.glob("cifar10-test*"))), output=root / "b", name="b")
+            leaks, cpu, wall = searched(train, test, root / "cifar", options.workers)
+            print(
+                f"CIFAR-10: {len(leaks.pairs)} pairs of {train.samples * test.samples:,}; {cpu:.1f} CPU s, {wall:.1f} s"
+            )
+            for pair in sorted(leaks.pairs, key=lambda pair: pair.distance):
+                print(f"  {pair.train[1]} {pair.test[1]} {pair.kind} {pair.distance}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a search for leaks came to, for people: a few lines, and a page of the pairs as pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment
+
+from data.checks import printable
+from data.files import write_whole
+from data.images.decode import BadImage
+from data.leaks.document import Leaks, Pair, in_pairs
+from data.shards.cache import CacheConfig
+from data.shards.index import Index
+from data.shards.page import thumbnail
+from data.shards.reader import Reader
+
+MOST_EXAMPLES = 5  # pairs that the lines name
+MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
+
+# Keys come out of tars that others made: autoescape keeps them from being read as HTML.
+TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
+<meta charset="utf-8"><title>Leaks</title>
+<style>
+body { font: 15px system-ui; margin: 2rem auto; max-width: 60rem; color: #222 }
+pre { background: #f4f4f4; padding: 1rem; overflow: auto }
+figure { display: inline-block; margin: .5rem; padding: .3rem; border: 1px solid #ddd; text-align: center }
+figcaption { font-size: 11px; color: #777; max-width: 240px; overflow-wrap: anywhere }
+</style>
+<h1>Leaks</h1>
+<pre>{{ summary }}</pre>
+<h2>{{ shown }} of {{ pairs }} pairs, the least alike first: training image left, test image right</h2>
+{% for left, right, caption in figures %}
+<figure><img src="data:image/jpeg;base64,{{ left }}"> <img src="data:image/jpeg;base64,{{ right }}">
+<figcaption>{{ caption }}</figcaption></figure>
+{% endfor %}
+""")
+
+
+def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[str]:
+    """How much of each set leaks, and what to type to train without it."""
+    report = []
+    counts = leaks.looked_at
+    report.append(
+        f"{counts['train']:,} training and {counts['test']:,} test samples compared, {len(leaks.pairs):,} pairs"
+    )
+    for compared, index in zip(leaks.test, test, strict=True):
+        report.append(share(f"test  {compared.path}", in_pairs(leaks, index, "test")))
+    for compared, index in zip(leaks.train, train, strict=True):
+        report.append(share(f"train {compared.path}", in_pairs(leaks, index, "train")))
+    kinds = Counter(pair.kind for pair in leaks.pairs)
+    if kinds:
+        report.append("  ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items())))
+    for pair in leaks.pairs[:MOST_EXAMPLES]:
+        report.append(f"  {caption(pair)}")
+    undecodable = counts["train_undecodable"] + counts["test_undecodable"]
+    if undecodable or counts["train_flat"]:
+        report.append(
+            f"compared by their bytes alone: {undecodable:,} that cannot be decoded; by bytes and pixels alone: "
+            f"{counts['train_flat']:,} training images of almost one colour"
+        )
+    return report
+
+
+def share(name: str, leaked: np.ndarray) -> str:
+    """How many samples of a set are in a pair."""
+    return f"{name}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
+
+
+def caption(pair: Pair) -> str:
+    """A pair as a line."""
+    text = f"{pair.train[0]} {pair.train[1]} = {pair.test[0]} {pair.test[1]}: {pair.kind}, distance {pair.distance:.3g}"
+    return printable(text)
+
+
+def write_page(
+    path: Path, leaks: Leaks, train: Sequence[Index], test: Sequence[Index], cache: CacheConfig | None = None
+) -> None:
+    """Write an HTML page of pairs as pictures, which needs nothing else."""
+    farthest_first = sorted(leaks.pairs, key=lambda pair: -pair.distance)
+    # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
+    step = max(1, -(-len(farthest_first) // MOST_SHOWN))
+    shown = farthest_first[::step]
+    figures = list(figures_of(shown, train, test, cache))
+    summary = "\n".join(lines(leaks, train, test))
+    write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
+
+
+def figures_of(
+    pairs: Sequence[Pair], train: Sequence[Index], test: Sequence[Index], cache: CacheConfig | None
+) -> Iterator[tuple[str, str, str]]:
+    """(training image, test image, caption) of each pair that can be decoded; images as JPEG in base64."""
+    pictures = {"train": Pictures(train, cache), "test": Pictures(test, cache)}
+    for pair in pairs:
+        try:
+            left = pictures["train"].of(pair.train_set, *pair.train)
+            right = pictures["test"].of(pair.test_set, *pair.test)
+        except BadImage:
+            continue
+        yield left, right, caption(pair)
+
+
+class Pictures:
+    """Small pictures of samples, by set, shard and key."""
+
+    def __init__(self, sets: Sequence[Index], cache: CacheConfig | None):
+        self.sets = sets
+        self.readers = [Reader(index, cache=cache) for index in sets]
+
+    def of(self, set_number: int, shard: str, key: str) -> str:
+        """A JPEG in base64; raises BadImage."""
+        index = self.sets[set_number]
+        names = [indexed.name for indexed in index.shards]
+        number = names.index(shard)
+        row = int(np.flatnonzero(index.table(number)["key"] == key.encode())[0])
+        _, encoded, _ = self.readers[set_number].read(number, row)
+        return thumbnail(encoded)

@@ -1,0 +1,362 @@
+"""Search training shards for images of test sets: what the test sets are recognised by is kept, training streams past.
+
+How the pairs are found, in order (`find_leaks`):
+1. `remember` writes the signatures of all test images into a folder, a file a shard, and maps them as three arrays;
+2. processes take one training shard after the other; `look_through` reads each sample once, and asks of it
+   a. whether its bytes are those of a test image: exact;
+   b. whether it is a candidate, and its picture fits the test image's (data.leaks.matching): perceptual;
+   c. of a pair that fits, whether the decoded pixels are the same: exact too. So are pictures asked that are flat;
+3. the journal gets one line a shard, so that a killed search goes on;
+4. the pairs become leaks.json, and the signatures are deleted.
+
+A process holds one batch of training images and one block of test images, whatever the sizes of the sets.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from data.errors import DataError
+from data.files import whole_file
+from data.images.decode import BadImage
+from data.leaks.document import Compared, Leaks, Pair, write_leaks
+from data.leaks.journal import Journal, Match, ShardMatches, key_of
+from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness_of
+from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
+from data.shards.cache import CacheConfig
+from data.shards.index import Index
+from data.shards.reader import Reader, check_sizes
+from data.shards.side_by_side import side_by_side
+
+# T test images of all sets, K crops of each, D coefficients of a crop
+
+VERSION = 1  # of what signatures are and how they are compared; another one begins anew
+FITS = 0.88  # likeness from which on a pair shows the same
+NEARLY_THE_SAME = 0.98  # likeness from which on the decoded pixels are compared: another encoder's may be the same
+BATCH = 64  # training images that are compared at once
+JOURNAL = "leaks.partial"
+DOCUMENT = "leaks.json"
+
+Report = Callable[[int, int], None]  # shards done, of how many
+
+
+class Embeddings(NamedTuple):
+    """The pairs whose features are alike (pipeline.evaluation.embedding), for each training shard by `key_of`."""
+
+    records: Mapping[str, ShardMatches]
+    settings: Mapping[str, Any]
+
+
+def find_leaks(
+    train: Sequence[tuple[str, Index]],
+    test: Sequence[tuple[str, Index]],
+    output: Path,
+    *,
+    fits: float = FITS,
+    embeddings: Embeddings | None = None,
+    workers: int = 1,
+    cache: CacheConfig | None = None,
+    report: Report | None = None,
+    report_test: Report | None = None,
+) -> Leaks:
+    """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
+
+    Sets come with the path that they are called by; `embeddings` are what features have found (see there). Safe to kill
+    and run again. `report` is told how many training shards are done, of how many that were left to do; `report_test`
+    the same of test shards, which come first. Raises DataError where a shard is missing or not what was indexed.
+    """
+    for path, index in (*train, *test):
+        if index.samples == 0:
+            raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
+    check_sizes([index for _, index in (*train, *test)])
+    cache = cache or CacheConfig()
+    output.mkdir(parents=True, exist_ok=True)
+    setting = [VERSION, fits, [index.digest for _, index in test]]
+    settings: dict[str, Any] = {"version": VERSION, "alike": ALIKE, "fits": fits}
+    if embeddings is not None:
+        settings["embedding"] = dict(embeddings.settings)
+    signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
+    remember([index for _, index in test], signatures, workers, cache, report_test)
+
+    jobs = []
+    for _, index in train:
+        for number in range(len(index.shards)):
+            jobs.append(SearchJob(alone(index, number), signatures, fits, cache))
+    with Journal(output / JOURNAL, setting) as journal:
+        missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
+        with side_by_side(look_through, missing, workers, report) as results:
+            for job, matches in zip(missing, results, strict=True):
+                journal.add(key_of(job.shard.shards[0]), matches)
+        records = with_embeddings(journal.records, embeddings)
+    leaks = document(train, test, records, bad_in(signatures), settings)
+    write_leaks(output / DOCUMENT, leaks)
+    (output / JOURNAL).unlink()
+    shutil.rmtree(signatures)
+    return leaks
+
+
+def alone(index: Index, shard: int) -> Index:
+    """An index of one shard: a job that is sent to another process would carry all shards otherwise."""
+    return replace(index, shards=(index.shards[shard],), class_counts=())
+
+
+# ---------------------------------------------------------------------------------------------- test images
+
+
+class RememberJob(NamedTuple):
+    """One test shard, whose signatures are to be kept."""
+
+    shard: Index  # alone
+    path: Path
+    cache: CacheConfig
+
+
+def remember(
+    sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
+) -> None:
+    """Write the signatures of all test images into a folder; those of an earlier, killed search are kept."""
+    folder.mkdir(exist_ok=True)
+    jobs = []
+    for index in sets:
+        for number, shard in enumerate(index.shards):
+            path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
+            jobs.append(RememberJob(alone(index, number), path, cache))
+    missing = [job for job in jobs if not job.path.exists()]
+    with side_by_side(remember_shard, missing, workers, report) as results:
+        for _ in results:
+            pass
+
+    total = sum(index.samples for index in sets)
+    shapes = {
+        "crops": ((total, BOXES, COEFFICIENTS), np.float16),
+        "pictures": ((total, PICTURE, PICTURE), np.uint8),
+        "proportions": ((total,), np.float32),
+        "digests": ((total, 2, 32), np.uint8),
+        "bad": ((total,), np.bool_),
+    }
+    arrays = {}
+    for name, (shape, kind) in shapes.items():
+        # Mapped, so that all processes share one copy, which need not fit the memory.
+        arrays[name] = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", kind, shape)
+    start = 0
+    for job in jobs:
+        with np.load(job.path) as part:
+            stop = start + len(part["bad"])
+            for name, array in arrays.items():
+                array[start:stop] = part[name]
+        start = stop
+    for array in arrays.values():
+        array.flush()
+
+
+def remember_shard(job: RememberJob) -> None:
+    """Write the signatures of a test shard's samples; those of one that cannot be decoded are empty."""
+    reader = Reader(job.shard, cache=job.cache)
+    count = job.shard.samples
+    crops = np.zeros((count, BOXES, COEFFICIENTS), np.float16)
+    pictures = np.zeros((count, PICTURE, PICTURE), np.uint8)
+    proportions = np.ones(count, np.float32)
+    digests = np.zeros((count, 2, 32), np.uint8)
+    bad = np.zeros(count, bool)
+    with threadpool_limits(1):
+        for row in range(count):
+            _, image, _ = reader.read(0, row)
+            digests[row, 0] = np.frombuffer(sha256(image).digest(), np.uint8)
+            try:
+                sign = signature(image)
+                digests[row, 1] = np.frombuffer(pixel_digest(image), np.uint8)
+            except BadImage:
+                bad[row] = True
+                continue
+            pictures[row] = sign.picture
+            proportions[row] = sign.proportion
+            # What has no structure is like anything else: its pixels alone are compared.
+            if not sign.is_flat:
+                crops[row] = sign.crops
+    with whole_file(job.path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
+
+
+class Memory(NamedTuple):
+    """What is known of the test images, in one process."""
+
+    signatures: TestSignatures
+    by_bytes: dict[bytes, list[int]]  # sha256 of the encoded image → numbers
+    by_pixels: dict[bytes, list[int]]
+
+
+@lru_cache(maxsize=1)
+def remembered(folder: Path) -> Memory:
+    """Map the signatures of a folder."""
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in TestSignatures._fields}
+    digests = np.load(folder / "digests.npy", mmap_mode="r")
+    bad = np.load(folder / "bad.npy")
+    by_bytes: dict[bytes, list[int]] = {}
+    by_pixels: dict[bytes, list[int]] = {}
+    for number in range(len(digests)):
+        by_bytes.setdefault(digests[number, 0].tobytes(), []).append(number)
+        if not bad[number]:
+            by_pixels.setdefault(digests[number, 1].tobytes(), []).append(number)
+    return Memory(TestSignatures(**arrays), by_bytes, by_pixels)
+
+
+# ------------------------------------------------------------------------------------------ training images
+
+
+class SearchJob(NamedTuple):
+    """One training shard to look through, for a process of its own."""
+
+    shard: Index  # alone
+    signatures: Path
+    fits: float
+    cache: CacheConfig
+
+
+class Waiting(NamedTuple):
+    """A training image that waits for its batch."""
+
+    row: int
+    image: bytes
+    signature: Signature
+
+
+def look_through(job: SearchJob) -> ShardMatches:
+    """Find the test images that a training shard holds."""
+    memory = remembered(job.signatures)
+    reader = Reader(job.shard, cache=job.cache)
+    found = ShardMatches([], job.shard.samples, 0, 0)
+    bad = 0
+    flat = 0
+    batch: list[Waiting] = []
+    # As many processes as cores: each is to use one.
+    with threadpool_limits(1):
+        for row in range(job.shard.samples):
+            _, image, _ = reader.read(0, row)
+            same = memory.by_bytes.get(sha256(image).digest(), [])
+            found.matches.extend(Match(row, number, "exact", 0.0) for number in same)
+            try:
+                sign = signature(image)
+                if sign.is_flat:
+                    flat += 1
+                    same_pixels = memory.by_pixels.get(pixel_digest(image), [])
+                    found.matches.extend(
+                        Match(row, number, "exact", 0.0) for number in same_pixels if number not in same
+                    )
+                else:
+                    batch.append(Waiting(row, image, sign))
+            except BadImage:
+                bad += 1
+            if len(batch) == BATCH:
+                found.matches.extend(fitting(batch, memory, job.fits, found.matches))
+                batch = []
+        if batch:
+            found.matches.extend(fitting(batch, memory, job.fits, found.matches))
+    return found._replace(matches=sorted(found.matches), bad=bad, flat=flat)
+
+
+def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequence[Match]) -> list[Match]:
+    """The matches of a batch of training images, without those that are known already."""
+    is_known = {(match.row, match.test) for match in known}
+    best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
+    crops = np.stack([waiting.signature.crops for waiting in batch])
+    for candidate in candidates(crops, memory.signatures):
+        pair = (candidate.train, candidate.test)
+        waiting = batch[candidate.train]
+        # A pair may be a candidate in several ways; one that fits is enough.
+        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (waiting.row, candidate.test) in is_known
+        if not is_settled:
+            value = likeness_of(candidate, waiting.signature, memory.signatures)
+            best[pair] = max(value, best.get(pair, -1.0))
+    matches = []
+    for (number, test), value in best.items():
+        if value >= fits:
+            waiting = batch[number]
+            is_same = value >= NEARLY_THE_SAME and test in memory.by_pixels.get(pixel_digest(waiting.image), [])
+            if is_same:
+                matches.append(Match(waiting.row, test, "exact", 0.0))
+            else:
+                matches.append(Match(waiting.row, test, "perceptual", round(1 - value, 4)))
+    return matches
+
+
+# ------------------------------------------------------------------------------------------------ document
+
+
+def with_embeddings(records: Mapping[str, ShardMatches], embeddings: Embeddings | None) -> dict[str, ShardMatches]:
+    """The records, with the pairs that only features have found."""
+    together = dict(records)
+    if embeddings is None:
+        return together
+    for key, record in embeddings.records.items():
+        pixels = together[key]
+        known = {(match.row, match.test) for match in pixels.matches}
+        new = [match for match in record.matches if (match.row, match.test) not in known]
+        together[key] = pixels._replace(matches=sorted(pixels.matches + new))
+    return together
+
+
+def bad_in(signatures: Path) -> int:
+    """How many test images cannot be decoded."""
+    return int(np.load(signatures / "bad.npy").sum())
+
+
+def document(
+    train: Sequence[tuple[str, Index]],
+    test: Sequence[tuple[str, Index]],
+    records: Mapping[str, ShardMatches],
+    bad: int,
+    settings: Mapping[str, Any],
+) -> Leaks:
+    """What was found, with samples by shard and key."""
+    wanted: set[int] = set()
+    for record in records.values():
+        wanted.update(match.test for match in record.matches)
+    test_samples = dict(named(test, wanted))
+    pairs = []
+    counts = {"train": 0, "train_undecodable": 0, "train_flat": 0}
+    for train_set, (_, index) in enumerate(train):
+        for number, shard in enumerate(index.shards):
+            record = records[key_of(shard)]
+            counts["train"] += record.samples
+            counts["train_undecodable"] += record.bad
+            counts["train_flat"] += record.flat
+            # As in most shards, there is nothing: its table need not be opened.
+            if not record.matches:
+                continue
+            keys = index.table(number)["key"]
+            for row, test_number, kind, distance in record.matches:
+                test_set, sample = test_samples[test_number]
+                key = keys[row].decode("utf-8", "replace")
+                pairs.append(Pair((shard.name, key), sample, kind, distance, train_set, test_set))
+    counts["test"] = sum(index.samples for _, index in test)
+    counts["test_undecodable"] = bad
+    return Leaks(
+        tuple(Compared(path, index.digest) for path, index in train),
+        tuple(Compared(path, index.digest) for path, index in test),
+        tuple(pairs),
+        settings,
+        counts,
+    )
+
+
+def named(sets: Sequence[tuple[str, Index]], wanted: set[int]) -> Iterator[tuple[int, tuple[int, tuple[str, str]]]]:
+    """(number among all samples, (its set's number, (shard, key))) of those that are wanted."""
+    start = 0
+    for set_number, (_, index) in enumerate(sets):
+        for number, shard in enumerate(index.shards):
+            here = [sample for sample in range(start, start + shard.samples) if sample in wanted]
+            if here:
+                keys = index.table(number)["key"]
+                for sample in here:
+                    yield sample, (set_number, (shard.name, keys[sample - start].decode("utf-8", "replace")))
+            start += shard.samples
