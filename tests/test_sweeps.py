@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
 from jobs import campaign, choices, stage_run
@@ -26,6 +27,7 @@ from jobs.sweeps import Written, expand
 from pipeline import handover
 
 ROOT = Path(__file__).parents[1]
+IMAGES = ROOT.parent / "shared" / "images"
 
 RECIPE = """
 run: {run}
@@ -445,3 +447,31 @@ def test_a_sweep_that_was_killed_goes_on_and_ends_as_one_that_was_not(protocol, 
     lines = capsys.readouterr().out
     chosen = documents[0]["runs"][0]["values"]["optim.lr"]
     assert lines.count(f"(optim.lr={chosen})") == 3 and "finetune.lr-0.01-" in lines
+
+
+@pytest.mark.slow  # ten stages on 12,000 images
+@pytest.mark.skipif(not IMAGES.is_dir(), reason="the images are not here")
+def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
+    """The recipe itself, trained for a few steps; the intervals are compared with scipy's."""
+    overrides = [
+        f"shards.sets.train.path={IMAGES}/cifar10-train-*.tar",
+        f"shards.sets.test.path={IMAGES}/cifar10-test-*.tar",
+        f"run={tmp_path}/run",
+        *("cluster.backend=processes", "pretrain.passes=null", "pretrain.steps=8", "finetune.steps=4"),
+        *("pretrain.optim.schedule.warmup_steps=2", "finetune.optim.schedule.warmup_steps=1"),
+    ]
+    assert main(["run", "cifar10", *overrides]) == 0
+    loaded = campaign.load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
+    table = handover.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json").values
+    assert list(table["rows"]) == ["pretrained", "finetuned"]
+    for row in table["rows"].values():
+        assert set(row) == {"top-1", "5shot", "25shot", "knn-20", "linear"}
+        for metric in ("top-1", "knn-20", "linear"):
+            right = round(row[metric]["mean"] * 2_000)
+            wilson = binomtest(right, 2_000).proportion_ci(0.95, method="wilson")
+            assert row[metric]["interval"] == pytest.approx([wilson.low, wilson.high], abs=1e-9)
+    parts = loaded.stage("parts")
+    sizes = {name: record["samples"] for name, record in (loaded.done(parts) or {})["sets"].items()}
+    assert sizes == {"most": 9_000, "held-out": 1_000}
+    out = capsys.readouterr().out
+    assert "evaluate, in %" in out and "finetune, in %" in out
