@@ -200,6 +200,7 @@ def run_campaign(
         for tracker in trackers:
             tracker.close()
         follower.close()
+        backends.end_early(loaded.cluster)
         # Ray is imported only where it was needed; without it there is nothing to leave.
         if "jobs.cluster.ray_backend" in sys.modules:
             backends.disconnect()

@@ -123,6 +123,17 @@ def cluster_directories(family: list[psutil.Process]) -> set[Path]:
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--temp_dir=")}
 
 
+def actors_with_torch() -> dict[str, bool]:
+    """The classes of the actors of the embedded cluster, and whether each has torch in its memory."""
+    actors = {}
+    for process in ray_processes():
+        with suppress(psutil.Error):  # gone meanwhile
+            words = process.cmdline()
+            if words and words[0].startswith("ray::"):
+                actors[words[0].removeprefix("ray::")] = "libtorch" in str(process.memory_maps())
+    return actors
+
+
 def shared_memory(family: list[psutil.Process]) -> set[Path]:
     """The files under /dev/shm that the processes have mapped."""
     maps = (file.path for process in family for file in process.memory_maps())
@@ -135,13 +146,19 @@ def shared_memory(family: list[psutil.Process]) -> set[Path]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None:
     ticks = []
+    actors: dict[str, bool] = {}
+
+    def look() -> None:
+        ticks.append(time.monotonic())
+        actors.update(actors_with_torch())
+
     value = run_worker_group(
         worker_functions.add_ranks,
         {"x": 3},
         cluster=dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"}),
         name=f"sum-{backend}",
         directory=tmp_path,
-        on_tick=lambda: ticks.append(time.monotonic()),
+        on_tick=look,
     )
     assert value["sum"] == 1.0 and value["given"] == 3
     assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
@@ -149,6 +166,11 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["GIVEN"] == "to every worker" and "GIVEN" not in os.environ
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
+    # Of Train's own actors there are those that are needed, and no process of Train has torch but the workers.
+    mine = {name: has_torch for name, has_torch in actors.items() if "Agent" not in name and name != "IDLE"}
+    if backend == "ray":
+        assert set(mine) <= {"TrainController", "TrainStateActor", "SynchronizationActor", "RayTrainWorker"}
+        assert mine.pop("RayTrainWorker") and not any(mine.values()) and "TrainController" in mine
 
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)

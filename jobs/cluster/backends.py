@@ -34,6 +34,7 @@ __all__ = [
     "WorkerGroupError",
     "connect",
     "disconnect",
+    "end_early",
     "leave_nodes",
     "must_make_way",
     "room_now",
@@ -58,6 +59,12 @@ def start_early(cluster: ClusterConfig) -> None:
     """Prepare for workers while this process has no threads yet; see processes.start_early."""
     if cluster.backend == "processes":
         processes.start_early(cluster)
+
+
+def end_early(cluster: ClusterConfig) -> None:
+    """End what `start_early` has started, when no worker is wanted any more."""
+    if cluster.backend == "processes":
+        processes.end_early()
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":

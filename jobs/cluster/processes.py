@@ -49,6 +49,8 @@ PRELOAD = ["jobs.stages.fewshot", "jobs.cluster.preload"]
 # Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+_forked_early: list[int] = []  # the pid of the fork server that is a fork of this process, while there is one
+
 
 def run_worker_group(
     function: WorkerFunction,
@@ -179,7 +181,8 @@ def start_early(cluster: ClusterConfig) -> None:
     What it has imported by now the fork server has too: torch alone takes 1.4 CPU-seconds. A fork has no thread but the
     one that forks, so that whatever a thread holds would be held for ever.
     """
-    if cluster.gpus_per_worker or threading.active_count() > 1:
+    # macOS has libraries that do not work in a fork.
+    if cluster.gpus_per_worker or threading.active_count() > 1 or sys.platform != "linux":
         return
     # A program of its own, which _start_fork_server would start in the same way.
     resource_tracker.ensure_running()
@@ -191,6 +194,20 @@ def start_early(cluster: ClusterConfig) -> None:
         util.spawnv_passfds = start_program
 
 
+def end_early() -> None:
+    """Kill the fork server of `start_early`, where it is there; no worker is alive.
+
+    It would end by itself, but not before all is imported: a command that was refused would seem to hang for two
+    seconds where its output goes into a pipe.
+    """
+    while _forked_early:
+        pid = _forked_early.pop()
+        with suppress(ChildProcessError):
+            is_alive = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            if is_alive:
+                os.kill(pid, signal.SIGKILL)
+
+
 def _fork_instead(path: str, words: list[str], descriptors: Sequence[int]) -> int:
     """Take the place of what starts Python as a program: fork, and run the same text there; returns the pid."""
     # What waits in a buffer would be written by the driver, and by every worker.
@@ -198,6 +215,7 @@ def _fork_instead(path: str, words: list[str], descriptors: Sequence[int]) -> in
     sys.stderr.flush()
     pid = os.fork()
     if pid:
+        _forked_early.append(pid)
         return pid
     exit_code = 1
     try:

@@ -12,30 +12,25 @@ Train places the workers and sees them die. It restarts nothing and knows no che
 Facts about Ray that a number or a variable here rests on were measured with 2.60.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import ray
 from ray._private.state import state as ray_state
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2._internal.execution.worker_group import worker_group as train_worker_group
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
 from ray.util.placement_group import PlacementGroup
-from torch.distributed import TCPStore
 
 from jobs.cluster import notices, placement, queue, room, worker_gauge
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of, lost_node
+from jobs.cluster.ray_trainer import RendezvousConfig, Trainer, UseReserved
 from jobs.cluster.worker_files import SeenRecords, rank_zero_value
 from jobs.cluster.worker_group import (
     ClusterConfig,
@@ -44,9 +39,7 @@ from jobs.cluster.worker_group import (
     WorkerFunction,
     WorkerGroupError,
     do_nothing,
-    meeting_place,
     require_folder,
-    serve_store,
     worker_records,
 )
 
@@ -65,8 +58,6 @@ __all__ = [
 TICK_S = 0.5
 CONTROLLER = "TrainController"  # the class of Train's own actor that starts and watches the workers
 CONTROLLER_S = 5.0  # for it to end when it is killed
-
-_stores: list[TCPStore] = []  # in the process of rank 0: the one that it serves
 
 
 class WorkerSpec(TypedDict):
@@ -202,7 +193,7 @@ def stay_on_nodes(cluster: ClusterConfig, node_ids: Set[str]) -> None:
 # ------------------------------------------------------------------------ placing the workers
 
 
-def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
+def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> Trainer:
     cluster = spec["cluster"]
     folder = spec["folder"]
     # Train resumes a run whose name it knows, from a snapshot of its own; a torn snapshot makes the name unusable
@@ -213,10 +204,10 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
     runtime_env = None
     if cluster.environment:
         runtime_env = {"env_vars": cluster.environment}
-    return TorchTrainer(
-        _worker,
-        train_loop_config=spec,
-        torch_config=_RendezvousConfig(),
+    return Trainer(
+        # Not as Train's config of the function, which the controller would unpack, and import all that it names.
+        partial(_worker, spec),
+        backend_config=RendezvousConfig(),
         scaling_config=ScalingConfig(
             num_workers=cluster.world,
             use_gpu=cluster.gpus_per_worker > 0,
@@ -230,79 +221,9 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> TorchTrainer:
             # start that failed.
             failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
             worker_runtime_env=runtime_env,
-            callbacks=[_UseReserved(places)],
+            callbacks=[UseReserved(places)],
         ),
     )
-
-
-class _UseReserved(WorkerGroupCallback):
-    """Has Train place its workers where we have reserved, and not ask for places of its own.
-
-    Between our giving back and Train's asking another campaign would slip in; and while Train waits it says nothing.
-    """
-
-    def __init__(self, places: PlacementGroup) -> None:
-        self.places = places
-
-    def before_worker_group_start(self, worker_group_context: object) -> None:
-        # In the process of Train's controller, which runs this one worker group. Train has no setting for it.
-        train_worker_group.placement_group = self.placement_group
-        train_worker_group.DefaultPlacementGroupHandle = _KeptPlaces
-
-    def placement_group(self, **options: object) -> PlacementGroup:
-        """Take the place of what would ask Ray for places."""
-        return self.places
-
-
-class _KeptPlaces(DefaultPlacementGroupHandle):
-    """Leaves the places reserved when Train's worker group ends: the next attempt wants them."""
-
-    def shutdown(self) -> None:
-        """Do nothing, where Train would give the places back."""
-
-
-class _TrainWorkers(Protocol):
-    """What Train's worker group offers a backend, as far as it is used here."""
-
-    def execute(self, function: Callable[[str, int], None], address: str, port: int) -> object:
-        """Call the function in every worker."""
-
-    def execute_single(self, rank: int, function: Callable[[], tuple[str, int]]) -> tuple[str, int]:
-        """Call the function in one worker."""
-
-
-class _Rendezvous(Backend):
-    """Tells the workers where rank 0 is, and leaves the process group to them."""
-
-    # Every worker of a node sees the GPUs of all of them, so that LOCAL_RANK is the device's number.
-    share_cuda_visible_devices = True
-
-    def on_start(self, worker_group: _TrainWorkers, backend_config: object) -> None:
-        # Train's own backend would form the process group here, and when that fails its error names no worker. Ours is
-        # formed by the workers' function, whose error has a rank.
-        address, port = worker_group.execute_single(0, _serve_store)
-        worker_group.execute(_prepare_process, address, port)
-
-
-class _RendezvousConfig(TorchConfig):
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return _Rendezvous
-
-
-def _serve_store() -> tuple[str, int]:
-    """Serve the store where the workers meet, at the address of this worker's node; return address and port."""
-    address = ray.util.get_node_ip_address()
-    store = serve_store(address)
-    # It listens as long as the process that holds it lives, which Train ends with the attempt.
-    _stores.append(store)
-    return address, store.port
-
-
-def _prepare_process(address: str, port: int) -> None:
-    """Tell a worker's process where the workers meet, and to take SIGTERM for a notice."""
-    os.environ.update(meeting_place(address, port))
-    notices.take_sigterm()
 
 
 def _worker(spec: WorkerSpec) -> None:
@@ -347,7 +268,7 @@ def _end_controller(fit: threading.Thread) -> None:
         fit.join(TICK_S)
 
 
-def _fit(trainer: TorchTrainer, errors: list[BaseException]) -> None:
+def _fit(trainer: Trainer, errors: list[BaseException]) -> None:
     """Run Train to its end; what it raises is left in `errors`, because it would end with the thread."""
     try:
         trainer.fit()
