@@ -216,6 +216,8 @@ def measure_few_shot(worker: Worker, step: int, train: str, test: str) -> dict[s
         )
     except EvaluationFailed as error:
         raise EvaluationFailed(f"the probe of {train} and {test}: {error}", error.exit_code) from error
+    train_features.close()
+    test_features.close()
     return metrics or {}
 
 

@@ -38,6 +38,8 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
                 stores[path] = collected(this, cfg, path, task["questions"])
         this.say(f"{asked['test']}: judging by {asked['protocol']['name']}")
         results.append(this.alone("judge", partial(answer_of, this, asked, stores)))
+    for store in stores.values():
+        store.close()
     this.close()
     return {"results": results}
 

@@ -107,6 +107,8 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     train, test = stores
 
     metrics = judge.alone("probe", lambda beat: few_shot_metrics(train, test, cfg.probe, beat)) or {}
+    train.close()
+    test.close()
     judge.close()
     return {
         "metrics": metrics,
