@@ -1,7 +1,6 @@
 """One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind.
 
 In order (`run_campaign`):
-0. the fork server of plain workers is forked off, before there are threads;
 1. the run directory is locked: a second command on it ends with exit code 73; where the run is kept in an object
    store, its small files are fetched, and put there again as they change (mirror.py);
 2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
@@ -38,7 +37,6 @@ from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluation
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from jobs.stages.sweep import DIVERGED
-from pipeline.handover import DONE
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -114,11 +112,6 @@ def run_campaign(
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
     `also` is called with every tick of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
-    names = [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source)]
-    stages = [loaded.stage(name) for name in names]
-    # Before the first thread, which is the terminal's.
-    if may_need_workers(loaded, stages):
-        backends.start_early(loaded.cluster)
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
     follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
@@ -150,6 +143,7 @@ def run_campaign(
                 show_cluster(loaded, follower.say)
                 board.start(shows_of(loaded))
             if needs_workers(loaded, stages):
+                backends.start_early(loaded.cluster)
                 warn_of_unused_gpus(loaded.cluster, follower.say)
             if loaded.trackers.used():
                 trackers += start_trackers(loaded.trackers, order_of_tracking(loaded, stages), loaded.run, follower.say)
@@ -200,7 +194,6 @@ def run_campaign(
         for tracker in trackers:
             tracker.close()
         follower.close()
-        backends.end_early(loaded.cluster)
         # Ray is imported only where it was needed; without it there is nothing to leave.
         if "jobs.cluster.ray_backend" in sys.modules:
             backends.disconnect()
@@ -239,12 +232,6 @@ def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     """Tell whether a stage that has not finished runs on workers."""
     unfinished = [stage for stage in stages if loaded.done(stage) is None]
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
-
-
-def may_need_workers(loaded: Campaign, stages: list[Stage]) -> bool:
-    """Tell as much without reading a record, which may have changed: whoever owns the run says so."""
-    with_workers = [stage for stage in stages if stage.kind not in WORKERLESS_KINDS]
-    return any(not (loaded.directory(stage) / DONE).exists() for stage in with_workers)
 
 
 def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:

@@ -1,14 +1,12 @@
 """Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from data.shards.packing import pack
 from data.shards.sources import digits
-from jobs.cluster import backends
 from tests.areas import AREAS, area_of
 
 RECIPE = """
@@ -55,14 +53,6 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
     return path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server_is_a_program() -> Iterator[None]:
-    """Keeps pytest itself from being forked into the fork server: what a test has patched would reach all workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "start_early", lambda cluster: None)
-        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

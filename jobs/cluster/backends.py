@@ -34,7 +34,6 @@ __all__ = [
     "WorkerGroupError",
     "connect",
     "disconnect",
-    "end_early",
     "leave_nodes",
     "must_make_way",
     "room_now",
@@ -56,15 +55,9 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Prepare for workers while this process has no threads yet; see processes.start_early."""
+    """Begin what plain workers need and what takes seconds; see processes.start_early."""
     if cluster.backend == "processes":
         processes.start_early(cluster)
-
-
-def end_early(cluster: ClusterConfig) -> None:
-    """End what `start_early` has started, when no worker is wanted any more."""
-    if cluster.backend == "processes":
-        processes.end_early()
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":

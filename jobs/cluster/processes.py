@@ -2,8 +2,8 @@
 
 1. Refuse a worker group that wants more GPUs than this machine has.
 2. Start one process a rank. Each leads its own process group, writes to `rank-00003.log`, and dies with the driver.
-   They are forks of a fork server, which has imported what they need (preload.py). `start_early` forks the driver into
-   it before the driver has threads, so that little is left to import; otherwise it starts as a program of its own.
+   They are forks of a fork server, which has imported what they need (preload.py). `start_early` has it begin before
+   there is work for it.
 3. Twice a second: see whether a worker has ended, and call `on_tick`, which may raise.
 4. Kill each worker's process group, whatever has happened.
 5. All exit codes are 0: return rank 0's value. Otherwise raise the error of the worker that failed first.
@@ -11,16 +11,13 @@
 
 import multiprocessing
 import os
-import resource
 import signal
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -48,8 +45,6 @@ OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a larg
 PRELOAD = ["jobs.stages.fewshot", "jobs.cluster.preload"]
 # Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-_forked_early: list[int] = []  # the pid of the fork server that is a fork of this process, while there is one
 
 
 def run_worker_group(
@@ -176,63 +171,9 @@ def _start_fork_server() -> None:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Fork this process into the fork server, where it has no threads and the workers compute on CPUs.
-
-    What it has imported by now the fork server has too: torch alone takes 1.4 CPU-seconds. A fork has no thread but the
-    one that forks, so that whatever a thread holds would be held for ever.
-    """
-    # macOS has libraries that do not work in a fork.
-    if cluster.gpus_per_worker or threading.active_count() > 1 or sys.platform != "linux":
-        return
-    # A program of its own, which _start_fork_server would start in the same way.
-    resource_tracker.ensure_running()
-    start_program = util.spawnv_passfds
-    util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
-    try:
+    """Start the fork server, where workers compute on CPUs: it imports while the driver still prepares their work."""
+    if not cluster.gpus_per_worker:
         _process_context(cluster)
-    finally:
-        util.spawnv_passfds = start_program
-
-
-def end_early() -> None:
-    """Kill the fork server of `start_early`, where it is there; no worker is alive.
-
-    It would end by itself, but not before all is imported: a command that was refused would seem to hang for two
-    seconds where its output goes into a pipe.
-    """
-    while _forked_early:
-        pid = _forked_early.pop()
-        with suppress(ChildProcessError):
-            is_alive = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-            if is_alive:
-                os.kill(pid, signal.SIGKILL)
-
-
-def _fork_instead(path: str, words: list[str], descriptors: Sequence[int]) -> int:
-    """Take the place of what starts Python as a program: fork, and run the same text there; returns the pid."""
-    # What waits in a buffer would be written by the driver, and by every worker.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        _forked_early.append(pid)
-        return pid
-    exit_code = 1
-    try:
-        # As a program has it. The run's lock among them would outlive a driver that is killed.
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for kept, next_kept in pairwise(sorted({0, 1, 2, *descriptors, most})):
-            os.closerange(kept + 1, next_kept)
-        # The last word is the text of `python -c`: it serves until nobody is left who could ask, and raises SystemExit.
-        exec(words[-1], {})
-    except SystemExit:
-        exit_code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-    finally:
-        # Nothing that the driver has left to do at its end is done here.
-        os._exit(exit_code)
 
 
 def _worker(
