@@ -25,6 +25,7 @@ from ray._private.state import state as ray_state
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.worker_group import worker_group as train_worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
@@ -248,10 +249,17 @@ class _UseReserved(WorkerGroupCallback):
         # In the process of Train's controller, which runs this one worker group. Train has no setting for it.
         train_worker_group.placement_group = self.placement_group
         train_worker_group.DefaultPlacementGroupHandle = _KeptPlaces
+        # Train's cleaner asks the dashboard whether the controller is alive. A busy one answers that it knows no such
+        # actor, and the cleaner took the places of a run that trained (measured). Ray takes them back with our driver.
+        PlacementGroupCleanerCallback.after_worker_group_start = _tell_the_cleaner_of_no_places
 
     def placement_group(self, **options: object) -> PlacementGroup:
         """Take the place of what would ask Ray for places."""
         return self.places
+
+
+def _tell_the_cleaner_of_no_places(callback: object, worker_group: object) -> None:
+    """Take the place of what would hand the places to Train's cleaner."""
 
 
 class _KeptPlaces(DefaultPlacementGroupHandle):
