@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,8 +23,10 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, create_failure_policy
+from ray.train.v2._internal.execution.worker_group import worker_group as train_worker_group
 from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
 
@@ -33,7 +36,7 @@ from jobs.cluster import placement, queue, ray_access
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.failures import group_failure
 from jobs.cluster.queue_order import Entry
-from jobs.cluster.ray_backend import _make_trainer, reserve_places
+from jobs.cluster.ray_backend import _make_trainer, _UseReserved, reserve_places
 from jobs.cluster.worker_group import WorkerRange
 from jobs.context import Context
 from jobs.session import run_campaign
@@ -382,6 +385,29 @@ def test_train_restarts_nothing_whatever_has_ended_its_workers(nodes, tmp_path) 
     assert create_failure_policy(FailureConfig(max_failures=0)).make_decision(ends[0]) == FailureDecision.RETRY
     for end in ends:
         assert create_failure_policy(ours).make_decision(end) == FailureDecision.RAISE
+
+
+def test_trains_cleaner_is_given_no_places_that_it_could_take_from_a_run_that_trains(monkeypatch) -> None:
+    """It takes them where a busy dashboard does not know the controller; our driver's end gives them back anyway."""
+
+    class Cleaner:
+        @property
+        def register_placement_group(self) -> Any:
+            raise AssertionError("the cleaner was given the places")
+
+    # In a worker group of ours these are set in the controller's process alone.
+    for name in ("placement_group", "DefaultPlacementGroupHandle"):
+        monkeypatch.setattr(train_worker_group, name, None)
+    hook = PlacementGroupCleanerCallback.after_worker_group_start
+    monkeypatch.setattr(PlacementGroupCleanerCallback, "after_worker_group_start", hook)
+    _UseReserved(object()).before_worker_group_start(None)
+    callback = PlacementGroupCleanerCallback()
+    callback._cleaner = Cleaner()
+    callback._controller_actor_id = "id"
+    group = SimpleNamespace(
+        get_worker_group_state=lambda: SimpleNamespace(placement_group_handle=SimpleNamespace(placement_group=1))
+    )
+    callback.after_worker_group_start(group)
 
 
 # ------------------------------------------------------------------------ nodes that go

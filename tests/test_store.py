@@ -657,9 +657,9 @@ def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_
         if len(names) == 15:
             mirror.Mirror(machines[1], run, print).renew(0)
 
-    (machines[0] / "stage").mkdir()
     with pytest.raises(RunOwned), mirrored(machines[0], run, print) as put:
         monkeypatch.setattr(Store, "put_file", put_one)
+        (machines[0] / "stage").mkdir()
         for name in ("done.json", *(f"weights-{number}" for number in range(9))):
             (machines[0] / "stage" / name).write_text("first")
         put()

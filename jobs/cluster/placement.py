@@ -218,7 +218,7 @@ def _holds(request: Request) -> bool:
         return False
     held = _reservations[0]
     row = placement_group_table(held.group)
-    # A group that has lost a node is placed anew by Ray; one is REMOVED by what clears up after Train's controller.
+    # A group that has lost a node is placed anew by Ray; one may be REMOVED by somebody else.
     if row["state"] == "REMOVED" or held.share != request.share or held.workers not in request.worlds:
         return False
     nodes = set(row["bundles_to_node_id"].values())

@@ -122,7 +122,7 @@ def run_worker_group(
         copies.last_look()
         copies.end()
         if lost is not None:
-            # What clears up behind the controller gives the places back, at any moment from now on.
+            # They are asked for anew, without the node that was lost.
             queue.wait_again()
             placement.release()
             _end_controller(fit)

@@ -31,7 +31,7 @@ def failure_of(error: BaseException, folder: Path, world: int) -> WorkerGroupErr
     # Train's error about workers has the errors of those that failed, by rank.
     worker_errors: Mapping[int, BaseException] | None = getattr(error, "worker_failures", None)
     if worker_errors is None:
-        # What clears up behind a controller that has died gives the places back, at any moment from now on.
+        # Workers may outlive their controller for a moment in these places: others are asked for.
         queue.wait_again()
         placement.release()
         return _controller_failure(getattr(error, "controller_failure", error))

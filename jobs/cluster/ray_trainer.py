@@ -33,8 +33,9 @@ from jobs.cluster.worker_group import meeting_place, serve_store
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-# What starts an actor of which this has no use: one hands out Ray's datasets, the other gives back the places of a
-# controller that was killed, and asks every second whether it was.
+# What starts an actor of which this has no use. One hands out Ray's datasets. The other asks the dashboard every second
+# whether the controller is alive, and gives its places back if not: a busy dashboard answered that it knew no such
+# controller, and a run that trained lost its places (measured). Ray takes them back when our driver ends.
 NOT_NEEDED = (DatasetsCallback, PlacementGroupCleanerCallback)
 
 _stores: list["TCPStore"] = []  # in the process of rank 0: the one that it serves
