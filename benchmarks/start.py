@@ -1,0 +1,211 @@
+"""What it takes to start: CPU-seconds and seconds of commands, and of runs up to their first steps.
+
+    python -m benchmarks.start [--other CHECKOUT] [--rounds 5] [--backends processes ray]
+
+1. `--help`, `status` and `plan`, each to its end.
+2. A run of two workers on a tiny model: from the command to the first step; then worker 1 is killed, up to the first
+   step of the next attempt; then up to the first step of the next stage, with the end of the stage before.
+
+CPU-seconds are those of the command and of every process that descends from it, Ray's too. `--other` is a checkout to
+compare with: both take turns, and the last column is the median of the ratios within a round.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+
+from data.shards.packing import pack
+from data.shards.sources import digits
+
+ROOT = Path(__file__).parents[1]
+PR_SET_CHILD_SUBREAPER = 36  # whose parent has died becomes a child of this process, and is counted on
+POLL_S = 0.1
+TIMEOUT_S = 600.0
+RECIPE = """
+run: {folder}/run
+cluster: {{workers: 2, backend: {backend}, backoff_s: 0}}
+pretrain:
+  data: {{train: {folder}/shards}}
+  model: {{name: mu/8, image_size: 16, classes: 10}}
+  optim: {{lr: 2.0e-3, schedule: {{warmup_steps: 5}}}}
+  loss: softmax
+  steps: 150
+  batch_size: 16
+  micro_batch: 4
+  precision: fp32
+  log_every: 1
+  save_every: 10
+finetune:
+  init: "@pretrain"
+  data: {{train: {folder}/shards}}
+  model: {{classes: 10}}
+  steps: 4
+  optim: {{lr: 0.05, schedule: {{warmup_steps: 2}}}}
+  batch_size: 16
+  micro_batch: 8
+  precision: fp32
+"""
+
+Cost = tuple[float, float]  # CPU-seconds, seconds
+
+
+class Family:
+    """Counts the CPU time of a process and of all that descend from it, those that have ended included."""
+
+    def __init__(self, command: list[str], checkout: Path, log: Path) -> None:
+        self.seconds: dict[tuple[int, float], float] = {}  # by pid and start
+        self.began = time.monotonic()
+        with log.open("w") as said:
+            self.process = subprocess.Popen(command, cwd=checkout, stdout=said, stderr=said, start_new_session=True)
+
+    def cost(self) -> Cost:
+        """Look at all that live, and return what the family has cost so far."""
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                self.seconds[process.pid, process.create_time()] = times.user + times.system
+        return sum(self.seconds.values()), time.monotonic() - self.began
+
+    def until(self, claim: Callable[[], bool]) -> Cost:
+        """Wait until something is so; return the cost by then."""
+        cost = self.cost()
+        while not claim():
+            assert cost[1] < TIMEOUT_S and self.process.poll() is None, "the run has ended or hangs"
+            time.sleep(POLL_S)
+            cost = self.cost()
+        return cost
+
+    def end(self) -> Cost:
+        """Wait for the end of the command and of all that descend from it."""
+        cost = self.cost()
+        while psutil.Process().children():
+            time.sleep(POLL_S / 10)
+            cost = self.cost()
+            with suppress(ChildProcessError):
+                self.process.poll()
+                os.waitpid(-1, os.WNOHANG)
+        return cost
+
+
+def rows(run: Path, stage: str, kind: str) -> Iterator[dict[str, object]]:
+    """Read a stage's records of one kind."""
+    for path in run.glob(f"{stage}-*/metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):  # it is being written
+                record = json.loads(line)
+                if record["kind"] == kind:
+                    yield record
+
+
+def has_step(run: Path, stage: str, attempt: int) -> Callable[[], bool]:
+    """Tell whether an attempt of the run has reported a step in a stage."""
+    return lambda: any(record["attempt"] == attempt for record in rows(run, stage, "train"))
+
+
+def costs_of_run(checkout: Path, folder: Path, backend: str) -> dict[str, Cost]:
+    """Run the recipe, kill a worker on the way, and return what each part took."""
+    run = folder / "run"
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder, backend=backend))
+    subprocess.run(["rm", "-rf", str(run)], check=True)
+    family = Family([python_of(checkout), "-m", "jobs", "run", str(recipe)], checkout, folder / f"{backend}.log")
+    first = family.until(has_step(run, "pretrain", 1))
+    (record,) = run.glob("pretrain-*/attempts/attempt-000001/rank-00001.json")
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    again = family.until(has_step(run, "pretrain", 2))
+    following = family.until(has_step(run, "finetune", 3))
+    whole = family.end()
+    return {
+        f"{backend}: command to first step": first,
+        f"{backend}: death to first step again": (again[0] - first[0], again[1] - first[1]),
+        f"{backend}: from there into the next stage": (following[0] - again[0], following[1] - again[1]),
+        f"{backend}: whole run": whole,
+    }
+
+
+def costs_of_commands(checkout: Path, folder: Path) -> dict[str, Cost]:
+    """Return what commands take that start no worker; the recipe has been run."""
+    costs = {}
+    for words in (["--help"], ["status", str(folder / "run")], ["plan", str(folder / "recipe.yaml")]):
+        before = os.times()
+        began = time.monotonic()
+        command = [python_of(checkout), "-m", "jobs", *words]
+        subprocess.run(command, cwd=checkout, capture_output=True, check=True)
+        after = os.times()
+        cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+        costs[words[0]] = (cpu_s, time.monotonic() - began)
+    return costs
+
+
+def python_of(checkout: Path) -> str:
+    """Return a checkout's Python, in which its packages are installed."""
+    return str(checkout / ".venv" / "bin" / "python")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--other", type=Path, help="a checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--backends", nargs="+", default=["processes", "ray"], choices=["processes", "ray"])
+    arguments = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    checkouts = {"this": ROOT}
+    if arguments.other is not None:
+        checkouts["other"] = arguments.other.resolve()
+
+    measured: dict[str, dict[str, list[Cost]]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        pack(digits(train=True, image_size=16), folder / "shards", name="train", shard_samples=100)
+        for number in range(arguments.rounds):
+            order = list(checkouts)
+            if number % 2:
+                order.reverse()
+            for name in order:
+                costs = {}
+                for backend in arguments.backends:
+                    costs.update(costs_of_run(checkouts[name], folder, backend))
+                costs.update(costs_of_commands(checkouts[name], folder))
+                for what, cost in costs.items():
+                    measured.setdefault(what, {}).setdefault(name, []).append(cost)
+            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+    print_table(measured)
+
+
+def print_table(measured: dict[str, dict[str, list[Cost]]]) -> None:
+    """Print the medians of all rounds, and of the ratios within a round."""
+    print("| what | CPU-s, other | CPU-s, this | other / this | s, other | s, this |\n|---|--:|--:|--:|--:|--:|")
+    for what, costs in measured.items():
+        this = costs["this"]
+        other = costs.get("other", [])
+        cells = [what, median(other, 0), median(this, 0), "", median(other, 1), median(this, 1)]
+        if other:
+            ratios = [before[0] / after[0] for before, after in zip(other, this, strict=True)]
+            cells[3] = f"{statistics.median(ratios):.2f} ×"
+        print(f"| {' | '.join(cells)} |")
+
+
+def median(costs: list[Cost], place: int) -> str:
+    """Return the median of the CPU-seconds (0) or the seconds (1)."""
+    if not costs:
+        return ""
+    value = statistics.median(cost[place] for cost in costs)
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+if __name__ == "__main__":
+    main()
