@@ -20,7 +20,7 @@ from jobs import campaign, choices, stage_run
 from jobs.__main__ import main
 from jobs.carried_recipe import carried
 from jobs.commands.plan import plan
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.resolved_recipe import Campaign
 from jobs.stages import sweep
 from jobs.supervisor import StageFailed
 from jobs.sweeps import Written, expand
@@ -370,29 +370,19 @@ def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
     assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == [0.25, 0.625]
 
 
-def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol, monkeypatch):
-    def diverges(cfg, context):
-        raise StageFailed(f"{context.name}: 5 steps in a row were not finite", 70, "Diverged")
-
-    def crashes(cfg, context):
-        raise StageFailed(f"{context.name}: bug", 70, "ValueError")
-
+def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):
     overrides = ["plain={kind: finetune, data: {train: '@shards/train'}}", "plain.init=@finetune.seed-0"]
     loaded = campaign.load(protocol, overrides)
+    run = loaded.stage("finetune.lr-0.1")
     said: list[str] = []
-    run, plain = loaded.stage("finetune.lr-0.1"), loaded.stage("plain")
-
-    def outcome(stage: Stage) -> dict[str, Any]:
-        return stage_run.outcome_of(stage, SimpleNamespace(name=stage.name, say=said.append))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(campaign.KINDS["finetune"], "run", diverges)
-    assert outcome(run) == {"diverged": "5 steps in a row were not finite"}
+    diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")
+    outcome = stage_run.divergence_of_run(run, diverged, said.append)
+    assert outcome == {"diverged": "5 steps in a row were not finite"}
     assert said == ["finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep goes on without this run"]
-    with pytest.raises(StageFailed, match="plain: 5 steps"):
-        outcome(plain)
-    monkeypatch.setattr(campaign.KINDS["finetune"], "run", crashes)
-    with pytest.raises(StageFailed, match=r"finetune\.lr-0\.1: bug"):
-        outcome(run)
+    with pytest.raises(StageFailed, match="5 steps"):
+        stage_run.divergence_of_run(loaded.stage("plain"), diverged, said.append)
+    with pytest.raises(StageFailed, match="bug"):
+        stage_run.divergence_of_run(run, StageFailed("finetune.lr-0.1: bug", 70, "ValueError"), said.append)
 
 
 def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
