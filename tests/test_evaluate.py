@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data.archives.imagenet import labelled_images, real
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.shards.index import load_index
 from data.shards.packing import pack
-from data.shards.sources import Sample, imagenet_real, labelled_images
+from data.shards.sources import Sample
 from pipeline.evaluation.evaluate import accuracy
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
@@ -60,7 +61,7 @@ def judge(samples: Iterator[Sample], folder: Path, max_labels: int) -> tuple[flo
 
 
 def test_real_accuracy_from_the_distributed_files_is_the_originals(golden, files, tmp_path):
-    share_right, judged = judge(imagenet_real(files / "val.tar", files / "real.json"), tmp_path, max_labels=9)
+    share_right, judged = judge(real(files / "real.json", files / "val.tar"), tmp_path, max_labels=9)
     assert judged == golden["n_evaluated"] < golden["n_total"]  # images with an empty list are skipped
     assert share_right == pytest.approx(golden["n_correct"] / judged) == pytest.approx(golden["real_accuracy"])
 
@@ -74,4 +75,4 @@ def test_top_1_accuracy_on_the_original_labels_is_the_originals(golden, files, t
 def test_as_many_label_lists_as_images_are_asked_for(files, tmp_path):
     (tmp_path / "short.json").write_text("[[1], [2]]")
     with pytest.raises(DataError, match=r"300 images, .*short\.json: 2 labels"):
-        next(imagenet_real(files / "val.tar", tmp_path / "short.json"))
+        next(real(tmp_path / "short.json", files / "val.tar"))

@@ -12,7 +12,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,11 +21,11 @@ from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig
+from ray.train import FailureConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, create_failure_policy
-from ray.train.v2._internal.execution.worker_group import worker_group as train_worker_group
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
 
@@ -36,7 +35,8 @@ from jobs.cluster import placement, queue, ray_access
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.failures import group_failure
 from jobs.cluster.queue_order import Entry
-from jobs.cluster.ray_backend import _make_trainer, _UseReserved, reserve_places
+from jobs.cluster.ray_backend import _make_trainer, reserve_places
+from jobs.cluster.ray_trainer import Trainer, UseReserved
 from jobs.cluster.worker_group import WorkerRange
 from jobs.context import Context
 from jobs.session import run_campaign
@@ -387,27 +387,16 @@ def test_train_restarts_nothing_whatever_has_ended_its_workers(nodes, tmp_path) 
         assert create_failure_policy(ours).make_decision(end) == FailureDecision.RAISE
 
 
-def test_trains_cleaner_is_given_no_places_that_it_could_take_from_a_run_that_trains(monkeypatch) -> None:
+def test_trains_cleaner_is_not_there_to_take_places_from_a_run_that_trains(monkeypatch) -> None:
     """It takes them where a busy dashboard does not know the controller; our driver's end gives them back anyway."""
-
-    class Cleaner:
-        @property
-        def register_placement_group(self) -> Any:
-            raise AssertionError("the cleaner was given the places")
-
-    # In a worker group of ours these are set in the controller's process alone.
-    for name in ("placement_group", "DefaultPlacementGroupHandle"):
-        monkeypatch.setattr(train_worker_group, name, None)
-    hook = PlacementGroupCleanerCallback.after_worker_group_start
-    monkeypatch.setattr(PlacementGroupCleanerCallback, "after_worker_group_start", hook)
-    _UseReserved(object()).before_worker_group_start(None)
-    callback = PlacementGroupCleanerCallback()
-    callback._cleaner = Cleaner()
-    callback._controller_actor_id = "id"
-    group = SimpleNamespace(
-        get_worker_group_state=lambda: SimpleNamespace(placement_group_handle=SimpleNamespace(placement_group=1))
+    handed_on: dict[str, Any] = {}
+    monkeypatch.setattr(
+        DataParallelTrainer, "_initialize_and_run_controller", lambda self, **options: handed_on.update(options)
     )
-    callback.after_worker_group_start(group)
+    trainer = Trainer(print, scaling_config=ScalingConfig(num_workers=1))
+    ours = UseReserved(object())
+    trainer._initialize_and_run_controller(callbacks=[PlacementGroupCleanerCallback(), ours])
+    assert handed_on["callbacks"] == [ours]
 
 
 # ------------------------------------------------------------------------ nodes that go
