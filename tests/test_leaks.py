@@ -31,6 +31,7 @@ from data.shards.sources import Sample
 from data.shards.subset import Rule, make_subset
 from jobs.__main__ import main
 from pipeline.evaluation import embedding
+from tests.tars import write_tar
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "images"
 
@@ -277,6 +278,37 @@ def test_planted_copies_of_photographs_are_found(tmp_path):
     assert len(found(leaks)) >= 0.99 * len(names)
 
 
+def test_every_training_set_that_leaks_is_told_how_to_do_without(tmp_path, capsys):
+    test = small_set(tmp_path / "test", 3)
+    first = small_set(tmp_path / "first", 2)
+    clean = pack([Sample("s", picture(200), (0,))], tmp_path / "none")
+    last = small_set(tmp_path / "last", 3)
+    by_file = f"{last.tables}/t.index.json"
+    words = ["--test", str(test.tables), "--output", str(tmp_path / "leaks"), "--workers", "1"]
+    assert main(["leaks", f"{first.tables}/", str(clean.tables), by_file, *words]) == 0
+    advice = [line.split("jobs ")[1] for line in capsys.readouterr().out.splitlines() if "without them" in line]
+    assert advice == [
+        f"subset {first.tables}/ --but {tmp_path}/leaks/leaks.json --output {first.tables}-clean",
+        f"subset {by_file} --but {tmp_path}/leaks/leaks.json --output {last.tables}/t-clean",
+    ]
+
+
+def test_a_leaked_sample_whose_key_is_no_text_is_marked_shown_and_left_out(tmp_path, capsys):
+    """A name in Latin-1, as archives of other people have; two neighbours whose keys are text."""
+    members = [(f"{key}.jpg", picture(value)) for key, value in (("a", 10), ("caf\udce9", 20), ("z", 30))]
+    labels = [(name.replace(".jpg", ".cls"), b"0") for name, _ in members]
+    tar = write_tar(tmp_path / "t.tar", sorted(members + labels))
+    train = build_index([str(tar)], output=tmp_path / "train", name="train")
+    assert b"caf\xe9" in train.table(0)["key"].tolist()
+    test = pack([Sample("same", picture(20), (0,))], tmp_path / "test")
+    words = ["leaks", str(train.tables), "--test", str(test.tables), "--output", str(tmp_path / "leaks")]
+    assert main([*words, "--workers", "1"]) == 0
+    assert "1 of 3 samples are in a pair" in capsys.readouterr().out
+    assert (tmp_path / "leaks" / "leaks.html").read_text().count("<figure>") == 1
+    clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks" / "leaks.json")))
+    assert clean.table(0)["key"].tolist() == [b"a", b"z"]
+
+
 class Thumb(torch.nn.Module):
     """Stands for a model: what enters its head is the image at 4 × 4 pixels."""
 
@@ -310,6 +342,27 @@ def test_features_find_what_pixels_do_not_and_a_killed_search_of_them_goes_on(tm
     alike = {(train_keys[row], test_keys[column]) for row, column in np.argwhere(cosines >= 0.9)}
     by_features = {pair for pair, kind in found(leaks).items() if kind == "embedding"}
     assert by_features == alike - expected().keys() and by_features
+
+
+def test_what_a_killed_search_of_other_training_sets_left_is_ignored(tmp_path):
+    other = small_set(tmp_path / "other", 4)
+    train = pack([Sample("copy", picture(20), (0,)), Sample("x", picture(90), (0,))], tmp_path / "train")
+    test = small_set(tmp_path / "test")
+    folder = tmp_path / "leaks"
+    options = {"cosine": 0.999, "device": torch.device("cpu")}
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    embedding.find_alike(Thumb(), ("w", "d" * 64), [other], [test], folder, **options)
+    with pytest.raises(KeyboardInterrupt):
+        find_leaks([("other", other)], [("test", test)], folder, report=stop)
+    left = [len((folder / name).read_text().splitlines()) for name in ("leaks.partial", "embedding.partial")]
+    assert left == [2, 3], "a line for the setting, and one a shard"
+    embeddings = embedding.find_alike(Thumb(), ("w", "d" * 64), [train], [test], folder, **options)
+    leaks = find_leaks([("train", train)], [("test", test)], folder, embeddings=embeddings)
+    assert found(leaks)["copy", "s2"] == "exact"
+    assert {train_key for train_key, _ in found(leaks)} == {"copy", "x"} and leaks.looked_at["train"] == 2
 
 
 def thumbs(index) -> tuple[list[str], np.ndarray]:

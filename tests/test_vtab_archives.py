@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from data.archives.published import Published
 from data.errors import DataError
 from data.shards.index import load_index
 from data.shards.sources import Sample
@@ -310,7 +311,13 @@ def test_a_task_is_packed_with_its_names_and_an_unknown_one_is_refused(tmp_path,
     command = ["pack", "vtab", str(tmp_path), str(tmp_path / "set"), "--split", "train800val200"]
     assert main([*command, "--task", "clevr_count"]) == 65
     assert "found 6 samples of" in capsys.readouterr().err
-    assert main([*command, "--task", "clevr_count", "--partial"]) == 0
+    # Part of a set is no part of a task: what is chosen depends on all that there is.
+    assert main([*command, "--task", "clevr_count", "--partial"]) == 78
+    assert "partial with source vtab: the images of a task are chosen by their place" in capsys.readouterr().err
+    as_large = VTAB["clevr_count"]._replace(published={"train800val200": Published(6, 8, "by hand")})
+    with monkeypatch.context() as patch:
+        patch.setitem(VTAB, "clevr_count", as_large)
+        assert main([*command, "--task", "clevr_count"]) == 0
     index = load_index(tmp_path / "set")
     assert index.samples == 6 and index.names[:2] == ("3 objects", "4 objects") and len(index.names) == 8
     assert main([*command, "--task", "clevr"]) == 78

@@ -90,12 +90,12 @@ def in_pairs(leaks: Leaks, index: Index, side: Literal["train", "test"]) -> np.n
             f"  expected a leaks.json about this very set\n"
             f"  make one: python -m jobs leaks TRAIN --test {index.tables} --output FOLDER"
         )
-    keys_of_shard: dict[str, set[bytes]] = {}
+    keys_of_shard: dict[str, set[str]] = {}
     for pair in leaks.pairs:
         set_number = pair.train_set if side == "train" else pair.test_set
         if set_number in numbers:
             shard, key = pair.train if side == "train" else pair.test
-            keys_of_shard.setdefault(shard, set()).add(key.encode())
+            keys_of_shard.setdefault(shard, set()).add(key)
 
     leaked = np.zeros(index.samples, bool)
     start = 0
@@ -103,7 +103,7 @@ def in_pairs(leaks: Leaks, index: Index, side: Literal["train", "test"]) -> np.n
         keys = keys_of_shard.get(indexed.name)
         # As in most shards, nothing leaks: its table need not be opened.
         if keys:
-            leaked[start : start + indexed.samples] = np.isin(index.table(number)["key"], np.array(sorted(keys)))
+            leaked[start : start + indexed.samples] = np.isin(index.keys(number), sorted(keys))
         start += indexed.samples
     return leaked
 

@@ -115,6 +115,6 @@ class Pictures:
         index = self.sets[set_number]
         names = [indexed.name for indexed in index.shards]
         number = names.index(shard)
-        row = int(np.flatnonzero(index.table(number)["key"] == key.encode())[0])
+        row = int(np.flatnonzero(index.keys(number) == key)[0])
         _, encoded, _ = self.readers[set_number].read(number, row)
         return thumbnail(encoded)

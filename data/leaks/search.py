@@ -97,7 +97,9 @@ def find_leaks(
         with side_by_side(look_through, missing, workers, report) as results:
             for job, matches in zip(missing, results, strict=True):
                 journal.add(key_of(job.shard.shards[0]), matches)
-        records = with_embeddings(journal.records, embeddings)
+        # An earlier search of other training sets, killed here, may have left records of more shards.
+        keys = [key_of(job.shard.shards[0]) for job in jobs]
+        records = with_embeddings({key: journal.records[key] for key in keys}, embeddings)
     leaks = document(train, test, records, bad_in(signatures), settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
@@ -293,14 +295,14 @@ def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequen
 
 
 def with_embeddings(records: Mapping[str, ShardMatches], embeddings: Embeddings | None) -> dict[str, ShardMatches]:
-    """The records, with the pairs that only features have found."""
+    """The records, with the pairs that only features have found; of other shards these are left out."""
     together = dict(records)
     if embeddings is None:
         return together
-    for key, record in embeddings.records.items():
-        pixels = together[key]
+    for key, pixels in records.items():
         known = {(match.row, match.test) for match in pixels.matches}
-        new = [match for match in record.matches if (match.row, match.test) not in known]
+        matches = embeddings.records[key].matches
+        new = [match for match in matches if (match.row, match.test) not in known]
         together[key] = pixels._replace(matches=sorted(pixels.matches + new))
     return together
 

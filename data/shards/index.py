@@ -149,6 +149,10 @@ class Index:
             return name
         return f"{self.directory.rstrip('/')}/{name}"
 
+    def keys(self, shard: int) -> np.ndarray:
+        """The keys of a shard's samples as lists and reports have them: text, bytes that are no UTF-8 replaced."""
+        return np.char.decode(self.table(shard)["key"], "utf-8", "replace")
+
     def table(self, shard: int) -> np.ndarray:
         """A shard's table of offsets and sizes (`data.shards.tar.FIELDS` and `key`), mapped from disk.
 

@@ -93,39 +93,41 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     shard that several shards have; `path` is the list's.
     """
     numbers = shard_numbers(index, {shard for shard, _ in samples if shard}, path)
-    keys_of_shard: dict[int, set[bytes]] = {}
-    anywhere: set[bytes] = set()  # keys whose shard the list does not say
+    keys_of_shard: dict[int, set[str]] = {}
+    anywhere: set[str] = set()  # keys whose shard the list does not say
     for shard, key in samples:
         if shard:
-            keys_of_shard.setdefault(numbers[shard], set()).add(key.encode())
+            keys_of_shard.setdefault(numbers[shard], set()).add(key)
         else:
-            anywhere.add(key.encode())
+            anywhere.add(key)
 
     rows = [np.empty(0, np.int64)]
-    shards_of_key: dict[bytes, set[str]] = {key: set() for key in anywhere}
+    shards_of_key: dict[str, set[str]] = {key: set() for key in anywhere}
     missing: list[str] = []
     start = 0
     for number, indexed in enumerate(index.shards):
         named = keys_of_shard.get(number, set())
         # As in most shards, where shards are named: there is nothing to look up.
         if named or anywhere:
-            keys = index.table(number)["key"]
-            present = np.flatnonzero(np.isin(keys, np.array(sorted(named | anywhere))))
+            keys = index.keys(number)
+            present = np.flatnonzero(np.isin(keys, sorted(named | anywhere)))
             rows.append(present + start)
             there = set(keys[present].tolist())
-            missing += [f"{indexed.name} {shown(key)}" for key in sorted(named - there)]
+            missing += [f"{indexed.name} {printable(key)}" for key in sorted(named - there)]
             for key in there & anywhere:
                 shards_of_key[key].add(indexed.name)
         start += indexed.samples
 
-    missing += [shown(key) for key, shards in shards_of_key.items() if not shards]
+    missing += [printable(key) for key, shards in shards_of_key.items() if not shards]
     if missing:
         raise DataError(
             f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {some(missing)}\n"
             "  expected samples of this very set"
         )
     ambiguous = [
-        f"{shown(key)} ({', '.join(sorted(shards)[:3])})" for key, shards in shards_of_key.items() if len(shards) > 1
+        f"{printable(key)} ({', '.join(sorted(shards)[:3])})"
+        for key, shards in shards_of_key.items()
+        if len(shards) > 1
     ]
     if ambiguous:
         raise DataError(
@@ -152,11 +154,6 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
             )
         numbers[name] = matching[0]
     return numbers
-
-
-def shown(key: bytes) -> str:
-    """A key as text that a terminal can show."""
-    return printable(key.decode("utf-8", "replace"))
 
 
 def some(names: Sequence[str]) -> str:

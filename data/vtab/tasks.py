@@ -63,6 +63,7 @@ class Task:
     test: str = "test"
     # Kolesnikov et al. 2020 (BiT, 3.3) leave out flips and crops "where they destroy the label semantics", and name
     # orientation and position as examples. They publish no list: these two columns are our reading of that rule.
+    # A crop is theirs, of 7/8 of the sides of the resized image (`augment.crop: random`), not an inception crop.
     crop: bool = True
     flip: bool = True
 

@@ -17,7 +17,7 @@ from data.files import write_whole
 from data.leaks.report import lines, write_page
 from data.leaks.search import DOCUMENT, Embeddings, find_leaks
 from data.shards.cache import CacheConfig
-from data.shards.index import Index, load_index
+from data.shards.index import SUFFIX, Index, load_index
 from jobs.commands.data import cache_config, refuse_file, stoppable
 from jobs.commands.weights import load, refuse_missing, verified
 from jobs.progress import Progress
@@ -70,9 +70,11 @@ def search(
     write_page(folder / PAGE, leaks, train_indexes, test_indexes, fetched_by)
 
     report.append(f"written  {folder / DOCUMENT}  {REPORT}  {PAGE}")
-    if leaks.pairs:
-        clean = ["subset", train[0], "--but", str(folder / DOCUMENT), "--output", f"{train[0].rstrip('/')}-clean"]
-        report.append(f"to train without them: python -m jobs {shlex.join(clean)}")
+    for number in sorted({pair.train_set for pair in leaks.pairs}):
+        path = train[number]
+        clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
+        words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
+        report.append(f"to train without them: python -m jobs {shlex.join(words)}")
     return report
 
 

@@ -76,7 +76,7 @@ class SetConfig:
     rename: dict[str, str] = field(default_factory=dict)  # class name of the source → name in the numbering it takes
     image_size: int = 32  # digits: pixels
     classes: int | None = None  # labels must be below; None: as many as are found
-    partial: bool = False  # known data sets: a part on purpose; false: refused unless it holds what is published
+    partial: bool = False  # known data sets but vtab: a part on purpose; false: has to hold what is published
 
     RESUME: ClassVar[Tags] = tags(
         forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
@@ -121,6 +121,11 @@ class SetConfig:
         splits = tuple(known.published) if known else ("train", "test")
         require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         require(not self.partial or known is not None, f"partial is of known data sets; {self.source} is none of them")
+        require(
+            not (self.partial and self.source == "vtab"),
+            "partial with source vtab: the images of a task are chosen by their place in the whole set\n"
+            "  leave partial out, and give the archives as their owners distribute them",
+        )
 
 
 def subset_rule(cfg: SetConfig) -> Rule:
