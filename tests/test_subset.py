@@ -1,6 +1,7 @@
 """A subset is an index over the same tars: the samples that a rule chooses, under the class ids that they had."""
 
 import json
+import shlex
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
-from data.shards.doctor import check
+from data.shards.doctor import check, repair
 from data.shards.index import Index, join, load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
@@ -186,6 +187,27 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
     raw[int(row["image"]) + 5] ^= 1
     tar.write_bytes(raw)
     assert row["key"].decode() in "\n".join(check(index).lines(1))
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_path, parent, is_lost):
+    """The table alone keeps the held-out samples of its tar out: the doctor may not take the whole tar instead."""
+    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
+    table = tmp_path / "s" / "train-000001.npy"
+    intact = index.samples - next(shard.samples for shard in index.shards if shard.name == "train-000001.tar")
+    if is_lost:
+        table.unlink()
+    else:
+        shutil.copy(parent.tables / table.name, table)
+    report = check(index)
+    assert report.good == intact and not report.ok
+    assert f"type: {index.command}" in "\n".join(report.lines(1))
+    with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
+        repair(index, tmp_path / "repaired", name="s")
+    assert not (tmp_path / "repaired").exists()
+    # Made again as it says, it is repaired to its own samples.
+    assert main(shlex.split(index.command)[3:]) == 0
+    assert repair(load_index(tmp_path / "s"), tmp_path / "repaired", name="s").samples == index.samples
 
 
 def torch_labels(batches) -> list[int]:
