@@ -334,9 +334,20 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     path = tmp_path / "leaks.json"
     path.write_text(json.dumps(document))
     assert chosen(parent, tmp_path / "s", but=str(path)) == [n for n in range(25) if n not in (1, 7)]
-    strange = make_subset(parent, tmp_path / "half", Rule(part=":50%"))
-    with pytest.raises(DataError, match=f"this one has {strange.digest[:12]}"):
-        make_subset(strange, tmp_path / "t", Rule(but=str(path)))
+    # Of a subset, pairs that are not in it are left out; of a subset of it nobody knows that it is of the same set.
+    few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
+    assert chosen(few, tmp_path / "t", but=str(path)) == [0, 2, 3, 4, 5, 6]
+    fewer = make_subset(few, tmp_path / "fewer", Rule(part=":3"))
+    with pytest.raises(DataError, match=f"this one has {fewer.digest[:12]}"):
+        make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
+    # A pair that the very set lacks is refused, and so is a document that was altered after it was sealed.
+    path.write_text(json.dumps(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
+    with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
+        make_subset(parent, tmp_path / "v", Rule(but=str(path)))
+    for changes, reason in (({"seal": "0" * 64}, "seal does not match"), ({"schema": 9}, "schema 9")):
+        path.write_text(json.dumps(document | changes))
+        with pytest.raises(DataError, match=reason):
+            make_subset(parent, tmp_path / "v", Rule(but=str(path)))
 
 
 def pair(shard: str, key: str, train_set: int) -> dict:

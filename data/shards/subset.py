@@ -32,7 +32,7 @@ from data.errors import ConfigError, DataError
 from data.shards.cache import CacheConfig
 from data.shards.index import SUFFIX, Index, Origin, Shard, load_index, table_name, write_index, write_table
 from data.shards.labels import parse_labels
-from data.shards.listed import read_samples, rows_listed
+from data.shards.listed import listed_rows
 from data.shards.names import check_known
 from data.shards.reader import Reader, check_sizes
 from data.shards.side_by_side import side_by_side
@@ -221,7 +221,7 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
             listed = np.zeros(index.samples, bool)
-            listed[rows_listed(index, read_samples(path, index), path)] = True
+            listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
     if rule.part is not None:
         chosen = only_rows(chosen, part_of(np.flatnonzero(chosen), rule.part, rule.seed))
