@@ -23,10 +23,10 @@ import cv2
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from data.leaks.document import Leaks
 from data.leaks.search import find_leaks
 from data.shards.index import Index
 from data.shards.indexing import build_index
+from data.shards.leaks import Leaks
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample

@@ -287,14 +287,15 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
     """Return flat {dotted name: value} of the fields of `config` that carry `tag`, inner configs included.
 
     A class without tags of its own (the data package has none) carries `outer`, the tag of the field that holds it.
-    Fields in a class's LATER are left out while they are empty: they came after keys had been computed without them.
+    Fields in a class's LATER are left out while they have their defaults: they came after keys had been computed
+    without them.
     """
     later: tuple[str, ...] = getattr(type(config), "LATER", ())
     tag_of_field: Tags = getattr(type(config), "RESUME", {})
     values: dict[str, object] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in later and not value:
+        if field.name in later and has_default(field, value):
             continue
         own = tag_of_field.get(field.name, outer)
         sections = _sections(field.name, value)
@@ -304,6 +305,13 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         if not sections and own == tag:
             values[prefix + field.name] = value
     return as_json(values)
+
+
+def has_default(field: dataclasses.Field[Any], value: object) -> bool:
+    """Return whether a value is its field's default, in kind too: a seed of 0 is not a missing seed."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    # To Python 0 and False are equal, and a recipe's digest tells them apart.
+    return type(value) is type(default) and value == default
 
 
 def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:

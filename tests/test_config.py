@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import ClassVar, get_args, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
@@ -42,6 +42,32 @@ def test_tags_reach_into_named_sections_and_into_classes_without_tags():
     free, forbid = config.tagged(cfg, "free"), config.tagged(cfg, "forbid")
     assert forbid["data.mixture.a.weight"] == 1.0 and "data.augment.min_area" in forbid
     assert "data.cache.limit_bytes" in free and not any("cache" in name for name in forbid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grown:
+    """A config that was given every field but its first later."""
+
+    steps: int = 1
+    seed: int | None = None
+    partial: bool = False
+    rename: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    LATER: ClassVar[tuple[str, ...]] = ("seed", "partial", "rename")
+
+
+def test_a_later_field_is_left_out_while_it_has_its_default_and_not_while_it_is_empty():
+    assert config.tagged(Grown(), "forbid") == {"steps": 1}
+    assert config.tagged(Grown(seed=0), "forbid") == {"steps": 1, "seed": 0}
+    assert config.tagged(Grown(partial=True, rename={"a": "b"}), "forbid").keys() == {"steps", "partial", "rename"}
+    # Of no default that equals it to Python alone.
+    assert config.tagged(Grown(partial=0), "forbid") == {"steps": 1, "partial": 0}
+
+
+def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
+    part = pack.SetConfig(source="subset", path="p", part=":98%")
+    drawn = dataclasses.replace(part, seed=0)
+    assert config.tagged(drawn, "forbid") == config.tagged(part, "forbid") | {"seed": 0}
 
 
 @pytest.mark.parametrize(

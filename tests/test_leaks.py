@@ -13,7 +13,10 @@ from sklearn.metrics.pairwise import cosine_similarity
 from data.errors import DataError
 from data.images.preprocess import preprocess
 from data.leaks import search
-from data.leaks.document import (
+from data.leaks.search import find_leaks
+from data.shards.index import load_index
+from data.shards.indexing import build_index
+from data.shards.leaks import (
     Compared,
     Leaks,
     Pair,
@@ -22,9 +25,6 @@ from data.leaks.document import (
     read_leaks,
     write_leaks,
 )
-from data.leaks.search import find_leaks
-from data.shards.index import load_index
-from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample

@@ -1,7 +1,9 @@
 """A subset is an index over the same tars: the samples that a rule chooses, under the class ids that they had."""
 
 import json
+import shlex
 import shutil
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -11,13 +13,13 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
-from data.shards.doctor import check
+from data.shards.doctor import check, repair
 from data.shards.index import Index, join, load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
 from data.shards.sources import Sample
-from data.shards.subset import Rule, bounds_of, make_subset, read_all_labels
+from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset, read_all_labels
 from jobs.__main__ import main
 from jobs.campaign import load
 from tests.tars import write_tar
@@ -132,6 +134,25 @@ def test_samples_of_several_labels_and_of_none(tmp_path):
     }
 
 
+def test_classes_are_counted_in_few_bytes_a_sample():
+    """At 300 million samples, numbered pairs of all samples and labels would not fit beside the labels."""
+    rng = np.random.default_rng(0)
+    counts = rng.choice([0, 1, 3], 50_000, p=[0.01, 0.98, 0.01])
+    labels = Labels(rng.integers(0, 5, counts.sum(), dtype=np.int32), counts.cumsum())
+    is_chosen = rng.random(len(counts)) < 0.5
+    expected: Counter[int] = Counter()
+    for own, wanted in zip(np.split(labels.values, labels.ends[:-1]), is_chosen, strict=True):
+        expected.update(set(own.tolist()) if wanted else ())
+    tracemalloc.start()
+    try:
+        counted = count_classes(labels, is_chosen, 6)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert counted == [expected[label] for label in range(6)]
+    assert peak < 24 * len(counts)
+
+
 # ------------------------------------------------------------------------------------------ what it stands for
 
 
@@ -186,6 +207,41 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
     raw[int(row["image"]) + 5] ^= 1
     tar.write_bytes(raw)
     assert row["key"].decode() in "\n".join(check(index).lines(1))
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_path, parent, is_lost):
+    """The table alone keeps the held-out samples of its tar out: the doctor may not take the whole tar instead."""
+    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
+    table = tmp_path / "s" / "train-000001.npy"
+    intact = index.samples - next(shard.samples for shard in index.shards if shard.name == "train-000001.tar")
+    if is_lost:
+        table.unlink()
+    else:
+        shutil.copy(parent.tables / table.name, table)
+    report = check(index)
+    assert report.good == intact and not report.ok
+    assert f"type: {index.command}" in "\n".join(report.lines(1))
+    with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
+        repair(index, tmp_path / "repaired", name="s")
+    assert not (tmp_path / "repaired").exists()
+    # Made again as it says, it is repaired to its own samples.
+    assert main(shlex.split(index.command)[3:]) == 0
+    assert repair(load_index(tmp_path / "s"), tmp_path / "repaired", name="s").samples == index.samples
+
+
+def test_a_shard_that_two_subsets_have_is_dropped_from_both_as_the_error_says(tmp_path, parent):
+    """Both lie in the same tars: a name can tell neither apart, and a shard that is lost is lost to both."""
+    sets = [make_subset(parent, tmp_path / name, Rule(part=part)) for name, part in (("a", ":60%"), ("b", "40%:"))]
+    lost = Path(parent.location(1))
+    lost.unlink()
+    with pytest.raises(DataError, match=r"1 of 4 shards cannot(?s:.*)'data\.drop=\[train-000001\.tar\]'"):
+        check_sizes(sets, option="data.drop")
+    left = without(sets, ["train-000001.tar"])
+    check_sizes(left)
+    for before, after in zip(sets, left, strict=True):
+        kept = [shard.samples * (shard.name != lost.name) for shard in before.shards]
+        assert list(after.shard_samples) == kept != list(before.shard_samples)
 
 
 def torch_labels(batches) -> list[int]:
@@ -278,9 +334,20 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     path = tmp_path / "leaks.json"
     path.write_text(json.dumps(document))
     assert chosen(parent, tmp_path / "s", but=str(path)) == [n for n in range(25) if n not in (1, 7)]
-    strange = make_subset(parent, tmp_path / "half", Rule(part=":50%"))
-    with pytest.raises(DataError, match=f"this one has {strange.digest[:12]}"):
-        make_subset(strange, tmp_path / "t", Rule(but=str(path)))
+    # Of a subset, pairs that are not in it are left out; of a subset of it nobody knows that it is of the same set.
+    few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
+    assert chosen(few, tmp_path / "t", but=str(path)) == [0, 2, 3, 4, 5, 6]
+    fewer = make_subset(few, tmp_path / "fewer", Rule(part=":3"))
+    with pytest.raises(DataError, match=f"this one has {fewer.digest[:12]}"):
+        make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
+    # A pair that the very set lacks is refused, and so is a document that was altered after it was sealed.
+    path.write_text(json.dumps(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
+    with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
+        make_subset(parent, tmp_path / "v", Rule(but=str(path)))
+    for changes, reason in (({"seal": "0" * 64}, "seal does not match"), ({"schema": 9}, "schema 9")):
+        path.write_text(json.dumps(document | changes))
+        with pytest.raises(DataError, match=reason):
+            make_subset(parent, tmp_path / "v", Rule(but=str(path)))
 
 
 def pair(shard: str, key: str, train_set: int) -> dict:
@@ -295,6 +362,21 @@ def test_no_set_loses_its_tables_to_a_subset(tmp_path, parent):
     make_subset(parent, tmp_path / "s", Rule(part=":"))
     make_subset(parent, tmp_path / "s", Rule(part=":1"))
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["s.index.json", "train-000000.npy"]
+
+
+@pytest.mark.parametrize("torn", ["cut", "altered"])
+def test_a_torn_subset_is_made_again_by_the_command_that_its_error_names(tmp_path, parent, torn):
+    path = tmp_path / "s" / "s.index.json"
+    make_subset(parent, path.parent, Rule(part=":"))
+    text = path.read_text()
+    path.write_text(text[:200] if torn == "cut" else text.replace('"samples": 25', '"samples": 24'))
+    with pytest.raises(DataError, match=r"`python -m jobs subset`"):
+        load_index(path)
+    # Another subset in the folder would lose its tables to this one, and cannot be read: it stays.
+    with pytest.raises(DataError, match=r"s\.index\.json"):
+        make_subset(parent, path.parent, Rule(part=":1"), name="t")
+    assert held(make_subset(parent, path.parent, Rule(part=":1"))) == [0]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["s.index.json", "train-000000.npy"]
 
 
 # -------------------------------------------------------------------------------------- command and recipe

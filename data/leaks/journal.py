@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.files import write_whole
-from data.leaks.document import Kind
 from data.shards.index import Shard
+from data.shards.leaks import Kind
 
 
 class Match(NamedTuple):

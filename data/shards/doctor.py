@@ -134,7 +134,8 @@ def check_shard(job: CheckJob) -> ShardReport:
         report.problem = str(error.strerror)
     # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
     except (DataError, StorageError) as error:
-        report.problem = one_line(error)
+        before = f"{report.problem}; " if report.problem else ""
+        report.problem = f"{before}{one_line(error)}"
     return report
 
 
@@ -189,10 +190,16 @@ class RawSample(NamedTuple):
 
 
 def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | None:
-    """A shard's table; None where it cannot be used, which is then the shard's problem."""
+    """A shard's table; None where it cannot be used, which is then the shard's problem.
+
+    Of a subset the table alone says which samples of the tar are its own, the others being held out perhaps: without
+    it DataError is raised.
+    """
     try:
         return index.table(number)
     except DataError as error:
+        if index.origin is not None:
+            raise
         report.problem = report.problem or one_line(error)
         return None
 
@@ -210,7 +217,8 @@ def samples_of(
     Of the tar of a subset, what is not in its table belongs to others, and is left out.
     """
     result = walk(tar, report.name, lenient=True)
-    if of_subset and table is not None:
+    if of_subset:
+        assert table is not None, "table_of raises DataError for a subset without its table"
         places = set(zip(table["image"].tolist(), table["label"].tolist(), strict=True))
         result.rows = [row for row in result.rows if (row.image, row.label) in places]
         result.refused = Refusals()
@@ -268,7 +276,11 @@ def repair(
 
     Missing shards are left out, of short ones what stands before the cut is kept. `cache` is what a run would fetch
     remote shards by; where the storage does not answer, StorageError is raised. `options` go to `pack`.
+    Raises DataError, before anything is packed, where a subset has lost a table: nobody knows its samples without.
     """
+    if index.origin is not None:
+        for number in range(len(index.shards)):
+            index.table(number)
     options.setdefault("classes", index.classes)
     options.setdefault("names", index.names)
     return pack(good_samples(index, unique, cache or CacheConfig()), directory, **options)

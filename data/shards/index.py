@@ -222,30 +222,32 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
 def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
     """The sets with the shards of these names emptied, so that the others keep their numbers.
 
-    A name may have folders in front, as far as it takes to tell shards apart. Raises DataError unless each is of one
-    shard.
+    A name may have folders in front, as far as it takes to tell shards apart. A shard that several sets have, subsets
+    of one set, is emptied in each. Raises DataError unless each name is of one shard.
     """
     # As nearly always: there is nothing to look through, nor a digest to compute anew.
     if not names:
         return list(sets)
     dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
     for name in names:
-        set_number, shard_number = the_only_one_called(name, sets)
-        dropped[set_number].add(shard_number)
+        for set_number, shard_number in the_only_one_called(name, sets):
+            dropped[set_number].add(shard_number)
     return list(map(emptied, sets, dropped))
 
 
-def the_only_one_called(name: str, sets: Sequence[Index]) -> tuple[int, int]:
-    """(number of the set, number in it) of the shard with a name; raises DataError unless it is exactly one."""
-    places = called(name, sets)
-    if len(places) != 1:
-        which = ", ".join(sets[set_number].location(number) for set_number, number in places[:3])
-        if not places:
-            which = f"as {sets[0].location(0)} is called"
+def the_only_one_called(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
+    """(number of the set, number in it) of the shard with a name, in every set that has it.
+
+    Raises DataError unless it is exactly one shard.
+    """
+    shards = called(name, sets)
+    if len(shards) != 1:
+        which = ", ".join(list(shards)[:3]) or f"as {sets[0].location(0)} is called"
         raise DataError(
-            f"data.drop: {len(places)} shards are called {name}, expected one: {which}; type more of its path"
+            f"data.drop: {len(shards)} shards are called {name}, expected one: {which}; type more of its path"
         )
-    return places[0]
+    (numbers,) = shards.values()
+    return numbers
 
 
 def emptied(index: Index, numbers: set[int]) -> Index:
@@ -268,15 +270,15 @@ def shortest(sets: Sequence[Index], place: str) -> str:
     return place
 
 
-def called(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
-    """(number of the set, number in it) of every shard whose path ends with a name."""
-    places = []
+def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]:
+    """Every shard whose path ends with a name: where it is → (number of the set, number in it) in each set with it."""
+    shards: dict[str, list[tuple[int, int]]] = {}
     for set_number, index in enumerate(sets):
         for number in range(len(index.shards)):
             # With a slash before both, so that `1.tar` does not name `train-1.tar`.
             if f"/{index.location(number)}".endswith(f"/{name}"):
-                places.append((set_number, number))
-    return places
+                shards.setdefault(index.location(number), []).append((set_number, number))
+    return shards
 
 
 # ----------------------------------------------------------------------------------------------- reading
@@ -308,7 +310,8 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}: not a Patchline index ({repr(error)[:100]}); run `python -m jobs index` again"
+            f"{path}: not a Patchline index ({repr(error)[:100]}); run `python -m jobs index` again, "
+            "or `python -m jobs subset` if it is a subset"
         ) from None
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.

@@ -3,10 +3,11 @@
 A list is one of
     a text, one sample a line             n0144; or its shard and key, with a tab between
     a .json of such                       ["n0144", ["train-000021.tar", "n0145"]]
-    the leaks.json of `patchline leaks`   those of its samples that lie in this very set, of train or of test
+    the leaks.json of `patchline leaks`   those of its samples that lie in this set, of train or of test
 
 A shard is named by the end of its path, as far as it takes to tell it from others. Whatever a list names and the set
-lacks is an error: a list of another set would otherwise leave nothing out, in silence.
+lacks is an error: a list of another set would otherwise leave nothing out, in silence. Of a leaks.json the set is one
+that was compared, or a subset of one, which of course lacks samples of it.
 """
 
 from __future__ import annotations
@@ -20,26 +21,40 @@ import numpy as np
 from data.checks import printable
 from data.errors import DataError
 from data.shards.index import Index
+from data.shards.leaks import SIDES, Leaks, in_pairs, numbers_of, read_leaks
 
 Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
 MOST_SHOWN = 5  # samples that an error names of many
 
 
-def read_samples(path: str, index: Index) -> list[Listed]:
-    """The samples that a file lists, for a set; raises DataError where it lists none or cannot be read."""
+def listed_rows(path: str, index: Index) -> np.ndarray:
+    """The rows of a set, numbered through all of its shards, that a file lists.
+
+    Raises DataError where it lists none or cannot be read, and where it is of another set.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        samples = samples_in(text, Path(path).suffix, index)
+        if is_leaks_document(text, Path(path).suffix):
+            return leaked_rows(path, index)
+        samples = samples_in(text, Path(path).suffix)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such list; expected a file of one sample a line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: no list of samples: {error}\n  expected one key a line, or shard, tab, key") from None
-    return samples
+    return rows_listed(index, samples, path)
 
 
-def samples_in(text: str, suffix: str, index: Index) -> list[Listed]:
+def is_leaks_document(text: str, suffix: str) -> bool:
+    """Whether a list is what a search for leaks wrote; raises ValueError where it should be JSON and is not."""
+    if suffix != ".json":
+        return False
+    content = json.loads(text)
+    return isinstance(content, dict) and "pairs" in content
+
+
+def samples_in(text: str, suffix: str) -> list[Listed]:
     """The samples in the text of a list; raises ValueError where it is none."""
     if suffix != ".json":
         samples = []
@@ -51,8 +66,6 @@ def samples_in(text: str, suffix: str, index: Index) -> list[Listed]:
             raise ValueError("it is empty")
         return samples
     content = json.loads(text)
-    if isinstance(content, dict) and "pairs" in content:
-        return leaked_samples(content, index)
     if not isinstance(content, list) or not content:
         raise ValueError("its JSON is no list with samples in it")
     samples = []
@@ -64,26 +77,37 @@ def samples_in(text: str, suffix: str, index: Index) -> list[Listed]:
     return samples
 
 
-def leaked_samples(document: dict, index: Index) -> list[Listed]:
-    """The samples of a leaks.json that lie in this set: none where nothing of it leaks.
+def leaked_rows(path: str, index: Index) -> np.ndarray:
+    """The rows of a set that a leaks.json has in a pair, of train or of test: none where nothing of it leaks.
 
-    Raises ValueError where the set is none of those that were compared.
+    Raises DataError where neither the set nor the one that it is a subset of was compared, and where a pair names a
+    sample that a set which was compared lacks.
     """
-    samples = []
-    was_compared = False
-    for side in ("train", "test"):
-        for number, compared in enumerate(document[side]):
-            if compared["digest"] != index.digest:
-                continue
-            was_compared = True
-            # A document of one set on a side need not say which of them a pair is of.
-            samples += [tuple(pair[side]) for pair in document["pairs"] if pair.get(f"{side}_set", 0) == number]
-    if not was_compared:
-        digests = [compared["digest"][:12] for side in ("train", "test") for compared in document[side]]
-        raise ValueError(
-            f"it compares the sets of the digests {', '.join(digests)}, and this one has {index.digest[:12]}"
+    leaks = read_leaks(path)
+    leaked = np.zeros(index.samples, bool)
+    sides = [side for side in SIDES if numbers_of(leaks, index, side)]
+    if not sides:
+        digests = [compared.digest[:12] for compared in (*leaks.train, *leaks.test)]
+        raise DataError(
+            f"{path}: it compares the sets of the digests {', '.join(digests)}, and this one has {index.digest[:12]}\n"
+            f"  expected a leaks.json about {index.tables}, or about the set that it was made of"
         )
-    return sorted(set(samples))
+    for side in sides:
+        leaked |= in_pairs(leaks, index, side)
+    # Of a subset a pair may name what is not in it; of the very set that was compared all must be there.
+    leaked[rows_listed(index, own_samples(leaks, index), path)] = True
+    return np.flatnonzero(leaked)
+
+
+def own_samples(leaks: Leaks, index: Index) -> list[Listed]:
+    """The samples in pairs of this very set, and not of one that it is a subset of."""
+    samples = set()
+    for pair in leaks.pairs:
+        if leaks.train[pair.train_set].digest == index.digest:
+            samples.add(pair.train)
+        if leaks.test[pair.test_set].digest == index.digest:
+            samples.add(pair.test)
+    return sorted(samples)
 
 
 def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarray:

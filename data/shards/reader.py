@@ -47,11 +47,11 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     leaves out already.
     """
     problems: dict[str, str] = {}  # path → what is wrong with it
-    shards = 0
+    places: set[str] = set()  # of all shards; subsets of one set have the same
     for index in sets:
-        shards += len(index.shards)
         for number, shard in enumerate(index.shards):
             place = index.location(number)
+            places.add(place)
             problem = problem_of(place, shard)
             if problem:
                 problems[place] = problem
@@ -59,7 +59,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
         return
 
     # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
-    lines = [f"{len(problems)} of {shards} shards cannot be used:"]
+    lines = [f"{len(problems)} of {len(places)} shards cannot be used:"]
     for place in list(problems)[:MOST_LINES]:
         lines.append(f"{place}: {problems[place]}")
     if len(problems) > MOST_LINES:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -31,9 +30,9 @@ import numpy as np
 from data.checks import check_name
 from data.errors import ConfigError, DataError
 from data.shards.cache import CacheConfig
-from data.shards.index import SUFFIX, Index, Origin, load_index, table_name, write_index, write_table
+from data.shards.index import SUFFIX, Index, Origin, Shard, load_index, table_name, write_index, write_table
 from data.shards.labels import parse_labels
-from data.shards.listed import read_samples, rows_listed
+from data.shards.listed import listed_rows
 from data.shards.names import check_known
 from data.shards.reader import Reader, check_sizes
 from data.shards.side_by_side import side_by_side
@@ -144,7 +143,13 @@ def check_replaceable(path: Path, parent: Index) -> None:
     """Raise DataError where the subset would take the place of a set, or of the tables of one."""
     tables = {table_name(shard.name) for shard in parent.shards}
     for other_path in sorted(path.parent.glob(f"*{SUFFIX}")):
-        other = load_index(other_path)
+        try:
+            other = load_index(other_path)
+        except DataError:
+            # The one to be made is torn or altered, which its error says to mend by making it again.
+            if other_path == path:
+                continue
+            raise
         is_this_subset = other_path == path and other.origin is not None
         if is_this_subset:
             continue
@@ -216,7 +221,7 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
             listed = np.zeros(index.samples, bool)
-            listed[rows_listed(index, read_samples(path, index), path)] = True
+            listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
     if rule.part is not None:
         chosen = only_rows(chosen, part_of(np.flatnonzero(chosen), rule.part, rule.seed))
@@ -303,7 +308,12 @@ def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
 def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, rule: Rule) -> Index:
     """Write the tables of the samples that were chosen, and last the JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replaced = load_index(path).shards if path.exists() else ()
+    replaced: tuple[Shard, ...] = ()
+    if path.exists():
+        try:
+            replaced = load_index(path).shards
+        except DataError:  # torn: which tables it had, nobody knows, but that they were of the set's shards
+            replaced = parent.shards
     # Without its JSON nobody reads a subset whose tables are half those of another rule.
     path.unlink(missing_ok=True)
 
@@ -331,10 +341,16 @@ def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, 
 
 def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]:
     """How many of the chosen samples each class has; a label that a sample repeats counts once."""
-    owners = labels.owners()
-    pairs = np.stack([owners, labels.values], 1)[chosen[owners]]
-    samples_of_class = Counter(np.unique(pairs, axis=0)[:, 1].tolist())
-    return [samples_of_class[label] for label in range(classes)]
+    labels_of_sample = np.diff(labels.ends, prepend=0).astype(np.int32)
+    has_several = labels_of_sample > 1
+    alone = labels.values[np.repeat(chosen & ~has_several, labels_of_sample)]
+    samples_of_class = np.bincount(alone, minlength=classes)
+    # Only these can repeat a label: at 300 million samples the pairs of all would take tens of gigabytes.
+    positions = np.flatnonzero(np.repeat(chosen & has_several, labels_of_sample))
+    owners = np.searchsorted(labels.ends, positions, side="right")
+    pairs = np.unique(owners * classes + labels.values[positions])
+    samples_of_class += np.bincount(pairs % classes, minlength=classes)
+    return samples_of_class.tolist()
 
 
 def summary(index: Index, parent: Index) -> list[str]:

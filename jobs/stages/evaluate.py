@@ -27,8 +27,8 @@ import numpy as np
 import models
 from data.errors import DataError
 from data.files import write_whole
-from data.leaks.document import Leaks, leaked_test_samples, read_leaks
 from data.shards.index import load_index
+from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import any_weights, frozen

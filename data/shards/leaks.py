@@ -29,6 +29,8 @@ from data.shards.index import Index, seal_of
 
 SCHEMA = 1
 Kind = Literal["exact", "perceptual", "embedding"]
+Side = Literal["train", "test"]
+SIDES: tuple[Side, ...] = get_args(Side)
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Leaks:
 def leaked_test_samples(leaks: Leaks, index: Index) -> np.ndarray:
     """(N,) whether each sample of a test set is in a pair, in the order of the set.
 
-    `index` is one of the test sets that were compared, or a subset of one. A key that a shard has twice marks both.
-    Raises DataError where it is neither.
+    `index` is one of the test sets that were compared, or a subset of one, but no subset of a subset. A key that a
+    shard has twice marks both. Raises DataError where it is neither.
     """
     return in_pairs(leaks, index, "test")
 
@@ -76,15 +78,20 @@ def leaked_train_samples(leaks: Leaks, index: Index) -> np.ndarray:
     return in_pairs(leaks, index, "train")
 
 
-def in_pairs(leaks: Leaks, index: Index, side: Literal["train", "test"]) -> np.ndarray:
-    """(N,) whether each sample of a set is on one side of a pair."""
+def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
+    """Which of the document's sets on a side a set is, or is a subset of."""
     sets: Sequence[Compared] = getattr(leaks, side)
     digests = {index.digest}
     if index.origin is not None:
         digests.add(index.origin.digest)
-    numbers = {number for number, compared in enumerate(sets) if compared.digest in digests}
+    return {number for number, compared in enumerate(sets) if compared.digest in digests}
+
+
+def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
+    """(N,) whether each sample of a set is on one side of a pair."""
+    numbers = numbers_of(leaks, index, side)
     if not numbers:
-        there = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in sets)
+        there = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in getattr(leaks, side))
         raise DataError(
             f"{index.tables} (digest {index.digest[:12]}) is none of the {side} sets that were compared: {there}\n"
             f"  expected a leaks.json about this very set\n"
