@@ -189,6 +189,10 @@ def test_a_sweep_that_means_nothing_is_refused(varies, message):
         (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, which a grid with held_out"),
         (["fine={kind: finetune, sweep: {seeds: [0]}}", "fine.seed-0={}"], "seed-0"),
     ],
+        (
+            ["finetune.sweep.grid={data: {augment: [{min_area: 0.5}, {min_area: 0.7}]}}"],
+            "finetune.sweep.grid.data.augment lists {'min_area': 0.5}, a section",
+        ),
 )
 def test_a_recipe_whose_sweep_could_not_run_is_refused_before_anything_starts(protocol, overrides, message):
     with pytest.raises(ConfigError) as error:
