@@ -37,6 +37,7 @@ from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluation
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from jobs.stages.sweep import DIVERGED
+from pipeline.evaluation.beside import is_of_one_seed
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -322,7 +323,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def result_text(row: Mapping[str, Any]) -> str:
     """Say what a stage came to: its accuracies, or the shards it wrote, or the parameters it carried over."""
     # Of a few-shot probe the table shows the means; the single draws ("…seed…") are in metrics.json.
-    metrics = {name: value for name, value in row.get("metrics", {}).items() if "seed" not in name}
+    metrics = {name: value for name, value in row.get("metrics", {}).items() if not is_of_one_seed(name)}
     if metrics:
         shown = [f"{name} {value:.1%}" for name, value in metrics.items()]
         if len(shown) > MOST_VALUES:
