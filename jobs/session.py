@@ -221,7 +221,14 @@ def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterato
 
 def names_of_stages(loaded: Campaign, only: str | None) -> list[str]:
     """Return the stages that the command is of: all, or those of one section with what judges them anew."""
-    return [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source, stage.judges)]
+    names = []
+    for stage in loaded.stages:
+        wanted = [None, stage.name, stage.source]
+        if stage.judges:
+            wanted += [stage.judges, loaded.stage(stage.judges).source]
+        if only in wanted:
+            names.append(stage.name)
+    return names
 
 
 def stages_behind(loaded: Campaign, stage: Stage) -> list[Stage]:
@@ -289,9 +296,9 @@ def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
     warnings = changed_warnings(directory, stage)
     if stages_behind(loaded, stage):
         judged = (*ACCURACY_FIELDS, *PROBE_FIELDS)
-        warnings = [warning for warning in warnings if warning.partition(":")[0] not in judged]
+        warnings = {field: text for field, text in warnings.items() if field not in judged}
     if warnings:
-        line += f", but for {'; '.join(warnings)}; move {directory} away to do it over"
+        line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
     return line
 
 
