@@ -287,6 +287,7 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> 
         tuple(missing),
         source=section.source,
         chosen=section.chosen,
+        judged_on={field: key for field, key in keys.items() if field not in forbidden},
     )
 
 

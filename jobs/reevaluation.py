@@ -1,8 +1,8 @@
 """Finished stages that are asked to be judged on other sets than they were: their weights are, without training.
 
 `data.evaluate`, `data.preprocess` and `probe` of a trained stage are not in its key: a finished stage stays finished
-when they change. `with_new_evaluations` compares them with what the stage recorded, and puts a stage of kind evaluate
-behind it, which is run, skipped and shown as any other.
+when they change. `with_new_evaluations` compares them with what the stage recorded, sets by their content and not by
+their paths, and puts a stage of kind evaluate behind it, which is run, skipped and shown as any other.
 
     finetune, finished with data.evaluate=@shards/test, and now data.evaluate=@other/test
     →  finetune, skipped; finetune-evaluate, {init: "@finetune", sets: {evaluate: {test: "@other/test"}}}
@@ -14,9 +14,9 @@ from typing import Any
 from jobs.campaign import Section, resolve_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
+from jobs.stage_run import changed_warnings
 from jobs.stages import evaluate
 from jobs.stages.evaluation_config import JudgedConfig
-from pipeline import config, handover
 from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
 
@@ -57,13 +57,10 @@ def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
 
 def fields_changed(campaign: Campaign, stage: Stage) -> set[str]:
     """Return the fields of a finished stage's config that may change and have; none of one that has not finished."""
-    record_path = campaign.directory(stage) / "stage.json"
     done = campaign.done(stage)
-    if done is None or "diverged" in done or not record_path.exists():
+    if done is None or "diverged" in done:
         return set()
-    before = handover.read_record(record_path).values["warn"]
-    now = config.tagged(stage.config, "warn")
-    return {field for field in now if now[field] != before.get(field)}
+    return set(changed_warnings(campaign.directory(stage), stage))
 
 
 def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) -> Stage:

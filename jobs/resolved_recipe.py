@@ -32,6 +32,7 @@ class Stage:
     source: str = ""  # the section of the recipe: for a run of a sweep, the sweep's
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
+    judged_on: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     judges: str = ""  # the finished stage that it judges anew, of a stage that no recipe names (jobs/reevaluation.py)
 
     @property

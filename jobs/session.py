@@ -37,6 +37,7 @@ from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluation
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from jobs.stages.sweep import DIVERGED
+from pipeline.evaluation.beside import is_of_one_seed
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -220,7 +221,14 @@ def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterato
 
 def names_of_stages(loaded: Campaign, only: str | None) -> list[str]:
     """Return the stages that the command is of: all, or those of one section with what judges them anew."""
-    return [stage.name for stage in loaded.stages if only in (None, stage.name, stage.source, stage.judges)]
+    names = []
+    for stage in loaded.stages:
+        wanted = [None, stage.name, stage.source]
+        if stage.judges:
+            wanted += [stage.judges, loaded.stage(stage.judges).source]
+        if only in wanted:
+            names.append(stage.name)
+    return names
 
 
 def stages_behind(loaded: Campaign, stage: Stage) -> list[Stage]:
@@ -288,9 +296,9 @@ def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
     warnings = changed_warnings(directory, stage)
     if stages_behind(loaded, stage):
         judged = (*ACCURACY_FIELDS, *PROBE_FIELDS)
-        warnings = [warning for warning in warnings if warning.partition(":")[0] not in judged]
+        warnings = {field: text for field, text in warnings.items() if field not in judged}
     if warnings:
-        line += f", but for {'; '.join(warnings)}; move {directory} away to do it over"
+        line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
     return line
 
 
@@ -322,7 +330,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def result_text(row: Mapping[str, Any]) -> str:
     """Say what a stage came to: its accuracies, or the shards it wrote, or the parameters it carried over."""
     # Of a few-shot probe the table shows the means; the single draws ("…seed…") are in metrics.json.
-    metrics = {name: value for name, value in row.get("metrics", {}).items() if "seed" not in name}
+    metrics = {name: value for name, value in row.get("metrics", {}).items() if not is_of_one_seed(name)}
     if metrics:
         shown = [f"{name} {value:.1%}" for name, value in metrics.items()]
         if len(shown) > MOST_VALUES:

@@ -32,6 +32,7 @@ from jobs.choices import config_as_known
 from jobs.context import Context, index_if_made, reference
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
+from jobs.stage_inputs import MISSING
 from jobs.stages import evaluate, evaluation_config, fewshot, pack, sweep, training
 from jobs.supervisor import StageFailed
 from pipeline import config, handover
@@ -70,7 +71,7 @@ def run_stage(
     # 3. Compare first: the new stage.json takes the place of the one that tells what the last start was given.
     warnings = changed_warnings(directory, stage)
     if warnings:
-        say(f"{stage.name}: resuming with a changed {'; '.join(warnings)}")
+        say(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
     handover.write_record(directory / "stage.json", {**stage_record(stage), "started": first_started(directory, began)})
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
 
@@ -245,13 +246,28 @@ def newest_attempt_name(folder: Path) -> str:
     return max(names, default="")
 
 
-def changed_warnings(directory: Path, stage: Stage) -> list[str]:
-    """Say which fields that are tagged "warn" have changed since this folder was last worked in."""
+def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
+    """Return the fields tagged "warn" that have changed since this folder was last worked in, each with a text.
+
+    A set has changed where its content has, by whatever path: of records that tell no content, where its path has.
+    """
     record_path = directory / "stage.json"
     if not record_path.exists():
-        return []
+        return {}
     record = handover.read_record(record_path).values
-    return config.differences(record["warn"], config.tagged(stage.config, "warn"))
+    contents = record.get("judged_on", {})
+    changes: dict[str, str] = {}
+    for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
+        changes[text.partition(":")[0]] = text
+    for field, content in stage.judged_on.items():
+        # A finished stage is skipped also where the set that it was judged on is gone.
+        if field not in contents or content == MISSING:
+            continue
+        if content == contents[field]:
+            changes.pop(field, None)
+        else:
+            changes.setdefault(field, f"{field}: {stage.parents[field]}, which holds something else now")
+    return changes
 
 
 def first_started(directory: Path, now: float) -> float:
@@ -272,6 +288,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "forbid": forbidden_fields(stage),
         "config": config.plain(stage.config),
         "warn": config.tagged(stage.config, "warn"),
+        "judged_on": dict(stage.judged_on),
         **({"chosen": dict(stage.known)} if stage.known else {}),
     }
 

@@ -121,6 +121,7 @@ def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[st
         if not grid:
             runs = seeded(stem, section, sweep.seeds, row or name)
         elif held_out:
+            check_no_sections(grid, f"{where}.grid")
             # The grid and its table are stages before the runs that take the best values.
             choice = f"{stem}.{GRID}"
             candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
@@ -209,6 +210,17 @@ def grid_of(sweep: SweepConfig, where: str) -> dict[str, dict[str, Any]]:
         require(suffix not in grid, f"{where}.grid: two of its runs would be called {suffix}")
         grid[suffix] = values
     return grid
+
+
+def check_no_sections(grid: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Raise ConfigError where a grid lists sections: a choice among them cannot be put into a config made of others."""
+    for values in grid.values():
+        for key, value in values.items():
+            require(
+                not isinstance(value, Mapping),
+                f"{where}.{key} lists {value!r}, a section, which a grid with held_out cannot choose\n"
+                f"  expected values of its fields: {where}.{key}.FIELD=[…]",
+            )
 
 
 def short_names(keys: list[str]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jobs.__main__ import main
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import Task
 from jobs.reevaluation import with_new_evaluations
+from jobs.session import names_of_stages
 from jobs.stages import any_weights, evaluate
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
@@ -323,9 +325,9 @@ def test_weights_that_take_other_pixels_are_refused(
 # ------------------------------------------------------------------------------------------------ finished stages
 
 
-def finished(recipe: Path) -> campaign.Campaign:
+def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     """The recipe's pretraining, its folder as a finished stage leaves it, without the training."""
-    loaded = campaign.load(recipe, [])
+    loaded = campaign.load(recipe, list(overrides))
     stage = loaded.stage("pretrain")
     folder = loaded.directory(stage)
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
@@ -355,6 +357,54 @@ def test_a_finished_stage_is_judged_on_another_set_without_training(recipe: Path
     assert len(with_new_evaluations(campaign.load(recipe, ["pretrain.steps=25", *asked])).stages) == 1, "not finished"
     without = campaign.load(recipe, ["pretrain.data.evaluate=null"])
     assert len(with_new_evaluations(without).stages) == 1, "nothing is asked"
+
+
+def test_a_finished_stage_is_judged_again_where_its_set_has_changed_and_not_where_its_path_has(
+    recipe: Path, shards: Path, tmp_path: Path
+) -> None:
+    text = recipe.read_text().partition("resize:")[0]
+    copied = tmp_path / "copied"
+    shutil.copytree(shards / "test", copied)
+    packed = "testshards: {kind: pack, sets: {test: {source: digits, split: test, image_size: 32}}}\n"
+    recipe.write_text(text + packed)
+    outside = [f"pretrain.data.evaluate={copied}"]
+    inside = ["pretrain.data.evaluate=@testshards/test"]
+    judged = ["testshards", "pretrain", "pretrain-evaluate"]
+
+    loaded = finished(recipe, outside)
+    same = [f"pretrain.data.evaluate={tmp_path}/./copied"]
+    assert "pretrain-evaluate" not in names_of(recipe, same), "the same content, called otherwise"
+    shutil.rmtree(copied)
+    shutil.copytree(shards / "train", copied)
+    assert "pretrain-evaluate" in names_of(recipe, outside), "another set at the same path"
+    # A record of before contents were recorded knows the path alone.
+    record_path = loaded.directory(loaded.stage("pretrain")) / "stage.json"
+    record = handover.read_record(record_path).values
+    handover.write_record(record_path, {field: value for field, value in record.items() if field != "judged_on"})
+    assert "pretrain-evaluate" not in names_of(recipe, outside) and "pretrain-evaluate" in names_of(recipe, same)
+    shutil.rmtree(copied)
+    handover.write_record(record_path, record)
+    assert "pretrain-evaluate" not in names_of(recipe, outside), "a set that is gone is no other set"
+
+    finished(recipe, inside)
+    assert sorted(names_of(recipe, inside)) == sorted(judged[:2])
+    edited = names_of(recipe, [*inside, "testshards.sets.test.keep=[0,1]"])
+    assert sorted(edited) == sorted(judged), "the stage that packs its set was edited"
+
+
+def names_of(recipe: Path, overrides: list[str]) -> list[str]:
+    return [stage.name for stage in with_new_evaluations(campaign.load(recipe, overrides)).stages]
+
+
+def test_a_sweep_alone_is_run_with_what_judges_its_runs_anew(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().partition("resize:")[0] + "  sweep: {seeds: [0, 1]}\n")
+    loaded = campaign.load(recipe, [])
+    run = loaded.stage("pretrain.seed-1")
+    anew = replace(run, name="pretrain.seed-1-probe", source="pretrain.seed-1-probe", judges=run.name)
+    extended = replace(loaded, stages=(*loaded.stages, anew))
+    runs = ["pretrain.seed-0", "pretrain.seed-1", "pretrain"]
+    assert names_of_stages(extended, "pretrain") == [*runs, anew.name]
+    assert names_of_stages(extended, run.name) == [run.name, anew.name]
 
 
 @pytest.mark.slow

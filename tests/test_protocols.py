@@ -22,9 +22,10 @@ from data.shards.index import Index, Shard
 from data.shards.packing import pack
 from data.shards.sources import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
+from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.evaluation.feature_store import FeatureStore, collect
-from pipeline.evaluation.probe import fit, fit_all
-from pipeline.evaluation.protocols import FewShotConfig, Judged, few_shot, judge, protocols_of
+from pipeline.evaluation.probe import fit, fit_all, linear_probe
+from pipeline.evaluation.protocols import FewShotConfig, Judged, few_shot, few_shot_metrics, judge, protocols_of
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 CPU = torch.device("cpu")
@@ -162,11 +163,30 @@ def test_few_shot_from_a_store_is_the_originals(tmp_path: Path) -> None:
     assert rows
     for row in rows:
         cfg = FewShotConfig((int(row["shots"]),), (int(row["seed"]),))
-        judged = few_shot(train, test, cfg, no_beat)
+        judged = few_shot(train, test, test.labels, cfg, no_beat)
         name = f"{cfg.shots[0]}shot"
         assert judged.right[name][0].mean() == pytest.approx(row["acc_original"], abs=1e-7)
         expected = golden[f"idx_seed{cfg.seeds[0]}_shots{cfg.shots[0]}"]
         assert sorted(judged.shots[name][str(cfg.seeds[0])]) == sorted(expected)
+
+
+def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_any(sets, tmp_path: Path) -> None:
+    train, _, arrays = sets
+    # The true label comes second in every other sample, behind one that is wrong.
+    true = arrays["test_labels"]
+    labels = np.stack([true, np.full_like(true, -1)], axis=1)
+    labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
+    test = store_of(arrays["test"], labels, tmp_path)
+    options = FewShotConfig((10,), (0,))
+    (protocol,) = protocols_of(("fewshot",), {"fewshot": options}, {})
+    of_any = judge(protocol, train, test, CPU, no_beat).right["10shot"][0]
+    metrics = few_shot_metrics(train, test, ProbeConfig(None, None, shots=(10,), seeds=(0,)), no_beat)
+    shares = []
+    for place in (0, 1):
+        rows = (arrays["train"], arrays["train_labels"], arrays["test"], labels[:, place])
+        shares.append(linear_probe(*rows, shots=10, seed=0))
+    assert metrics["10shot"] == metrics["10shot-seed-0"] == pytest.approx(shares[0], abs=1e-9)
+    assert of_any.mean() == pytest.approx(shares[0] + shares[1], abs=1e-9) and shares[1] > 0.3
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -16,15 +16,17 @@ import pytest
 from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
-from jobs import campaign, choices, stage_run
+from jobs import campaign, choices, session, stage_run
 from jobs.__main__ import main
 from jobs.carried_recipe import carried
+from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.resolved_recipe import Campaign
 from jobs.stages import sweep
 from jobs.supervisor import StageFailed
 from jobs.sweeps import Written, expand
 from pipeline import handover
+from pipeline.evaluation import beside
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT.parent / "shared" / "images"
@@ -187,6 +189,10 @@ def test_a_sweep_that_means_nothing_is_refused(varies, message):
             "that is the table of a sweep\n  expected one of its runs: @finetune.seed-0, @fin",
         ),
         (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, which a grid with held_out"),
+        (
+            ["finetune.sweep.grid={data: {augment: [{min_area: 0.5}, {min_area: 0.7}]}}"],
+            "finetune.sweep.grid.data.augment lists {'min_area': 0.5}, a section",
+        ),
         (["fine={kind: finetune, sweep: {seeds: [0]}}", "fine.seed-0={}"], "seed-0"),
     ],
 )
@@ -368,6 +374,24 @@ def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
     assert said[1].split() == ["optim.lr=0.01", "50.00", "[25.00,", "62.50]", "the", "best"]
     assert said[2].split() == ["optim.lr=0.1", "12.50"]
     assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == [0.25, 0.625]
+
+
+def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a_set(protocol):
+    loaded = campaign.load(protocol, [])
+    metrics = {"accuracy": 0.5, "seedlings top-1": 0.25, "seed-bank 5shot": 0.75, "seed-bank 5shot-seed-10": 0.125}
+    shown = ["accuracy", "seedlings top-1", "seed-bank 5shot"]
+    entry = {"top-1": {"value": 0.25, "low": 0.125, "high": 0.375}}
+    for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
+        folder = finish(loaded, name, 0.5, metrics=metrics)
+        results = [{"set": {"name": "seedlings"}, "values": entry}, {"set": {"name": "rest"}, "values": {}}]
+        (folder / "evaluation.json").write_text(json.dumps({"results": results}))
+    document, said = make_table(loaded, "finetune.grid")
+    assert list(document["rows"]["optim.lr=0.01"]) == list(document["runs"][0]["metrics"]) == shown
+    assert "25.00 [12.50, 37.50]" in said[1]
+    assert session.result_text({"metrics": metrics}) == "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%"
+    line = status.done_line({"seconds": 1.0, "metrics": metrics})
+    assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
+    assert beside.evaluation_line(3, metrics) == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
 def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):

@@ -20,6 +20,7 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import MANIFEST, Manifest, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
+from pipeline.evaluation.beside import is_of_one_seed
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import Record
 from pipeline.train import export
@@ -107,7 +108,7 @@ def list_line(folder: Path, evaluation: Record) -> str:
     )
     for name, value in evaluation.items():
         is_score = isinstance(value, float) and name not in ("time", "seconds")
-        if is_score and "seed" not in name:
+        if is_score and not is_of_one_seed(name):
             line += f"  {name} {value:.4f}"
     return line
 

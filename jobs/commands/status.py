@@ -125,7 +125,7 @@ def done_line(outcome: Outcome) -> str:
     if "summary" in outcome:
         line += f"  {outcome['summary']}"
     for name, value in outcome.get("metrics", {}).items():
-        if "seed" not in name:  # the mean stands for what each seed gave
+        if not beside.is_of_one_seed(name):  # the mean stands for what each seed gave
             line += f"  {name} {value:.4f}"
     return line
 

@@ -11,6 +11,7 @@ As long as one of the middle two is there the checkpoint stays, and the evaluati
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ SPARE_FILE = "spare"
 FOLDER = "evaluations"  # of a stage
 ASKED = ".asked"
 IN_LOOP = ".loop"
+OF_ONE_SEED = re.compile(r"-seed-\d+$")
 
 
 class Answer(TypedDict):
@@ -87,9 +89,14 @@ def metrics_of(values: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, float)}
 
 
+def is_of_one_seed(name: str) -> bool:
+    """Tell whether a value is of a single draw of the shots, "5shot-seed-0"; people see the mean, "5shot"."""
+    return OF_ONE_SEED.search(name) is not None
+
+
 def evaluation_line(step: int, metrics: Mapping[str, float], remark: str = "") -> str:
     """Return the log line of an evaluation; metrics.jsonl has every seed of the few-shot probe, the line their mean."""
-    shown = [f"{name} {value:.4f}" for name, value in metrics.items() if "seed" not in name]
+    shown = [f"{name} {value:.4f}" for name, value in metrics.items() if not is_of_one_seed(name)]
     return f"evaluate step {step}  {'  '.join(shown)}{remark}"
 
 

@@ -114,7 +114,7 @@ def judge(
     options = protocol.fields["options"]
     if protocol.name == "fewshot":
         shots = FewShotConfig(tuple(options["shots"]), tuple(options["seeds"]), options["l2"])
-        return few_shot(train, test, shots, beat)
+        return few_shot(train, test, test.labels, shots, beat)
     if protocol.name == "linear":
         predicted = predictions_of(fit_all(train, options["l2"], beat), test, beat)
         return Judged({"linear": [right(predicted[:, None], test.labels)]})
@@ -136,8 +136,17 @@ def right(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return (predicted[:, :, None] == labels[:, None, :]).any((1, 2))
 
 
-def few_shot(train: FeatureStore, test: FeatureStore, cfg: FewShotConfig | ProbeConfig, beat: Beat) -> Judged:
-    """Fit the closed form to the shots of every seed; values are called 1shot, 5shot, … (big_vision fewshot_lsr.py)."""
+def few_shot(
+    train: FeatureStore,
+    test: FeatureStore,
+    expected: np.ndarray,
+    cfg: FewShotConfig | ProbeConfig,
+    beat: Beat,
+) -> Judged:
+    """Fit the closed form to the shots of every seed; values are called 1shot, 5shot, … (big_vision fewshot_lsr.py).
+
+    `expected` (N, L) are the labels of the test set of which a prediction must be one.
+    """
     judged = Judged({})
     rows = train.rows
     labels = train.first_labels
@@ -150,7 +159,7 @@ def few_shot(train: FeatureStore, test: FeatureStore, cfg: FewShotConfig | Probe
             fitted = fit(train.features(rows[picked]), torch.from_numpy(labels[picked]), cfg.l2)
             beat()
             predicted = predictions_of(fitted, test, beat)
-            judged.right[value].append(right(predicted[:, None], test.labels))
+            judged.right[value].append(right(predicted[:, None], expected))
             judged.shots[value][str(seed)] = rows[picked].tolist()
     return judged
 
@@ -167,12 +176,13 @@ def predictions_of(fitted: LinearMap, test: FeatureStore, beat: Beat) -> np.ndar
 def few_shot_metrics(train: FeatureStore, test: FeatureStore, cfg: ProbeConfig, beat: Beat) -> dict[str, float]:
     """Return {"10shot-seed-0": accuracy, …, "10shot": mean over seeds} (names of big_vision evaluators/fewshot_lsr.py).
 
-    Classes of the test set's first labels; raises ValueError where one of the sets has no sample that could be read.
+    A prediction is right where it is the test sample's first label, as it always was: curves go on as they began.
+    Raises ValueError where one of the sets has no sample that could be read.
     """
     if not len(train.rows) or not len(test.rows):
         raise ValueError(f"{len(train.rows)} samples to train, {len(test.rows)} to test: expected some of each")
     metrics: dict[str, float] = {}
-    for value, of_seeds in few_shot(train, test, cfg, beat).right.items():
+    for value, of_seeds in few_shot(train, test, test.first_labels[:, None], cfg, beat).right.items():
         scores = [float(is_right.mean()) for is_right in of_seeds]
         for seed, score in zip(cfg.seeds, scores, strict=True):
             metrics[f"{value}-seed-{seed}"] = score
