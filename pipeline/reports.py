@@ -108,13 +108,15 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         evaluate(worker, progress)
     except EvaluationStopped:
         if worker.rank == 0:
-            consequence = "it is left out" if worker.cfg.evaluate_on == "training" else "it is done later"
+            is_asked = asks_later(worker, progress.step)
+            consequence = "it is done later" if is_asked else "it is left out"
             worker.telemetry.say(f"evaluate step {progress.step}: stopped, {consequence}")
         return False
     except EvaluationFailed as error:
         report_failure(worker, progress, error, "training goes on without it")
-    # Once an attempt, by the first evaluation: whoever finds it dear can have it done elsewhere.
-    if worker.rank == 0 and not price.is_said and price.evaluated_s > seconds_before:
+    # Once an attempt, by its first evaluation behind a step: whoever finds it dear can have it done elsewhere.
+    has_trained = progress.step > price.first_step
+    if worker.rank == 0 and has_trained and not price.is_said and price.evaluated_s > seconds_before:
         price.is_said = True
         seconds = price.evaluated_s - seconds_before
         looks_for_spare = worker.cfg.evaluate_on == "spare"
@@ -133,11 +135,14 @@ def asks_beside(worker: Worker, step: int) -> bool:
     is_asked = [False]
     if worker.rank == 0:
         is_spare = (worker.job.attempt_folder / beside.SPARE_FILE).exists()
+        stage = Path(worker.job.directory)
         # A disk that refuses the question costs the loop an evaluation of its own, not the run.
         with suppress(OSError):
             # Where the workers judge it themselves and are killed meanwhile, the next attempt knows that it is due.
-            beside.put(Path(worker.job.directory), step, beside.ASKED if is_spare else beside.IN_LOOP)
+            beside.put(stage, step, beside.ASKED if is_spare else beside.IN_LOOP)
             is_asked = [is_spare]
+            # An attempt before may have asked for the other, and lost the step.
+            beside.take_away(stage, step, beside.IN_LOOP if is_spare else beside.ASKED)
     dist.broadcast_object_list(is_asked, src=0)
     return is_asked[0]
 
@@ -145,15 +150,64 @@ def asks_beside(worker: Worker, step: int) -> bool:
 def end_in_loop(worker: Worker, step: int) -> None:
     """Say that an evaluation in the loop has come to its end; rank 0 only."""
     if worker.rank == 0:
+        for suffix in (beside.IN_LOOP, beside.ASKED):
+            with suppress(OSError):
+                beside.take_away(Path(worker.job.directory), step, suffix)
+
+
+def asks_later(worker: Worker, step: int) -> bool:
+    """Leave word that a step is still to be evaluated; tell whether it is there. Rank 0 only."""
+    # In an object store there is nothing that the next attempt would look at.
+    if worker.job.remote is not None:
+        return False
+    try:
+        beside.put(Path(worker.job.directory), step, beside.IN_LOOP)
+    except OSError:
+        return False
+    return True
+
+
+def make_up_for_evaluation(worker: Worker, progress: Progress) -> bool:
+    """Collective: do what a stop has cut short, at the step that the attempt starts from; False where stopped again.
+
+    Nothing where somebody beside training does it. Where nobody does, what else was left is skipped, and said.
+    """
+    cfg = worker.cfg
+    if worker.job.remote is not None or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
+        return True
+    is_missing = [False]
+    if worker.rank == 0:
+        stage = Path(worker.job.directory)
+        is_before_the_end = cfg.evaluate_every > 0 and progress.step < worker.steps
         with suppress(OSError):
-            beside.take_away(Path(worker.job.directory), step, beside.IN_LOOP)
+            is_missing = [is_before_the_end and progress.step in beside.due(stage)]
+            skip_what_was_left(stage, progress.step, is_missing[0])
+        report_answers(worker)
+    dist.broadcast_object_list(is_missing, src=0)
+    if is_missing[0]:
+        if not evaluate_between(worker, progress):
+            return False
+        end_in_loop(worker, progress.step)
+    return True
+
+
+def skip_what_was_left(stage: Path, step: int, is_missing: bool) -> None:
+    """Answer all that is open that it is not judged, but for `step` where that is missing. Raises OSError."""
+    for open_step in sorted(beside.due(stage)):
+        if open_step == step and is_missing:
+            continue
+        # What lies ahead is taken, and evaluated, again.
+        if open_step <= step:
+            beside.skip(stage, open_step, "nothing is judged beside training any more")
+        for suffix in (beside.IN_LOOP, beside.ASKED):
+            beside.take_away(stage, open_step, suffix)
 
 
 def report_answers(worker: Worker) -> None:
     """Report what the worker beside training has judged since the last call, each under its step; rank 0 only."""
-    if worker.rank == 0 and worker.cfg.evaluate_on == "spare":
-        for answer in beside.taken_answers(Path(worker.job.directory)):
-            worker.telemetry.report(answer["kind"], answer["values"], answer["line"])
+    # Also where evaluate_on is training now: an attempt before may have left some.
+    if worker.rank == 0:
+        beside.report_answers(Path(worker.job.directory), worker.telemetry.report)
 
 
 def evaluate_at_the_end(worker: Worker, progress: Progress, remark: str = "") -> None:

@@ -7,7 +7,7 @@
    training: `evaluate_on: spare`), the end.
 5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size.
 
-What is trained is committed before it is evaluated: an evaluation that fails, or is killed, costs no step.
+A save that is due is committed before its step is evaluated: an evaluation that fails, or is killed, costs none of it.
 
 In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
 Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
@@ -38,7 +38,14 @@ from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
 from pipeline.optimization.schedule import learning_rate
-from pipeline.reports import asks_beside, end_in_loop, evaluate_at_the_end, evaluate_between, report_training
+from pipeline.reports import (
+    asks_beside,
+    end_in_loop,
+    evaluate_at_the_end,
+    evaluate_between,
+    make_up_for_evaluation,
+    report_training,
+)
 from pipeline.start import Job, Progress, Worker, micro_batches, set_up
 from pipeline.training_config import TrainConfig
 
@@ -87,6 +94,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
     window.clear()
     worker.since_line.clear()
     worker.loop_price.begin(progress.step)
+    if not make_up_for_evaluation(worker, progress):
+        raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
 
     while progress.step < worker.steps:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
@@ -147,7 +156,9 @@ def train(task: Mapping[str, Any]) -> StageResult:
         is_evaluated = cfg.evaluate_every > 0 and progress.step % cfg.evaluate_every == 0 and not is_last
         # A commit amid non-finite steps would pass for progress since the last time that the run went back.
         is_calm = health.skipped_in_a_row == 0
-        is_due = is_calm and (is_evaluated or progress.step % cfg.save_every == 0)
+        # Where somebody beside training may judge it, what is evaluated must be there to read.
+        is_wanted_beside = is_evaluated and cfg.evaluate_on == "spare"
+        is_due = is_calm and (is_wanted_beside or progress.step % cfg.save_every == 0)
         is_saved = is_due or is_last or stopping
         is_said = progress.step % cfg.log_every == 0 or is_last or stopping or progress.step == first_step
         # A commit implies its metrics: the record of its steps is written before the save begins.
@@ -160,7 +171,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         # Whoever judges it beside training waits for the commit; the steps do not.
         is_judged_beside = is_evaluated and is_saved and asks_beside(worker, progress.step)
         if is_evaluated and not is_judged_beside and not stopping:
-            # What is trained is committed first: an evaluation may fail.
+            # A save that is due is committed first: an evaluation may fail.
             if saver.in_flight:
                 finish_save(worker, progress)
             stopping = not evaluate_between(worker, progress)

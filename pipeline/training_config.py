@@ -123,8 +123,9 @@ class TrainConfig:
     compile: bool = False  # torch.compile, block by block
     deepspeed: str | None = None  # path of a ds_config.json of yours; it may tune how data moves, nothing else
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
-    evaluate_every: int = 0  # steps between evaluations, each of which is committed first; 0: only at the end
-    # in between: the workers that train, who stop for it; or a spare one beside them (docs/cluster.md)
+    evaluate_every: int = 0  # steps between evaluations; 0: only at the end
+    # in between: the workers that train, who stop for it; or a spare one beside them (docs/cluster.md), for which every
+    # such step is a checkpoint, and counts for keep
     evaluate_on: Literal["training", "spare"] = "training"
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
     log_every: int = 50  # steps between log lines

@@ -340,6 +340,8 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
 
     assert finish(run, *options) == 0, said(run)
     assert_same(run, twin)
+    evaluated = [record["step"] for record in read_metrics(stage(run), "evaluate")]
+    assert evaluated == list(range(stopped, 41, 8)), "also the one that was stopped, and each once"
     (record,) = [record for record in read_metrics(stage(run), "evaluate") if record["step"] == 40]
     assert record["judged"] == load_index(training_set(run)).samples
     assert step_losses(stage(run)) == {step: losses[:1] for step, losses in step_losses(stage(twin)).items()}

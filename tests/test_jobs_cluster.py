@@ -243,6 +243,19 @@ def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path
     assert not recent.any(), "what is older than the window is forgotten"
 
 
+def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
+    previous = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "STATUS", tmp_path / "absent")
+            assert processes.current_umask() == processes.current_umask() == 0o027
+        with monkeypatch.context() as patched:
+            patched.setattr(processes.os, "umask", None)  # a thread beside would read what it is set to meanwhile
+            assert processes.current_umask() == 0o027
+    finally:
+        os.umask(previous)
+
+
 def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
     from ray.exceptions import OutOfMemoryError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,10 +18,14 @@ from data.shards.index import load_index
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
 from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
+from jobs.commands import checkpoints
+from pipeline import reports
+from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import beside
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.evaluation.evaluate import EvaluationStopped
+from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
 from tests.test_checkpoint_runs import assert_same, finish, said, stage, start, step_losses
@@ -79,8 +84,9 @@ def test_what_is_judged_beside_training_is_what_the_loop_would_have_judged(loop,
     assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
     assert "beside training, on " in log and "evaluated in the loop" not in log
     assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its price, once"
-    for folder in (run, loop):
-        assert {step_of(path) for path in committed(stage(folder) / "checkpoints")} >= {16, 32}, "committed first"
+    kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
+    assert kept[run] >= {16, 32}, "committed first"
+    assert kept[loop] == {30, 35, 40}, "an evaluation by the workers themselves is no reason to save"
 
 
 @pytest.mark.slow
@@ -189,7 +195,8 @@ class Stage:
     def __init__(self, folder: Path, places: Scripted) -> None:
         self.folder = folder
         self.said: list[str] = []
-        context: Any = SimpleNamespace(directory=folder, run=folder, say=self.said.append, tick=lambda *args: None)
+        no = lambda *args: None  # noqa: E731
+        context: Any = SimpleNamespace(directory=folder, run=folder, say=self.said.append, tick=no, stopping=no)
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
         self.evaluations = Evaluations(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
@@ -202,7 +209,14 @@ class Stage:
             beside.put(self.folder, step, suffix)
 
     def answers(self) -> dict[int, str]:
-        return {int(answer["values"]["step"]): answer["kind"] for answer in beside.taken_answers(self.folder)}
+        kinds = {}
+
+        def report(kind: str, values: Any, line: str) -> bool:
+            kinds[values["step"]] = kind
+            return True
+
+        beside.report_answers(self.folder, report)
+        return kinds
 
 
 def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp_path) -> None:
@@ -275,7 +289,167 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     assert [step_of(path) for path in removed] == [20]
 
 
+def test_nor_does_the_command_prune_it(tmp_path, monkeypatch) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10, 20, 30, 40)
+    beside.take_away(tmp_path, 20, beside.ASKED)
+    monkeypatch.setattr(checkpoint, "verify", lambda folder: None)
+    assert list(checkpoints.prune(tmp_path, 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
+
+
+def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
+    made.commit(10, 20, 30, 40, 50)
+    for step in (30, 40, 50):
+        beside.take_away(tmp_path, step, beside.ASKED)
+    made.evaluations.finish()
+    assert made.places.judged == [10, 10, 20]
+    assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
+    assert [record["step"] for record in read_metrics(tmp_path, "evaluate")] == [10, 20]
+    assert list((tmp_path / beside.FOLDER).iterdir()) == []
+
+
+def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10)
+    made.evaluations.has_ended.set()
+    made.evaluations.judge(10)
+    assert [path.name for path in (tmp_path / beside.FOLDER).iterdir()] == ["step-0000000010.asked"]
+
+
+def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("jobs.beside.evaluations.END_S", 0.01)
+    made = Stage(tmp_path, Scripted())
+    asked = threading.Event()
+    has_answer = threading.Event()
+
+    def slow_head() -> bool:
+        asked.set()
+        return has_answer.wait(10)
+
+    monkeypatch.setattr(made.places, "are_free", slow_head)
+    with made.evaluations:
+        assert asked.wait(10)
+        made.evaluations.end()
+    first = made.evaluations.thread
+    with made.evaluations:
+        assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
+        has_answer.set()
+        first.join(10)
+        assert not first.is_alive(), "the next attempt has not taken back what it was told"
+        assert not (made.attempt / beside.SPARE_FILE).exists(), "nobody is there who would judge"
+    made.commit(10)
+    made.evaluations.finish()
+    assert made.places.judged == [10], "by a thread of its own"
+
+
+def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypatch) -> None:
+    made = Stage(tmp_path, Scripted())
+    beside.put(tmp_path, 10, beside.ASKED)
+    beside.skip(tmp_path, 10, "no reason")
+    beside.report_answers(tmp_path, lambda kind, values, line: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Telemetry, "_append", lambda *args: False)
+        made.evaluations.report_answers()
+    assert "refused the records of evaluations" in made.said[-1] and "step-0000000010.json" in made.said[-1]
+    made.evaluations.report_answers()
+    assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
+    assert beside.answers(tmp_path) == []
+
+
+# ------------------------------------------------------------------------ rank 0 alone
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch) -> Any:
+    """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
+    monkeypatch.setattr(reports.dist, "broadcast_object_list", lambda values, src: None)
+    said: list[str] = []
+
+    def report(kind: str, values: Any, line: str) -> bool:
+        said.append(line)
+        return True
+
+    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, remote=None)
+    telemetry = SimpleNamespace(say=said.append, report=report)
+    cfg = TrainConfig(steps=100, evaluate_every=10)
+    price = beside.LoopPrice(is_said=True)
+    return SimpleNamespace(rank=0, job=job, cfg=cfg, telemetry=telemetry, steps=100, loop_price=price, said=said)
+
+
+def stop(*args: Any) -> None:
+    raise EvaluationStopped("stopped")
+
+
+@pytest.mark.parametrize("evaluate_on", ["training", "spare"])
+def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_it(
+    evaluate_on, alone, tmp_path, monkeypatch
+) -> None:
+    alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on)
+    progress: Any = SimpleNamespace(step=10)
+    monkeypatch.setattr(reports, "evaluate", stop)
+    alone.job.remote = "s3://bucket/run"
+    assert not reports.evaluate_between(alone, progress)
+    assert alone.said == ["evaluate step 10: stopped, it is left out"] and not beside.due(tmp_path)
+    alone.job.remote = None
+    assert not reports.evaluate_between(alone, progress)
+    assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and beside.due(tmp_path) == {10}
+
+
+def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(
+    alone, tmp_path, monkeypatch
+) -> None:
+    """evaluate_on was spare, and is training now."""
+    for step in (5, 20):
+        beside.put(tmp_path, step, beside.ASKED)
+    beside.put(tmp_path, 10, beside.IN_LOOP)
+    evaluated = []
+    monkeypatch.setattr(reports, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    progress: Any = SimpleNamespace(step=10)
+    for _ in range(2):
+        assert reports.make_up_for_evaluation(alone, progress)
+    assert evaluated == [10] and not beside.due(tmp_path)
+    assert alone.said == ["evaluate step 5 SKIPPED: nothing is judged beside training any more"], "20 is taken again"
+    beside.put(tmp_path, 10, beside.IN_LOOP)
+    monkeypatch.setattr(reports, "evaluate", stop)
+    assert not reports.make_up_for_evaluation(alone, progress) and beside.due(tmp_path) == {10}
+
+
+def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
+    alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
+    beside.put(tmp_path, 10, beside.ASKED)
+    assert not reports.asks_beside(alone, 10) and beside.asked(tmp_path) == []
+    beside.put(tmp_path, 10, beside.ASKED)
+    reports.end_in_loop(alone, 10)
+    assert not beside.due(tmp_path)
+    (tmp_path / beside.SPARE_FILE).touch()
+    beside.put(tmp_path, 10, beside.IN_LOOP)
+    assert reports.asks_beside(alone, 10) and not beside.asked(tmp_path, beside.IN_LOOP)
+
+
 # ------------------------------------------------------------------------ on Ray
+
+
+def test_after_training_the_places_go_to_whoever_comes_first(monkeypatch) -> None:
+    from jobs.beside import ray_places
+
+    world = {"held": True, "must": False, "waiting": False}
+    monkeypatch.setattr(ray_places.placement, "held", lambda cluster: "places" if world["held"] else None)
+    monkeypatch.setattr(ray_places.placement, "is_room_to_borrow", lambda share: True)
+    monkeypatch.setattr(ray_places.queue, "is_anybody_waiting", lambda: world["waiting"])
+    monkeypatch.setattr(ray_places.queue, "leave", lambda: world.update(held=False, must=False))
+    monkeypatch.setattr(ray_places, "must_make_way", lambda: world["must"])
+    places = ray_places.RayPlaces(ClusterConfig(workers=1), "test")
+    places.training_has_ended()
+    assert places.are_free() and not places.are_wanted()
+    world.update(must=True, waiting=True)
+    places.next_look = 0.0
+    assert places.are_wanted(), "the evaluation that runs is ended"
+    assert not places.are_free() and not world["held"], "all is given back, and who comes first waits for it"
+    world["waiting"] = False
+    assert places.are_free(), "a borrowed one"
 
 
 @pytest.mark.slow

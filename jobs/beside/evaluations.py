@@ -28,6 +28,7 @@ from jobs.cluster.failures import is_stopped_by_signal, worker_failure
 from jobs.cluster.worker_files import records
 from jobs.cluster.worker_group import ClusterConfig, Task, WorkerGroupError
 from jobs.context import Context
+from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import beside
 from pipeline.judge import Judged, judge
@@ -79,10 +80,7 @@ class Evaluations:
         # A disk that refuses costs that evaluation, not the attempt.
         with suppress(OSError):
             beside.ask_what_was_left(self.stage)
-        self.has_ended.clear()
-        # A daemon, because the driver may end while it waits for an answer of Ray's head.
-        self.thread = threading.Thread(target=self.watch, name="evaluations", daemon=True)
-        self.thread.start()
+        self.start_thread()
         return self
 
     def __exit__(
@@ -91,6 +89,16 @@ class Evaluations:
         # After a good end the evaluation goes on: `finish` waits for it.
         if kind is not None:
             self.end()
+
+    def start_thread(self) -> None:
+        """Start a thread, unless one lives: that of an attempt before may still wait for an answer of Ray's head."""
+        if self.thread.is_alive():
+            return
+        # One of its own: what has told a thread to end is never taken back.
+        self.has_ended = threading.Event()
+        # A daemon, because the driver may end while it waits for an answer of Ray's head.
+        self.thread = threading.Thread(target=self.watch, args=(self.has_ended,), name="evaluations", daemon=True)
+        self.thread.start()
 
     def end(self) -> None:
         """End the evaluation that runs, and return when its place is given back."""
@@ -106,7 +114,8 @@ class Evaluations:
         began = time.monotonic()
         next_word = began
         try:
-            while self.thread.is_alive():
+            while self.thread.is_alive() or beside.asked(self.stage):
+                self.start_thread()
                 if self.context.stopping():
                     left = listed(beside.asked(self.stage))
                     raise Preempted(
@@ -122,24 +131,33 @@ class Evaluations:
         finally:
             self.end()
             self.report_answers()
+        self.delete_old()
 
     def report_answers(self) -> None:
         """Report what rank 0 could not any more."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
-        telemetry = None
-        for answer in beside.taken_answers(self.stage):
-            if telemetry is None:
-                telemetry = Telemetry(self.stage, 0, attempt)
-            telemetry.report(answer["kind"], answer["values"], answer["line"])
-        if telemetry is not None:
+        if beside.answers(self.stage):
+            telemetry = Telemetry(self.stage, 0, attempt)
+            beside.report_answers(self.stage, telemetry.report)
             telemetry.close()
+        left = [path.name for path in beside.answers(self.stage)]
+        if left:
+            folder = self.stage / beside.FOLDER
+            self.context.say(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
         self.context.tick(self.attempt_folder, attempt)
+
+    def delete_old(self) -> None:
+        """Delete the checkpoints that stayed beyond `keep` because they were to be judged."""
+        try:
+            prune(self.stage / "checkpoints", self.cfg.keep, self.cfg.keep_every, beside.due(self.stage))
+        except OSError as error:
+            self.context.say(f"old checkpoints stay: {error}")
 
     # -------------------------------------------------------------------- the thread
 
-    def watch(self) -> None:
+    def watch(self, has_ended: threading.Event) -> None:
         """Look every second, until the attempt has ended or, after training, nothing is asked for any more."""
-        while not self.has_ended.is_set():
+        while not has_ended.is_set():
             try:
                 self.look()
                 if self.training_has_ended and not beside.asked(self.stage):
@@ -147,7 +165,7 @@ class Evaluations:
             except Exception as error:
                 # The head may be away, or the disk be full: the next look tries again.
                 self.tell(f"no evaluation beside training for now: {type(error).__name__}: {error}")
-            self.has_ended.wait(POLL_S if self.training_has_ended else LOOK_S)
+            has_ended.wait(POLL_S if self.training_has_ended else LOOK_S)
 
     def tell(self, trouble: str) -> None:
         """Say what is wrong, the same thing once."""
@@ -158,6 +176,9 @@ class Evaluations:
     def look(self) -> None:
         """Say whether a place is free, and have the next step judged where one is."""
         is_free = self.places.are_free()
+        # The answer may have taken so long that another attempt runs: its workers must not ask this thread.
+        if self.has_ended.is_set():
+            return
         self.show(is_free and not self.is_given_up)
         waiting = self.waiting(at_most=2)
         # What was asked for before it was given up has its tries when training has ended.
@@ -182,16 +203,10 @@ class Evaluations:
             if step in steps and step != self.running:
                 waiting.append(step)
             elif step < newest and step not in steps:
-                self.skip(step, "its checkpoint is not there")
+                beside.skip(self.stage, step, "its checkpoint is not there")
         for step in waiting[:-at_most]:
-            self.skip(step, f"step {waiting[-1]} was committed before a spare worker could judge it")
+            beside.skip(self.stage, step, f"step {waiting[-1]} was committed before a spare worker could judge it")
         return waiting[-at_most:]
-
-    def skip(self, step: int, reason: str) -> None:
-        """Answer that a step is not judged."""
-        line = f"evaluate step {step} SKIPPED: {reason}"
-        values: dict[str, float | int | str] = {"step": step, "reason": reason}
-        beside.answer(self.stage, step, {"kind": "evaluate_skipped", "values": values, "line": line})
 
     # -------------------------------------------------------------------- one evaluation
 
@@ -212,11 +227,12 @@ class Evaluations:
         try:
             judged = cast(Judged, self.places.run(judge_beside, task, folder, on_tick))
             self.answer(step, judged)
-            # Of one that went well the record and the log say nothing more.
+            # Of one that did not fail the record and the log say nothing more.
             shutil.rmtree(folder, ignore_errors=True)
         except Ended:
-            return
+            shutil.rmtree(folder, ignore_errors=True)
         except NoPlace as reason:
+            shutil.rmtree(folder, ignore_errors=True)
             self.context.say(f"evaluate step {step}: put off, {reason}; tried again where a place is free")
         except WorkerGroupError as error:
             self.judge_failure(step, error)

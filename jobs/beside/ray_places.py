@@ -5,7 +5,8 @@
 3. While it works, somebody may come to want the place; also this run, for a larger worker group. Then the actor is
    killed and the place given back.
 
-When training has ended its places are kept for the next stage; until then an evaluation may have one of them.
+When training has ended its places are kept for the next stage; until then an evaluation may have one of them. Where a
+campaign that comes first wants them, all are given back, and the evaluation goes on with a borrowed one.
 """
 
 import time
@@ -22,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from jobs.beside.places import NoPlace
 from jobs.cluster import placement, queue, room
 from jobs.cluster.failures import group_failure
+from jobs.cluster.ray_backend import must_make_way
 from jobs.cluster.worker_group import (
     ClusterConfig,
     RankInfo,
@@ -51,15 +53,20 @@ class RayPlaces:
     def are_free(self) -> bool:
         """Tell whether there is a place that nobody wants."""
         if self.has_training_ended and placement.held(self.cluster) is not None:
-            return True
+            if not must_make_way():
+                return True
+            # Nobody who comes first waits for an evaluation: the rest is judged where others leave room.
+            queue.leave()
         return not queue.is_anybody_waiting() and placement.is_room_to_borrow(self.share)
 
     def are_wanted(self) -> bool:
         """Tell whether somebody waits for the place that is used; asked of Ray once a second."""
-        # What training has left is kept for the next stage anyway.
-        if not self.is_borrowed or time.monotonic() < self.next_look:
+        if time.monotonic() < self.next_look:
             return False
         self.next_look = time.monotonic() + LOOK_S
+        # What training has left is kept for the next stage anyway, unless this campaign is to make way.
+        if not self.is_borrowed:
+            return must_make_way()
         return queue.is_anybody_waiting() or placement.is_anything_asked_for()
 
     def training_has_ended(self) -> None:

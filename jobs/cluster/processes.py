@@ -45,6 +45,9 @@ OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a larg
 PRELOAD = ["jobs.stages.fewshot", "jobs.cluster.preload"]
 # Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STATUS = Path("/proc/self/status")  # Linux
+
+_umask_lock = threading.Lock()
 
 
 def run_worker_group(
@@ -123,8 +126,7 @@ def _make_workers(
     context = _process_context(cluster)
     # The fork server keeps the environment and the umask of its own start; credentials may have come since.
     environment = {**os.environ, **cluster.environment, **meeting_place(LOOPBACK, port)}
-    umask = os.umask(0)  # can only be read by setting it
-    os.umask(umask)
+    umask = current_umask()
     workers = []
     for rank in range(cluster.world):
         info = RankInfo(
@@ -140,6 +142,19 @@ def _make_workers(
         process = context.Process(target=_worker, args=(function, task, folder, environment, umask, info))  # type: ignore[attr-defined]
         workers.append(process)
     return workers
+
+
+def current_umask() -> int:
+    """Return this process's umask. Several threads may ask."""
+    with suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    # Elsewhere it can only be read by setting it: of two threads at a time one would read the other's 0.
+    with _umask_lock:
+        umask = os.umask(0)
+        os.umask(umask)
+    return umask
 
 
 def _process_context(cluster: ClusterConfig) -> BaseContext:

@@ -297,6 +297,14 @@ def wait_again() -> None:
             write(dataclasses.replace(own, places=""))
 
 
+def leave() -> None:
+    """Give back the places of this campaign, which wants none for now; when it does, it is as old as it was."""
+    placement.release()
+    # With a stale entry it would only be asked to make way once more.
+    with suppress(Exception):
+        delete(ENTRIES, own_job())
+
+
 def own_job() -> str:
     """Return Ray's id of this driver. For the main thread: without a connection Ray would start a cluster to answer."""
     return ray.get_runtime_context().get_job_id()

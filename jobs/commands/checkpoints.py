@@ -20,7 +20,7 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import MANIFEST, Manifest, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
-from pipeline.evaluation.beside import is_of_one_seed
+from pipeline.evaluation import beside
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import Record
 from pipeline.train import export
@@ -108,7 +108,7 @@ def list_line(folder: Path, evaluation: Record) -> str:
     )
     for name, value in evaluation.items():
         is_score = isinstance(value, float) and name not in ("time", "seconds")
-        if is_score and not is_of_one_seed(name):
+        if is_score and not beside.is_of_one_seed(name):
             line += f"  {name} {value:.4f}"
     return line
 
@@ -241,7 +241,7 @@ def check_keep(keep: int) -> None:
 
 
 def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:
-    """Delete all but the newest `keep` of every stage and the multiples of `keep_every`.
+    """Delete all but the newest `keep` of every stage, the multiples of `keep_every`, and those that are to be judged.
 
     Raises UsageError for fewer than 2, CheckpointError where one that is to stay is bad; nothing is deleted then.
     """
@@ -252,5 +252,5 @@ def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:
         for folder in committed(stage / "checkpoints")[:keep]:
             checkpoint.verify(folder)
     for stage in stages:
-        for folder in checkpoint.prune(stage / "checkpoints", keep, keep_every):
+        for folder in checkpoint.prune(stage / "checkpoints", keep, keep_every, beside.due(stage)):
             yield f"{stage.name}: {folder.name} deleted"

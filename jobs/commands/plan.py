@@ -197,8 +197,9 @@ def passes_text(images: int, samples: int | None, all_there: bool) -> str:
 
 def judge_line(cfg: TrainConfig) -> str:
     """Say when the stage is evaluated, and by whom."""
-    line = f"every {cfg.evaluate_every:,} steps, each committed first, "
+    line = f"every {cfg.evaluate_every:,} steps, "
     if cfg.evaluate_on == "spare":
+        line += "each committed first, "
         return line + "on a worker beside training where one is spare, else by the workers; the last by the workers"
     return line + "by the workers, who stop for it (evaluate_on=spare: beside them)"
 

@@ -13,7 +13,7 @@ As long as one of the middle two is there the checkpoint stays, and the evaluati
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,13 +75,25 @@ def answer(stage: Path, step: int, content: Answer) -> None:
     take_away(stage, step, ASKED)
 
 
-def taken_answers(stage: Path) -> Iterator[Answer]:
-    """Iterate the answers that are there; each is gone once it has been dealt with."""
-    for path in sorted((stage / FOLDER).glob("step-*.json")):
+def skip(stage: Path, step: int, reason: str) -> None:
+    """Answer that a step is not judged. Raises OSError."""
+    line = f"evaluate step {step} SKIPPED: {reason}"
+    answer(stage, step, {"kind": "evaluate_skipped", "values": {"step": step, "reason": reason}, "line": line})
+
+
+def answers(stage: Path) -> list[Path]:
+    """Return the files of the answers that nobody has reported yet, the oldest step first."""
+    return sorted((stage / FOLDER).glob("step-*.json"))
+
+
+def report_answers(stage: Path, report: Callable[[str, Mapping[str, object], str], bool]) -> None:
+    """Report each answer by its kind, values and line; one whose record the disk refuses stays for the next call."""
+    for path in answers(stage):
         # A shared folder that stutters: the next look has it.
         with suppress(OSError):
-            yield json.loads(path.read_text())
-            path.unlink()
+            content: Answer = json.loads(path.read_text())
+            if report(content["kind"], content["values"], content["line"]):
+                path.unlink()
 
 
 def metrics_of(values: Mapping[str, object]) -> dict[str, float]:
