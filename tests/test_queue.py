@@ -208,6 +208,18 @@ def test_nobody_makes_way_for_a_driver_that_has_its_places(fake_ray) -> None:
     assert not queue.reason_to_make_way("job-a")
 
 
+def test_who_leaves_has_nothing_in_the_queue_and_nobody_waits_for_its_places(fake_ray, monkeypatch) -> None:
+    released = []
+    monkeypatch.setattr(placement, "release", lambda: released.append(True))
+    fake_ray.runs("m", 0, 10, {"n1": 1})
+    queue.write(entry("b", 5, 20, 1))
+    queue.put(queue.MARKS, "job-m", "job-b")
+    assert queue.reason_to_make_way("job-m")
+    queue.leave()
+    assert released and runs(queue.read().entries) == "b", "or it would wait for itself"
+    assert not queue.reason_to_make_way("job-m")
+
+
 def test_what_is_free_on_a_node_that_is_about_to_leave_is_no_room(fake_ray) -> None:
     fake_ray.runs("a", 0, 10, {"n2": 2})
     fake_ray.free = {"n1": {"CPU": 2.0}, "n2": {"CPU": 0.0}}
