@@ -103,7 +103,8 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         raise Diverged(diverged_text(context, diverged, chooses=cfg.chooses))
 
     means = means_of(results, cfg.groups) if not cfg.chooses else {}
-    lines = table(context.name, results, rows, means, cfg.best, best)
+    table = Table(context.name, results, rows, means, cfg.best, best)
+    lines = table.lines()
     for line in lines:
         context.say(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
@@ -119,7 +120,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     }
     handover.write_record(context.directory / DOCUMENT, record)
     return {
-        "summary": summary(context.name, results, rows, means, cfg.best, best),
+        "summary": table.summary(),
         "files": handover.digests(context.directory, [DOCUMENT]),
     }
 
@@ -250,42 +251,63 @@ def diverged_text(context: Context, diverged: Sequence[Result], *, chooses: bool
 # ------------------------------------------------------------------------------------------------ for people
 
 
-def table(
-    name: str,
-    results: Sequence[Result],
-    rows: Mapping[str, Row],
-    means: Mapping[str, Row],
-    best: str,
-    best_name: str | None,
-) -> list[str]:
-    """Return the table as lines: the metric that decides first, then the others."""
-    metrics = [best]
-    for row in (*rows.values(), *means.values()):
-        metrics += [metric for metric in row if metric not in metrics]
-    title = f"{name}, in %"
-    width = max(len(first) for first in (title, *rows, *means))
-    texts = [mean_text(value) for row in (*rows.values(), *means.values()) for value in row.values()]
-    column = max(16, *(len(text) + 3 for text in (*metrics, *texts)))
-    lines = [title.ljust(width) + "".join(f"{metric:>{column}}" for metric in metrics)]
-    for row_name, row in {**rows, **means}.items():
-        line = row_name.ljust(width)
-        for metric in metrics:
-            line += f"{mean_text(row[metric]) if metric in row else '-':>{column}}"
-        if row_name == best_name:
-            line += "   the best"
-        elif row_name in rows:
-            line += remark(results, row_name)
-        lines.append(line)
-    return lines
+@dataclass(frozen=True)
+class Table:
+    """What is shown of a sweep, in percent."""
 
+    name: str
+    results: Sequence[Result]
+    rows: Mapping[str, Row]
+    means: Mapping[str, Row]
+    metric: str  # that decides
+    best_row: str | None  # of a table that chooses
 
-def remark(results: Sequence[Result], row: str) -> str:
-    """Return what stands behind a row: that it has diverged, or the values that were chosen for it; or nothing."""
-    if any(result.diverged for result in results if result.row == row):
-        return "   diverged"
-    text = in_words(values_of(results, row))
-    # The rows of a grid are called by their values.
-    return f"   {text}" if text and text != row else ""
+    def lines(self) -> list[str]:
+        """Return the table as lines: the metric that decides first, then the others."""
+        all_rows = {**self.rows, **self.means}
+        metrics = [self.metric]
+        for row in all_rows.values():
+            metrics += [metric for metric in row if metric not in metrics]
+        title = f"{self.name}, in %"
+        width = max(len(first) for first in (title, *all_rows))
+        texts = [mean_text(value) for row in all_rows.values() for value in row.values()]
+        column = max(16, *(len(text) + 3 for text in (*metrics, *texts)))
+        lines = [title.ljust(width) + "".join(f"{metric:>{column}}" for metric in metrics)]
+        for row_name, row in all_rows.items():
+            line = row_name.ljust(width)
+            for metric in metrics:
+                line += f"{mean_text(row[metric]) if metric in row else '-':>{column}}"
+            if row_name == self.best_row:
+                line += "   the best"
+            elif row_name in self.rows:
+                text = self.remark(row_name)
+                line += f"   {text}" if text else ""
+            lines.append(line)
+        return lines
+
+    def summary(self) -> str:
+        """Return the table in one line, for `status` and the campaign's closing table."""
+        if self.best_row is not None:
+            best = mean_text(self.rows[self.best_row][self.metric])
+            return f"{self.best_row}: {self.metric} {best}, the best of {len(self.rows)}"
+        parts = []
+        for row_name, row in (self.means or self.rows).items():
+            part = mean_text(row[self.metric])
+            if row_name != self.name:
+                part = f"{row_name} {part}"
+            values = self.remark(row_name) if row_name in self.rows else ""
+            if values:
+                part += f" ({values})"
+            parts.append(part)
+        return f"{self.metric} {', '.join(parts)}"
+
+    def remark(self, row: str) -> str:
+        """Return what stands behind a row: that it has diverged, or the values that were chosen for it; or nothing."""
+        if any(result.diverged for result in self.results if result.row == row):
+            return "diverged"
+        text = in_words(values_of(self.results, row))
+        # The rows of a grid are called by their values.
+        return text if text != row else ""
 
 
 def mean_text(value: Mean) -> str:
@@ -295,22 +317,3 @@ def mean_text(value: Mean) -> str:
         low, high = value.interval
         return f"{text} [{100 * low:.2f}, {100 * high:.2f}]"
     return text if value.sd is None else f"{text} ± {100 * value.sd:.2f}"
-
-
-def summary(
-    name: str,
-    results: Sequence[Result],
-    rows: Mapping[str, Row],
-    means: Mapping[str, Row],
-    best: str,
-    best_name: str | None,
-) -> str:
-    """Return the table in one line, for `status` and the campaign's closing table."""
-    if best_name is not None:
-        return f"{best_name}: {best} {mean_text(rows[best_name][best])}, the best of {len(rows)}"
-    parts = []
-    for row_name, row in (means or rows).items():
-        label = f"{row_name} " if row_name != name else ""
-        values = remark(results, row_name).strip() if row_name in rows else ""
-        parts.append(f"{label}{mean_text(row[best])}" + (f" ({values})" if values else ""))
-    return f"{best} {', '.join(parts)}"
