@@ -41,6 +41,11 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in lines)
 
 
+def one_line(text: str) -> str:
+    """Return a text of several lines as one."""
+    return "; ".join(line.strip() for line in text.splitlines())
+
+
 def at_least(config: object, least: int, names: str, section: str = "") -> None:
     """Raise ConfigError where one of these fields is a number below `least`, infinite or NaN; None passes.
 

@@ -33,7 +33,7 @@ from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
-from jobs.stage_inputs import MISSING, check_part, content_digest, model_of_stage
+from jobs.stage_inputs import MISSING, Digests, check_part, content_digest, model_of_stage
 from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize, sweep
 from models.checks import did_you_mean
 from pipeline import config
@@ -109,8 +109,9 @@ def load_values(values: dict[str, Any], default_run: str, source: str) -> Campai
         sections[name] = Section(*read_section(name, written.values), written.source, written.chosen)
     # Parents first, because a stage's key and its model come from the stages that it reads.
     stages: dict[str, Stage] = {}
+    digests: Digests = {}
     for name in order_of_stages(sections):
-        stages[name] = resolve_stage(name, sections[name], stages)
+        stages[name] = resolve_stage(name, sections[name], stages, digests)
 
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     remote = check_store_url(run) if "://" in run else None
@@ -237,8 +238,8 @@ def order_of_stages(sections: Mapping[str, Section]) -> list[str]:
     return order
 
 
-def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> Stage:
-    """Look at a section's inputs, find its model, compute its key, and return its stage."""
+def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage], digests: Digests) -> Stage:
+    """Look at a section's inputs, find its model, compute its key, and return its stage; `digests`: content_digest."""
     kind = section.kind
     stage_config = section.config
     parents = inputs_of(kind, stage_config)
@@ -249,7 +250,7 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage]) -> 
         link = reference(value)
         if link is None:
             require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-            keys[field] = content_digest(name, kind, field, value, missing)
+            keys[field] = content_digest(name, kind, field, value, missing, digests)
         else:
             parent_name, part = link
             parent = earlier[parent_name]

@@ -157,6 +157,7 @@ def judged_sets(campaign: Campaign, paths: dict[str, str]) -> list[tuple[str, Na
 
 
 def those_made(campaign: Campaign, paths: dict[str, str]) -> list[tuple[str, Index]]:
+    """Return the indexes of those sets that are there, each with its label; `paths` are by label."""
     sets = []
     for label, path in paths.items():
         index = set_at(campaign, path)

@@ -15,7 +15,7 @@ from jobs.campaign import Section, resolve_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_checks import check_stage
 from jobs.stage_run import changed_warnings
-from jobs.stages import evaluate
+from jobs.stages import evaluate, sweep
 from jobs.stages.evaluation_config import JudgedConfig
 from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
@@ -58,7 +58,7 @@ def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
 def fields_changed(campaign: Campaign, stage: Stage) -> set[str]:
     """Return the fields of a finished stage's config that may change and have; none of one that has not finished."""
     done = campaign.done(stage)
-    if done is None or "diverged" in done:
+    if done is None or sweep.DIVERGED in done:
         return set()
     return set(changed_warnings(campaign.directory(stage), stage))
 
@@ -80,4 +80,4 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
         stall_s=cfg.stall_s,
         **judged,
     )
-    return replace(resolve_stage(name, Section("evaluate", section, name, {}), names), judges=stage.name)
+    return replace(resolve_stage(name, Section("evaluate", section, name, {}), names, {}), judges=stage.name)

@@ -37,7 +37,7 @@ from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluation
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
 from jobs.stages.sweep import DIVERGED
-from pipeline.evaluation.beside import is_of_one_seed
+from pipeline.evaluation.beside import without_single_seeds
 from pipeline.monitoring.telemetry import duration
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
@@ -330,13 +330,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def result_text(row: Mapping[str, Any]) -> str:
     """Say what a stage came to: its accuracies, or the shards it wrote, or the parameters it carried over."""
     # Of a few-shot probe the table shows the means; the single draws ("…seed…") are in metrics.json.
-    metrics = {name: value for name, value in row.get("metrics", {}).items() if not is_of_one_seed(name)}
+    metrics = without_single_seeds(row.get("metrics", {}))
     if metrics:
         shown = [f"{name} {value:.1%}" for name, value in metrics.items()]
         if len(shown) > MOST_VALUES:
             shown[MOST_VALUES - 1 :] = [f"… {len(shown)} values in all"]
         return "  ".join(shown)
-    if "diverged" in row:
+    if DIVERGED in row:
         return "diverged"
     if "summary" in row:  # of a sweep's table
         return row["summary"]

@@ -1,9 +1,7 @@
 """Does a stage fit the cluster, and the data that is there already: its classes, image shapes, length of training."""
 
 from data.errors import ConfigError, DataError
-from data.shards.index import Index
 from jobs import class_names
-from jobs.context import index_if_made
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, sweep
 from jobs.stages.evaluation_config import check_head
@@ -29,11 +27,7 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         if stage.model is not None:
             check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
     if isinstance(cfg, evaluate.Config) and stage.model is not None:
-        indexes = {}
-        for path in cfg.paths().values():
-            index = index_of(campaign, path)
-            if index is not None:
-                indexes[path] = index
+        indexes = dict(class_names.those_made(campaign, {path: path for path in cfg.paths().values()}))
         check_head(cfg, stage.model, indexes, stage.name)
     if isinstance(cfg, sweep.Config):
         check_metrics(campaign, stage.name, cfg)
@@ -52,14 +46,14 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     samples: list[int] = []  # of every set to train on that is there
     sets = cfg.data.sets().values()
     for path, _weight in sets:
-        index = index_of(campaign, path)
+        index = class_names.set_at(campaign, path)
         if index is not None:
             if index.samples == 0:
                 raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
             classes[path] = index.classes
             samples.append(index.samples)
     if cfg.data.evaluate is not None:
-        index = index_of(campaign, cfg.data.evaluate)
+        index = class_names.set_at(campaign, cfg.data.evaluate)
         if index is not None:
             classes[cfg.data.evaluate] = index.classes
 
@@ -97,8 +91,3 @@ def metrics_of(cfg: object) -> list[str] | None:
     if isinstance(cfg, evaluate.Config):
         metrics += cfg.metrics()
     return metrics
-
-
-def index_of(campaign: Campaign, path: str) -> Index | None:
-    """The index of a set that a recipe names, None where it has not been made yet."""
-    return index_if_made(campaign.resolve(path) or "")

@@ -6,7 +6,7 @@ finetune: {init: weights/b16}                  a folder from outside the campaig
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,50 @@ MAKE_WEIGHTS = ("pretrain", "resize", "finetune")  # kinds that `init` may name
 MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
-def content_digest(name: str, kind: str, field: str, path: str, missing: list[str]) -> str:
+Digests = dict[tuple[Callable[[str], str], str], str]  # by how an input was read, and its path
+
+
+def content_digest(name: str, kind: str, field: str, path: str, missing: list[str], digests: Digests) -> str:
     """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights or of a list.
 
     What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
+    `digests` remembers the others: the runs of a sweep start from the same weights, which are read once for all.
     """
+    read = digest_of_index
+    if field.endswith(pack.LISTS) or field == "leaks":
+        read = digest_of_file
+    elif field == "init":
+        read = digest_of_any_weights if kind == "evaluate" else digest_of_weights
     try:
-        if field.endswith(pack.LISTS) or field == "leaks":
-            return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        if field != "init":
-            return load_index(path).digest
-        if kind == "evaluate":
-            return any_weights.digest_of(path, say=not_now)
-        return handover.check_weights(Path(path), say=not_now).sha256
+        if (read, path) not in digests:
+            digests[read, path] = read(path)
+        return digests[read, path]
     except DataError as error:
         missing.append(f"{name}.{field}: {error}")
     except OSError as error:
         expected = "a folder that holds the weights, or @stage" if field == "init" else "a file that is there"
         missing.append(f"{name}.{field}: cannot be read: {error}\n  give {expected}")
     return MISSING
+
+
+def digest_of_index(path: str) -> str:
+    """Return the digest that an index says itself."""
+    return load_index(path).digest
+
+
+def digest_of_file(path: str) -> str:
+    """Return the sha256 of a list of samples, or of a leaks.json."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def digest_of_weights(path: str) -> str:
+    """Return the sha256 of weights of ours, which are compared with what their stage wrote down."""
+    return handover.check_weights(Path(path), say=not_now).sha256
+
+
+def digest_of_any_weights(path: str) -> str:
+    """Return the sha256 of weights of any kind."""
+    return any_weights.digest_of(path, say=not_now)
 
 
 def not_now(text: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 
 import models
-from data.evaluation import EvaluationBatch, EvaluationSet
+from data.evaluation import EvaluationBatch
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config
@@ -31,6 +31,7 @@ from pipeline.evaluation.evaluate import accuracy, watched
 from pipeline.evaluation.feature_store import FeatureStore, collect
 from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.monitoring.watchdog import Phases
+from pipeline.reports import part_of_set
 from pipeline.start import Job
 from pipeline.training_config import TrainConfig
 
@@ -67,16 +68,7 @@ def judge(task: Mapping[str, Any]) -> Judged:
 
     def batches_of(index: Index) -> Iterator[EvaluationBatch]:
         for rank in range(manifest.world):
-            samples = EvaluationSet(
-                index,
-                # These are the arguments of reports.batches_of, which reads the part of one worker.
-                cfg.data.preprocess or f"resize({model_config.image_size})",
-                batch_size=cfg.micro_batch,
-                rank=rank,
-                world=manifest.world,
-                max_labels=cfg.data.max_labels,
-                cache=cfg.data.cache,
-            )
+            samples = part_of_set(index, cfg, model_config, rank, manifest.world)
             yield from watched(samples, phases, step)
 
     def features_of(path: str) -> FeatureStore:

@@ -13,7 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 import models
+from data.checks import one_line
 from data.evaluation import EvaluationBatch, EvaluationSet
+from data.shards.index import Index
+from models import ModelConfig
 from pipeline.evaluation import beside
 from pipeline.evaluation.evaluate import (
     EvaluationFailed,
@@ -27,6 +30,7 @@ from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
 from pipeline.start import Progress, Worker
+from pipeline.training_config import TrainConfig
 
 
 def report_training(worker: Worker, progress: Progress, rate: float, *, has_line: bool) -> None:
@@ -236,8 +240,7 @@ def evaluate_at_the_end(worker: Worker, progress: Progress, remark: str = "") ->
 def report_failure(worker: Worker, progress: Progress, error: EvaluationFailed, consequence: str) -> None:
     """Record an evaluation that failed, and say in one line why and what becomes of the stage."""
     values = {"step": progress.step, "error": str(error), "exit_code": error.exit_code}
-    cause = "; ".join(text.strip() for text in str(error).splitlines())
-    line = f"evaluate step {progress.step} FAILED ({cause}); {consequence}"
+    line = f"evaluate step {progress.step} FAILED ({one_line(str(error))}); {consequence}"
     worker.telemetry.report("evaluate_failed", values, line)
 
 
@@ -300,16 +303,20 @@ def samples_of(worker: Worker, batches: Iterator[EvaluationBatch], path: str) ->
 
 def batches_of(worker: Worker, step: int, path: str) -> Iterator[EvaluationBatch]:
     """Iterate this rank's batches of a set; also the opening of the set waits for the first batch."""
-    data = worker.cfg.data
-    samples = EvaluationSet(
-        worker.sets[path],
+    part = part_of_set(worker.sets[path], worker.cfg, worker.model_config, worker.rank, worker.world)
+    yield from watched(part, worker.phases, step)
+
+
+def part_of_set(index: Index, cfg: TrainConfig, model_config: ModelConfig, rank: int, world: int) -> EvaluationSet:
+    """Return a worker's part of a set as training judges on it, and as who judges beside training has to read it."""
+    return EvaluationSet(
+        index,
         # big_vision's few-shot evaluation squashes an image to a square (SPEC 2.5); a recipe names other ops.
-        data.preprocess or f"resize({worker.model_config.image_size})",
+        cfg.data.preprocess or f"resize({model_config.image_size})",
         # Training fitted this many images in memory, so evaluation, which keeps no activations, does too.
-        batch_size=worker.cfg.micro_batch,
-        rank=worker.rank,
-        world=worker.world,
-        max_labels=data.max_labels,
-        cache=data.cache,
+        batch_size=cfg.micro_batch,
+        rank=rank,
+        world=world,
+        max_labels=cfg.data.max_labels,
+        cache=cfg.data.cache,
     )
-    yield from watched(samples, worker.phases, step)

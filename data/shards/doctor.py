@@ -30,6 +30,7 @@ from typing import BinaryIO, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
+from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, read_header
 from data.images.jpeg import is_damaged
@@ -135,7 +136,7 @@ def check_shard(job: CheckJob) -> ShardReport:
     # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
     except (DataError, StorageError) as error:
         before = f"{report.problem}; " if report.problem else ""
-        report.problem = f"{before}{one_line(error)}"
+        report.problem = f"{before}{one_line(str(error))}"
     return report
 
 
@@ -200,13 +201,8 @@ def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | Non
     except DataError as error:
         if index.origin is not None:
             raise
-        report.problem = report.problem or one_line(error)
+        report.problem = report.problem or one_line(str(error))
         return None
-
-
-def one_line(error: Exception) -> str:
-    """An error's text as one line of a report."""
-    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def samples_of(

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+from data.checks import one_line
 from data.errors import Preempted
 from jobs.beside.places import NoPlace, Places
 from jobs.beside.spare_core import SpareCore
@@ -276,9 +277,8 @@ class Evaluations:
                 f"{self.deaths[step]} of {TRIES} times; training is not touched, it is tried again"
             )
             return
-        cause = "; ".join(text.strip() for text in error.cause.splitlines())
         values: dict[str, float | int | str] = {"step": step, "error": error.cause, "where": "spare"}
-        line = f"evaluate step {step} FAILED beside training ({cause}); training goes on without it"
+        line = f"evaluate step {step} FAILED beside training ({one_line(error.cause)}); training goes on without it"
         if is_known:
             values["exit_code"] = int(error.exit_code or 0)
         else:

@@ -219,8 +219,8 @@ class Place:
         for entry in queue.entries:
             if entry.job not in queue.marks:
                 others.append(entry)
-            # Who has been told to make way will have done so soon.
-            if entry.job in queue.marks:
+            else:
+                # Who has been told to make way will have done so soon.
                 add_to(free, held.get(entry.places, {}))
         if room_for(self.mine.share, free) >= self.mine.workers:
             self.scene = None

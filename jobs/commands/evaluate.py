@@ -19,6 +19,7 @@ import torch
 
 from data.errors import UsageError
 from data.files import write_whole
+from data.shards.index import SUFFIX
 from jobs import campaign
 from jobs.session import run_campaign
 from pipeline import config
@@ -64,7 +65,7 @@ def named(sets: Sequence[str]) -> dict[str, dict[str, str]]:
 def name_of(path: str) -> str:
     """Return a name for what is at a path, of letters, digits, dashes and underscores."""
     last = path.rstrip("/").rpartition("/")[2] or "weights"
-    stem = last.removesuffix(".index.json").removesuffix(".npz").removesuffix(".safetensors")
+    stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)
 
 

@@ -20,7 +20,6 @@ from jobs.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stage_checks import index_of
 from jobs.stage_run import changes_since_half_done
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
@@ -172,7 +171,7 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
 def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
     sets = []
     for name, (path, weight) in cfg.data.sets().items():
-        sets.append(TrainingSet(name, index_of(campaign, path), weight))
+        sets.append(TrainingSet(name, class_names.set_at(campaign, path), weight))
     return sets
 
 

@@ -124,9 +124,8 @@ def done_line(outcome: Outcome) -> str:
         return f"DIVERGED after {duration(outcome['seconds'])}: {outcome['diverged']}"
     if "summary" in outcome:
         line += f"  {outcome['summary']}"
-    for name, value in outcome.get("metrics", {}).items():
-        if not beside.is_of_one_seed(name):  # the mean stands for what each seed gave
-            line += f"  {name} {value:.4f}"
+    for name, value in beside.without_single_seeds(outcome.get("metrics", {})).items():
+        line += f"  {name} {value:.4f}"
     return line
 
 

@@ -37,7 +37,7 @@ from jobs.stages.evaluation_worker import worker
 from jobs.supervisor import supervise
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
-from pipeline.evaluation import document
+from pipeline.evaluation import beside, document
 from pipeline.evaluation.protocols import Protocol, protocols_of
 from pipeline.versions import code_version
 
@@ -114,7 +114,11 @@ def answers_of_workers(
         index = load_index(place)
         if not index.sees_rot:
             context.say(index.lack)
-    asked = [as_asked(question, leaks) for question in questions]
+    leaked: dict[str, list[int] | None] = {}  # by the set that is judged on
+    for question in questions:
+        if question.test not in leaked:
+            leaked[question.test] = None if leaks is None else leaked_of(leaks, question)
+    asked = [as_asked(question, leaked[question.test]) for question in questions]
     make_task = partial(make_evaluation_task, cfg, context, asked)
     worlds = allowed_worlds(cfg, context.cluster)
     ask_to_stop = partial(frozen.stop_at_once, context.name)
@@ -131,9 +135,7 @@ def say_what_to_know(cfg: EvaluationConfig, context: Context, results: Iterable[
     for name, judged in sets.items():
         unreadable = judged["samples"] - judged["judged"]
         if unreadable:
-            context.say(
-                f"{name}: {unreadable} bad samples of {judged['path']} count neither way; see `jobs data check`"
-            )
+            context.say(beside.unreadable_line(unreadable, judged["path"], name))
         nameless = [] if context.class_names else ["the weights"]
         if not load_index(judged["path"]).names:
             nameless.append(f"the set {name}")
@@ -153,19 +155,22 @@ def questions_of(cfg: EvaluationConfig, context: Context, leaks: LeaksFile | Non
         "max_labels": cfg.max_labels,
     }
     options = {"fewshot": cfg.fewshot, "linear": cfg.linear, "knn": cfg.knn, "logistic": cfg.logistic}
+    protocols = protocols_of(cfg.protocols, options, common)
+    learns = any(not protocol.best for protocol in protocols)
+    leaks_digest = leaks.digest if leaks else None
     questions = []
     for name, judged in cfg.sets.items():
         test = context.resolve(judged.test) or ""
         test_digest = load_index(test).digest
-        for protocol in protocols_of(cfg.protocols, options, common):
-            train = None
-            train_digest = None
-            if not protocol.best:
-                train = context.resolve(judged.train)
-                train_digest = load_index(train or "").digest
-            leaks_digest = leaks.digest if leaks else None
-            digests = (test_digest, train_digest, protocol.digest, leaks_digest)
-            questions.append(Question(name, test, train, protocol, digests))
+        train = context.resolve(judged.train) if learns else None
+        train_digest = load_index(train or "").digest if learns else None
+        for protocol in protocols:
+            if protocol.best:  # of the head, which has learned already
+                question = Question(name, test, None, protocol, (test_digest, None, protocol.digest, leaks_digest))
+            else:
+                digests = (test_digest, train_digest, protocol.digest, leaks_digest)
+                question = Question(name, test, train, protocol, digests)
+            questions.append(question)
     return questions
 
 
@@ -212,13 +217,13 @@ def digest_part(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in ("name", "path")}
 
 
-def as_asked(question: Question, leaks: LeaksFile | None) -> dict[str, Any]:
-    """Return a question as the workers are told it. Raises DataError where `leaks` is not about its set."""
+def as_asked(question: Question, leaked: list[int] | None) -> dict[str, Any]:
+    """Return a question as the workers are told it; `leaked` are numbers of its set's samples, None: nobody looked."""
     return {
         "test": question.test,
         "train": question.train,
         "protocol": {"name": question.protocol.name, "fields": question.protocol.fields},
-        "leaked": None if leaks is None else leaked_of(leaks, question),
+        "leaked": leaked,
     }
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import models
 from jobs.stages import any_weights, frozen
 from jobs.stages.evaluation_config import EvaluationConfig
 from pipeline import config
@@ -24,7 +23,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
     cfg = config.build(EvaluationConfig, task["config"], "config")
-    this = frozen.judge_of(task, cfg, load_of(task["init"], cfg.model))
+    this = frozen.judge_of(task, cfg, lambda: any_weights.load(task["init"], cfg.model))
     results: list[Any] = []
     # One pass over a set serves all of its protocols; the features of two sets are kept at a time.
     stores: dict[str, FeatureStore] = {}
@@ -42,11 +41,6 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         store.close()
     this.close()
     return {"results": results}
-
-
-def load_of(path: str, overrides: Mapping[str, Any]) -> Callable[[], models.Model]:
-    """Return what loads the weights; of a masked model the ViT inside, whose features are judged."""
-    return lambda: any_weights.load(path, overrides)
 
 
 def is_asked_again(path: str, questions: list[dict[str, Any]], number: int) -> bool:

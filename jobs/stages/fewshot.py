@@ -25,7 +25,7 @@ from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.beside import is_of_one_seed
+from pipeline.evaluation.beside import without_single_seeds
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.evaluation.protocols import few_shot_metrics
 
@@ -69,7 +69,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
 
     # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
-    means = [f"{name} {value:.4f}" for name, value in results["metrics"].items() if not is_of_one_seed(name)]
+    means = [f"{name} {value:.4f}" for name, value in without_single_seeds(results["metrics"]).items()]
     context.say("  ".join(means))
     return results
 

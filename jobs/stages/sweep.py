@@ -139,7 +139,7 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     done = handover.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
-    metrics = {metric: value for metric, value in done.get("metrics", {}).items() if not beside.is_of_one_seed(metric)}
+    metrics = beside.without_single_seeds(done.get("metrics", {}))
     diverged = done.get(DIVERGED, "")
     if best not in metrics and not diverged:
         raise DataError(

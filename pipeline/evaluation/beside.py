@@ -106,15 +106,20 @@ def is_of_one_seed(name: str) -> bool:
     return OF_ONE_SEED.search(name) is not None
 
 
+def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that people see: the mean over the draws of the shots, and not each draw."""
+    return {name: value for name, value in metrics.items() if not is_of_one_seed(name)}
+
+
 def evaluation_line(step: int, metrics: Mapping[str, float], remark: str = "") -> str:
     """Return the log line of an evaluation; metrics.jsonl has every seed of the few-shot probe, the line their mean."""
-    shown = [f"{name} {value:.4f}" for name, value in metrics.items() if not is_of_one_seed(name)]
+    shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(metrics).items()]
     return f"evaluate step {step}  {'  '.join(shown)}{remark}"
 
 
-def unreadable_line(count: int, path: str) -> str:
+def unreadable_line(count: int, path: str, who: str = "evaluate") -> str:
     """Say that samples of a set could not be judged: a damaged set must not pass for a worse or better model."""
-    return f"evaluate: {count} bad samples of {path} count neither way; see `jobs data check`"
+    return f"{who}: {count} bad samples of {path} count neither way; see `jobs data check`"
 
 
 @dataclass
