@@ -20,8 +20,8 @@ from data.shards.leaks import (
     Compared,
     Leaks,
     Pair,
+    in_pairs,
     leaked_test_samples,
-    leaked_train_samples,
     read_leaks,
     write_leaks,
 )
@@ -64,7 +64,7 @@ def test_the_document_marks_the_samples_of_the_very_set_in_its_order(tmp_path):
     assert read_leaks(tmp_path / "leaks.json") == leaks
     assert np.flatnonzero(leaked_test_samples(leaks, test)).tolist() == [4, 6]
     assert np.flatnonzero(leaked_test_samples(leaks, other)).tolist() == [2]
-    assert np.flatnonzero(leaked_train_samples(leaks, train)).tolist() == [0, 1, 8]
+    assert np.flatnonzero(in_pairs(leaks, train, "train")).tolist() == [0, 1, 8]
     # Of a subset of the test set: the same samples, wherever they stand in it.
     half = make_subset(test, tmp_path / "half", Rule(keep=(0, 1)))
     assert leaked_test_samples(leaks, half).tolist() == [key in ("s4", "s6") for key in ("s0", "s1", "s3", "s4", "s6")]

@@ -32,7 +32,6 @@ PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 SOURCE = "Krizhevsky 2009; the owner's page"
 PIXELS = 3 * 32 * 32  # bytes of one image: planes of red, green and blue
 ARRAY_MAKER: Any = np.empty(0).__reduce__()[0]  # the function that pickles of arrays name
-BINARY_NAMES = ("batches.meta.txt", "fine_label_names.txt")  # of CIFAR-10 and of CIFAR-100's fine labels
 
 
 class Kind(NamedTuple):
@@ -125,10 +124,15 @@ def files_of(path: Path, kind: Kind, bases: Sequence[str]) -> dict[str, bytes]:
     return {member.base: member.read() for member in members(path) if member.base in bases}
 
 
+def image_of(row: np.ndarray) -> np.ndarray:
+    """(3072,) uint8, planes of red, green and blue, → (32, 32, 3)."""
+    return row.reshape(3, 32, 32).transpose(1, 2, 0)
+
+
 def samples_of(batch: str, labels: Sequence[int], pixels: np.ndarray) -> Iterator[Sample]:
     """A sample for each row of `pixels`, (N, 3072) uint8: planes of red, green and blue, each 32 rows of 32."""
     for number, (label, row) in enumerate(zip(labels, pixels, strict=True)):
-        yield Sample(f"{batch}-{number:05d}", encode(row.reshape(3, 32, 32).transpose(1, 2, 0)), (int(label),), "png")
+        yield Sample(f"{batch}-{number:05d}", encode(image_of(row)), (int(label),), "png")
 
 
 # ------------------------------------------------------------------------------------------------- versions
@@ -206,7 +210,7 @@ def cifar(files: Sequence[str | os.PathLike[str]]) -> Iterator[Sample]:
 
 def cifar_classes(folder: str | os.PathLike[str]) -> Names:
     """The class names that lie beside the `.bin` files; none where they have been left out."""
-    for name in BINARY_NAMES:
+    for name in (CIFAR10.binary_names, CIFAR100.binary_names):
         path = Path(folder, name)
         if path.is_file():
             return tuple(path.read_text().split())

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.archives.images import as_image, tell
-from data.archives.members import first_present, members
+from data.archives.members import file_at, first_present, members
 from data.archives.published import Published
 from data.errors import DataError
 from data.shards.names import Names, some
@@ -93,8 +93,7 @@ def numbers_in(path: Path, name: str) -> list[int]:
     """The whole numbers of an array in a MATLAB file; raises DataError where it has none of this name."""
     from scipy.io import loadmat
 
-    if not path.is_file():
-        raise DataError(f"there is nothing at {path}\n  download it from {PAGE}")
+    file_at(path, PAGE)
     try:
         content = loadmat(path, variable_names=[name])
         return [int(number) for number in content[name].ravel()]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.archives.images import tell
-from data.archives.members import read_members
+from data.archives.members import GZIP_START, read_members
 from data.archives.published import Published
 from data.errors import DataError
 from data.shards.index import mapped
@@ -37,7 +37,6 @@ PUBLISHED_VALIDATION = Published(50_000, 1_000, SOURCE)
 PUBLISHED_REAL = Published(46_837, 1_000, "Beyer et al. 2020; their real.json has 50,000 lists, 3,163 of them empty")
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-COMPRESSED_START = b"\x1f\x8b"
 
 
 # ------------------------------------------------------------------------------------------ training images
@@ -151,18 +150,14 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
             f"{path}: nothing says of which classes these images are\n"
             f"  expected one folder a class, or --wnids {DEVKIT} (or a text file of one WordNet id a line)"
         )
-    ids = {wnid: label for label, wnid in enumerate(validation_classes(wnids, path))}
+    ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
     return labelled_images(path, [(ids[wnid],) for wnid in truth], wnids or path)
 
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:
     """The WordNet ids of the validation images, each once, sorted; none where nothing says them."""
-    return tuple(sorted(set(folders_of_images(path)))) if wnids is None else listed_classes(wnids)
-
-
-def listed_classes(wnids: Path) -> Names:
-    """The WordNet ids of the classes that a text file or the devkit lists, sorted, each once."""
-    return tuple(sorted(set(validation_wnids(wnids))))
+    truth = folders_of_images(path) if wnids is None else validation_wnids(wnids)
+    return tuple(sorted(set(truth)))
 
 
 def no_names(path: Path) -> Names:
@@ -246,8 +241,8 @@ def validation_wnids(path: Path) -> list[str]:
     if path.is_dir():
         return devkit_wnids(path)
     with open(path, "rb") as file:
-        start = file.read(len(COMPRESSED_START))
-    if start == COMPRESSED_START:
+        start = file.read(len(GZIP_START))
+    if start == GZIP_START:
         return devkit_wnids(path)
     return path.read_text().split()
 

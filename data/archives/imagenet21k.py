@@ -62,15 +62,26 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
 def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
     """Every image with the WordNet id of its class, which its tar or its folder is called."""
     for member in members(path):
-        folder, _, base = member.name.rpartition("/")
-        stem, _, extension = base.partition(".")
-        if extension == "tar" and WNID.fullmatch(stem):
-            for image in tar_members(member.opened(), f"{path}: {base}"):
-                yield stem, image
-        elif WNID.fullmatch(folder.rpartition("/")[2]):
-            yield folder.rpartition("/")[2], member
+        wnid, is_tar = class_of(member.name)
+        if is_tar:
+            for image in tar_members(member.opened(), f"{path}: {wnid}.tar"):
+                yield wnid, image
+        elif wnid:
+            yield wnid, member
         else:
             passed_over.add("file that is of no class", member.name)
+
+
+def class_of(member: str) -> tuple[str, bool]:
+    """The WordNet id by which a tar, or the folder of a file, is called, or ""; and whether it is the tar."""
+    folder, _, base = member.rpartition("/")
+    stem, _, extension = base.partition(".")
+    if extension == "tar" and WNID.fullmatch(stem):
+        return stem, True
+    last_folder = folder.rpartition("/")[2]
+    if WNID.fullmatch(last_folder):
+        return last_folder, False
+    return "", False
 
 
 def classes(wnids: Path | None, path: Path) -> Names:
@@ -109,10 +120,7 @@ def archive_names(path: Path, size: int, changed: int) -> Names:
     )
     names = set()
     for member in members(path):
-        folder, _, base = member.name.rpartition("/")
-        stem, _, extension = base.partition(".")
-        if extension == "tar" and WNID.fullmatch(stem):
-            names.add(stem)
-        elif WNID.fullmatch(folder.rpartition("/")[2]):
-            names.add(folder.rpartition("/")[2])
+        wnid, _ = class_of(member.name)
+        if wnid:
+            names.add(wnid)
     return tuple(sorted(names))

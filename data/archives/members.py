@@ -112,6 +112,13 @@ def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[s
     return contents
 
 
+def file_at(path: Path, page: str) -> Path:
+    """The path, where there is a file; raises DataError saying where to get it."""
+    if not path.is_file():
+        raise DataError(f"there is nothing at {path}\n  download it from {page}")
+    return path
+
+
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
     """The first of these files or folders that lies in a folder; raises DataError saying where to get them."""
     folder = Path(folder)

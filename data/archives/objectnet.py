@@ -32,7 +32,6 @@ FOLDERS = "folder_to_objectnet_label.json"
 TO_IMAGENET = "objectnet_to_imagenet_1k.json"
 IMAGENET_NAMES = "imagenet_to_label_2012_v2"  # a name a line
 IMAGENET_LINES = "pytorch_to_imagenet_2012_id.json"  # class id → line, from 0 on
-IMAGENET_CLASSES = 1_000
 BORDER = 2  # pixels, objectnet.dev
 SOURCE = "the 113 of 313 classes, 18,574 of 50,273 images, that are in ImageNet-1k: Barbu et al. 2019, objectnet.dev"
 PUBLISHED = {"test": Published(18_574, 113, SOURCE)}

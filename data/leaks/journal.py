@@ -49,7 +49,7 @@ class Journal:
     def __init__(self, path: Path, setting: Sequence[Any]):
         self.path = path
         self.header = json.dumps(setting)
-        self.records: dict[str, ShardMatches] = {}  # by SearchJob.key
+        self.records: dict[str, ShardMatches] = {}  # by `key_of`
 
     def __enter__(self) -> Journal:
         lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []

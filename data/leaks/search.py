@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -91,7 +90,7 @@ def find_leaks(
     jobs = []
     for _, index in train:
         for number in range(len(index.shards)):
-            jobs.append(SearchJob(alone(index, number), signatures, fits, cache))
+            jobs.append(SearchJob(index.alone(number), signatures, fits, cache))
     with Journal(output / JOURNAL, setting) as journal:
         missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
         with side_by_side(look_through, missing, workers, report) as results:
@@ -105,11 +104,6 @@ def find_leaks(
     (output / JOURNAL).unlink()
     shutil.rmtree(signatures)
     return leaks
-
-
-def alone(index: Index, shard: int) -> Index:
-    """An index of one shard: a job that is sent to another process would carry all shards otherwise."""
-    return replace(index, shards=(index.shards[shard],), class_counts=())
 
 
 # ---------------------------------------------------------------------------------------------- test images
@@ -132,7 +126,7 @@ def remember(
     for index in sets:
         for number, shard in enumerate(index.shards):
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
-            jobs.append(RememberJob(alone(index, number), path, cache))
+            jobs.append(RememberJob(index.alone(number), path, cache))
     missing = [job for job in jobs if not job.path.exists()]
     with side_by_side(remember_shard, missing, workers, report) as results:
         for _ in results:
@@ -236,7 +230,7 @@ def look_through(job: SearchJob) -> ShardMatches:
     """Find the test images that a training shard holds."""
     memory = remembered(job.signatures)
     reader = Reader(job.shard, cache=job.cache)
-    found = ShardMatches([], job.shard.samples, 0, 0)
+    matches: list[Match] = []
     bad = 0
     flat = 0
     batch: list[Waiting] = []
@@ -245,25 +239,23 @@ def look_through(job: SearchJob) -> ShardMatches:
         for row in range(job.shard.samples):
             _, image, _ = reader.read(0, row)
             same = memory.by_bytes.get(sha256(image).digest(), [])
-            found.matches.extend(Match(row, number, "exact", 0.0) for number in same)
+            matches.extend(Match(row, number, "exact", 0.0) for number in same)
             try:
                 sign = signature(image)
                 if sign.is_flat:
                     flat += 1
                     same_pixels = memory.by_pixels.get(pixel_digest(image), [])
-                    found.matches.extend(
-                        Match(row, number, "exact", 0.0) for number in same_pixels if number not in same
-                    )
+                    matches.extend(Match(row, number, "exact", 0.0) for number in same_pixels if number not in same)
                 else:
                     batch.append(Waiting(row, image, sign))
             except BadImage:
                 bad += 1
             if len(batch) == BATCH:
-                found.matches.extend(fitting(batch, memory, job.fits, found.matches))
+                matches.extend(fitting(batch, memory, job.fits, matches))
                 batch = []
         if batch:
-            found.matches.extend(fitting(batch, memory, job.fits, found.matches))
-    return found._replace(matches=sorted(found.matches), bad=bad, flat=flat)
+            matches.extend(fitting(batch, memory, job.fits, matches))
+    return ShardMatches(sorted(matches), job.shard.samples, bad, flat)
 
 
 def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequence[Match]) -> list[Match]:

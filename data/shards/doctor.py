@@ -22,7 +22,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,13 +75,11 @@ def check(
     `cache` is what a run would fetch remote shards by. A shard that the storage does not give is a problem of its own.
     """
     jobs = []
-    for number, shard in enumerate(index.shards):
+    for number in range(len(index.shards)):
         # Shares of the page's images that add up to GRID: none of most shards where there are many.
         shown_before = number * GRID // len(index.shards)
         shown_after = (number + 1) * GRID // len(index.shards)
-        # The job is sent to another process: with the whole index each would carry all shards.
-        alone = replace(index, shards=(shard,), class_counts=())
-        jobs.append(CheckJob(alone, shown_after - shown_before, decode, cache or CacheConfig()))
+        jobs.append(CheckJob(index.alone(number), shown_after - shown_before, decode, cache or CacheConfig()))
     whole = Report(index, [])
     repeated = Repeated()
     with side_by_side(check_shard, jobs, workers, report) as shard_reports:

@@ -149,6 +149,10 @@ class Index:
             return name
         return f"{self.directory.rstrip('/')}/{name}"
 
+    def alone(self, shard: int) -> Index:
+        """An index of one shard: a job that is sent to another process would carry all shards otherwise."""
+        return replace(self, shards=(self.shards[shard],), class_counts=())
+
     def keys(self, shard: int) -> np.ndarray:
         """The keys of a shard's samples as lists and reports have them: text, bytes that are no UTF-8 replaced."""
         return np.char.decode(self.table(shard)["key"], "utf-8", "replace")

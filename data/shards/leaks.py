@@ -73,11 +73,6 @@ def leaked_test_samples(leaks: Leaks, index: Index) -> np.ndarray:
     return in_pairs(leaks, index, "test")
 
 
-def leaked_train_samples(leaks: Leaks, index: Index) -> np.ndarray:
-    """(N,) the same of one of the training sets."""
-    return in_pairs(leaks, index, "train")
-
-
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
     """Which of the document's sets on a side a set is, or is a subset of."""
     sets: Sequence[Compared] = getattr(leaks, side)

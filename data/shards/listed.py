@@ -20,7 +20,7 @@ import numpy as np
 
 from data.checks import printable
 from data.errors import DataError
-from data.shards.index import Index
+from data.shards.index import Index, called
 from data.shards.leaks import SIDES, Leaks, in_pairs, numbers_of, read_leaks
 
 Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
@@ -166,11 +166,12 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
     by_name: dict[str, int] = {shard.name: number for number, shard in enumerate(index.shards)}
     numbers = {}
     for name in names:
-        matching = [by_name[name]] if name in by_name else []
-        if not matching:
-            for number in range(len(index.shards)):
-                if f"/{index.location(number)}".endswith(f"/{name}"):
-                    matching.append(number)
+        matching = []
+        if name in by_name:
+            matching.append(by_name[name])
+        else:
+            for places in called(name, [index]).values():
+                matching += [number for _, number in places]
         if len(matching) != 1:
             raise DataError(
                 f"{path}: {len(matching)} shards of {index.tables} are called {printable(name)}, expected one\n"

@@ -177,10 +177,8 @@ def read_all_labels(
 ) -> Labels:
     """Read the labels of all samples; a shard's sha256 is compared first, as in a run."""
     jobs = []
-    for shard in index.shards:
-        # The job is sent to another process: with the whole index each would carry all shards.
-        alone = replace(index, shards=(shard,), class_counts=())
-        jobs.append(LabelJob(alone, index.classes, cache))
+    for number in range(len(index.shards)):
+        jobs.append(LabelJob(index.alone(number), index.classes, cache))
     values = [np.empty(0, np.int32)]
     counts = [np.empty(0, np.int32)]
     # A shard that is fetched mostly waits, for which threads will do.

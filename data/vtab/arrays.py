@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.archives import cifar
 from data.archives.images import encode
-from data.archives.members import Stream, first_present, naming_damage, read_members
+from data.archives.members import Stream, file_at, first_present, naming_damage, read_members
 from data.errors import DataError
 from data.shards.names import Names
 from data.shards.sources import Sample
@@ -30,9 +31,9 @@ from data.vtab import labels
 from data.vtab.order import Entry
 from data.vtab.tasks import Task
 
-CIFAR_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 CIFAR = ("cifar-100-binary.tar.gz", "cifar-100-binary")
-CIFAR_RECORD = 2 + 3 * 32 * 32  # bytes: coarse label, fine label, planes of red, green and blue
+# In bytes: coarse label, fine label, planes of red, green and blue
+CIFAR_RECORD = cifar.CIFAR100.binary_label_bytes + cifar.PIXELS
 
 SVHN_PAGE = "http://ufldl.stanford.edu/housenumbers/"
 
@@ -86,19 +87,12 @@ def samples(rows: Rows, folder: Path, chosen: Mapping[str, Sequence[Entry]]) -> 
                 break
 
 
-def file_at(path: Path, page: str) -> Path:
-    """The path, where there is a file; raises DataError saying where to get it."""
-    if not path.is_file():
-        raise DataError(f"there is nothing at {path}\n  download it from {page}")
-    return path
-
-
 # ------------------------------------------------------------------------------------------------- CIFAR-100
 
 
 def cifar_records(folder: Path, split: str) -> np.ndarray:
     """The records of train.bin or test.bin (N, 3074) uint8; raises DataError where they are no whole number."""
-    archive = first_present(folder, CIFAR, CIFAR_PAGE)
+    archive = first_present(folder, CIFAR, cifar.PAGE)
     name = f"{split}.bin"
     content = np.frombuffer(read_members(archive, [name])[name], np.uint8)
     if len(content) % CIFAR_RECORD:
@@ -114,13 +108,13 @@ def cifar_labels(folder: Path, task: Task, split: str) -> list[int]:
 def cifar_pixels(folder: Path, split: str) -> Iterator[np.ndarray]:
     """The images (32, 32, 3)."""
     for record in cifar_records(folder, split):
-        yield record[2:].reshape(3, 32, 32).transpose(1, 2, 0)
+        yield cifar.image_of(record[2:])
 
 
 def cifar_names(folder: Path) -> Names:
     """The names of the fine labels, which lie beside the images."""
     name = "fine_label_names.txt"
-    return tuple(read_members(first_present(folder, CIFAR, CIFAR_PAGE), [name])[name].decode().split())
+    return tuple(read_members(first_present(folder, CIFAR, cifar.PAGE), [name])[name].decode().split())
 
 
 # ------------------------------------------------------------------------------------------------- SVHN

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.archives.members import first_present, members, read_members
+from data.archives.members import file_at, first_present, members, read_members
 from data.errors import DataError
 from data.vtab import labels
 from data.vtab.order import Entry
@@ -44,9 +44,7 @@ KITTI_SHARE = 10  # per cent of the drives, of the validation part and of the te
 def fundus_entries(folder: Path, task: Task, split: str) -> list[Entry]:
     """The eyes that the owners' tables grade, from 0 to 4: a line is `10_left,0`."""
     name = "trainLabels.csv" if split == "train" else "retinopathy_solution.csv"
-    path = folder / name
-    if not path.is_file():
-        raise DataError(f"there is nothing at {path}\n  download it from {FUNDUS_PAGE}")
+    path = file_at(folder / name, FUNDUS_PAGE)
     entries = []
     with open(path, newline="") as file:
         for row in csv.DictReader(file):

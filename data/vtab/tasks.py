@@ -26,8 +26,6 @@ TRAIN_SAMPLES = 800
 VALIDATION_SAMPLES = 200
 # task_adaptation's data_loader.preprocess_fn: squashed to a square, without crop or flip. Then −1 … 1.
 PREPROCESS = "resize_tf1({size})"
-REFERENCE_SIZE = 224  # pixels, in task_adaptation
-PAPER_SIZE = 384  # pixels, in the ViT paper
 
 # Images of each set and split, as TensorFlow Datasets publishes them and task_adaptation's tests expect them.
 SIZES: dict[str, dict[str, int]] = {

@@ -41,8 +41,6 @@ DTD_PAGE = "https://www.robots.ox.ac.uk/~vgg/data/dtd/"
 DTD = ("dtd-r1.0.1.tar.gz", "dtd")
 DTD_LISTS = {"train": "train1.txt", "validation": "val1.txt", "test": "test1.txt"}
 
-FLOWERS_LISTS = {"train": "trnid", "validation": "valid", "test": "tstid"}
-
 SUN_PAGE = "https://vision.princeton.edu/projects/2010/SUN/"
 SUN = ("SUN397.tar.gz", "SUN397")
 SUN_LISTS = {"train": "sun397_tfds_tr.txt", "validation": "sun397_tfds_va.txt", "test": "sun397_tfds_te.txt"}
@@ -165,14 +163,20 @@ def folder_names(alternatives: Sequence[str], page: str) -> Callable[[Path], Nam
 
 def dtd_entries(folder: Path, task: Task, split: str) -> list[Entry]:
     """The images that a split's list of the first fold names, a line each: `banded/banded_0002.jpg`."""
-    names = dtd_names(folder)
-    return [Entry(line, line, names.index(line.partition("/")[0])) for line in dtd_lists(folder)[split]]
+    lists = dtd_lists(folder)
+    names = textures(lists)
+    return [Entry(line, line, names.index(line.partition("/")[0])) for line in lists[split]]
 
 
 def dtd_names(folder: Path) -> Names:
     """The textures, sorted."""
+    return textures(dtd_lists(folder))
+
+
+def textures(lists: Mapping[str, Sequence[str]]) -> Names:
+    """The textures that the lists name, sorted."""
     names: set[str] = set()
-    for lines in dtd_lists(folder).values():
+    for lines in lists.values():
         names.update(line.partition("/")[0] for line in lines)
     return tuple(sorted(names))
 
@@ -187,7 +191,7 @@ def flowers_entries(folder: Path, task: Task, split: str) -> list[Entry]:
     """The images whose numbers setid.mat lists for a split."""
     class_ids = flowers.numbers_in(folder / flowers.LABELS, "labels")
     entries = []
-    for number in flowers.numbers_in(folder / flowers.SPLITS_FILE, FLOWERS_LISTS[split]):
+    for number in flowers.numbers_in(folder / flowers.SPLITS_FILE, flowers.LISTS[split][0]):
         if number > len(class_ids):
             raise DataError(
                 f"{folder}: {flowers.SPLITS_FILE} lists image {number}, and {flowers.LABELS} has {len(class_ids)} "

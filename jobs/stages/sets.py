@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data.archives.cifar import cifar, cifar_classes
+from data.archives.cifar import CIFAR10, PIXELS, cifar, cifar_classes
 from data.archives.sources import Archive, known_archive, samples_of_archive
 from data.archives.tars import rows
 from data.checks import at_least
@@ -32,7 +32,7 @@ SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Name
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 # CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
 CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
-CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
+CIFAR10_RECORD_BYTES = CIFAR10.binary_label_bytes + PIXELS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ What is alike depends on the weights: with those of a classifier, images of one 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +50,7 @@ def find_alike(
     path, digest = weights
     settings = {"weights": path, "digest": digest, "cosine": cosine}
     setting = ["embedding", digest, cosine, [index.digest for index in test]]
-    shards = [replace(index, shards=(shard,)) for index in train for shard in index.shards]
+    shards = [index.alone(number) for index in train for number in range(len(index.shards))]
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL, setting) as journal:
         missing = [shard for shard in shards if key_of(shard.shards[0]) not in journal.records]
