@@ -48,6 +48,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_full_size.py",
         "test_handover.py",
         "test_metrics_index.py",
+        "test_norm.py",
         "test_optimizer.py",
         "test_preflight.py",
         "test_probe.py",
@@ -57,6 +58,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_train.py",
         "test_twin.py",
         "test_versions.py",
+        "test_waits.py",
         "test_watchdog.py",
     ),
     "jobs": (
@@ -119,6 +121,7 @@ QUICK: tuple[str, ...] = (
     "test_config.py",
     "test_evaluate.py",
     "test_finetune.py",
+    "test_norm.py",
     "test_optimizer.py",
     "test_probe.py",
     "test_protocols.py",
