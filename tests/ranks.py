@@ -15,7 +15,7 @@ from torch import nn
 
 import models
 from data.errors import DataError
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
@@ -236,7 +236,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     else:
         found = checkpoint.choose_together(folder, 2, print)
         assert found is not None
-        checkpoint.load(engine, found)
+        assert restore.load(engine, found) == ""
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()
