@@ -49,6 +49,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_handover.py",
         "test_metrics_index.py",
         "test_norm.py",
+        "test_gpu_table.py",
+        "test_on_gpu.py",
         "test_optimizer.py",
         "test_preflight.py",
         "test_probe.py",
