@@ -25,7 +25,9 @@ from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
+from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.zero.buckets import reduction_line
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -165,6 +167,11 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
     lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
+    # With the tuning of the user's own DeepSpeed file in it.
+    tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
+    summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
+    if summed:
+        lines.append(f"  sums    {summed}")
     return lines
 
 
