@@ -141,6 +141,15 @@ class Decoder:
         self.storage_s = 0.0
         self.encoded: list[Encoded] = []
 
+    def __getstate__(self) -> dict[str, object]:
+        """The decoder for another process, where the order takes the shards' sizes from the index."""
+        # Those of a large set are mapped memory that processes share; pickled, each process would have a copy.
+        return self.__dict__ | {"order": self.order.without_sizes()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.order.with_sizes(self.index.shard_samples)
+
     def run(self, task: Task, arrays: Arrays) -> Done:
         """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes.
 
@@ -274,7 +283,12 @@ def main(connection: Connection, memory: mmap) -> None:
     # The loader chose how many processes there are; each of them is to use one core.
     cv2.setNumThreads(1)
 
-    decoder: Decoder = connection.recv()
+    try:
+        decoder: Decoder = connection.recv()
+    except DataError as error:  # the index's columns have gone: the loader, which waits for its first task, says so
+        connection.recv()
+        connection.send(error)
+        return
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
     decoder.reader.cache.progress = partial(tell, connection)
     while True:

@@ -30,6 +30,7 @@ from mmap import mmap
 from time import perf_counter
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ class TrainLoader:
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
-        if index.shard_samples != tuple(order.shard_samples):
+        if not np.array_equal(index.shard_samples, order.shard_samples):
             raise ValueError("the order was made for other shards than the index has")
         self.slots = slots
         self.start_step = start_step

@@ -17,6 +17,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "data": (
         "test_archives.py",
         "test_cache.py",
+        "test_columns.py",
         "test_decode.py",
         "test_doctor.py",
         "test_files.py",

@@ -47,17 +47,18 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     leaves out already.
     """
     problems: dict[str, str] = {}  # path → what is wrong with it
-    places: set[str] = set()  # of all shards; subsets of one set have the same
     for index in sets:
-        for number, shard in enumerate(index.shards):
-            place = index.location(number)
-            places.add(place)
+        for shard in index.shards:
+            place = index.place_of(shard)
             problem = problem_of(place, shard)
             if problem:
                 problems[place] = problem
     if not problems:
         return
 
+    places: set[str] = set()  # of all shards; subsets of one set have the same
+    for index in sets:
+        places.update(map(index.place_of, index.shards))
     # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
     lines = [f"{len(problems)} of {len(places)} shards cannot be used:"]
     for place in list(problems)[:MOST_LINES]:
