@@ -112,6 +112,7 @@ class Done:
     storage_s: float
     decode_s: float
     encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
+    said: str = ""  # why samples are no longer read by range, if so (data.shards.ranges)
 
 
 class Decoder:
@@ -166,12 +167,14 @@ class Decoder:
         rows = task.stop - task.first
         arrays.ids[:rows] = self.ids[task.first : task.stop]
 
+        # All of the task at once, because each takes the time of a request.
+        self.reader.expect(arrays.ids[:rows, 1:])
         keys = self.keys(arrays.ids[:rows])
         bad: list[BadSample] = []
         for row in range(rows):
             bad += self.fill_slot(task, row, int(keys[row]), arrays)
         decode_s = perf_counter() - start - self.storage_s
-        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded))
+        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.said)
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         """What each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""

@@ -29,6 +29,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_packing.py",
         "test_preprocess.py",
         "test_randaug.py",
+        "test_ranges.py",
         "test_rot.py",
         "test_store.py",
         "test_subset.py",
