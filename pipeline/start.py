@@ -27,7 +27,7 @@ from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError, Preempted
-from data.loader import Batch, TrainLoader
+from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
@@ -374,7 +374,7 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
 
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on."""
+    """Iterate this worker's micro-batches from a step on, on its device."""
     cfg = worker.cfg
     loader = TrainLoader(
         worker.index,
@@ -392,7 +392,7 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return once_the_first_is_there(worker, loader)
+    return moved_ahead(once_the_first_is_there(worker, loader), worker.device)
 
 
 def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:

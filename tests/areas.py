@@ -49,6 +49,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_full_size.py",
         "test_handover.py",
         "test_metrics_index.py",
+        "test_norm.py",
         "test_optimizer.py",
         "test_preflight.py",
         "test_probe.py",
@@ -58,6 +59,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_train.py",
         "test_twin.py",
         "test_versions.py",
+        "test_waits.py",
         "test_watchdog.py",
     ),
     "jobs": (
@@ -120,6 +122,7 @@ QUICK: tuple[str, ...] = (
     "test_config.py",
     "test_evaluate.py",
     "test_finetune.py",
+    "test_norm.py",
     "test_optimizer.py",
     "test_probe.py",
     "test_protocols.py",

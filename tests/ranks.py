@@ -122,6 +122,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     end = digest(whole_state(engine))
     ((_, norm, _),) = steps(engine, 6, 7, poison=6)
     unharmed = digest(whole_state(engine)) == end
+    skipped = engine.engine.skipped_steps
     steps(engine, 7, 8)
     behind = digest(whole_state(engine))
     bucket = engine.engine.optimizer.reduce_bucket_size if engine.zero else 0
@@ -137,6 +138,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "finite": norm < 1e30,
         "unharmed": unharmed,
+        "skipped": skipped,
         "behind": behind,
         "bucket": bucket,
         "updates": updates,
