@@ -45,6 +45,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_evaluate.py",
         "test_exact.py",
         "test_finetune.py",
+        "test_forecast.py",
         "test_full_size.py",
         "test_handover.py",
         "test_metrics_index.py",
