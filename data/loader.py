@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from mmap import mmap
 from time import perf_counter
@@ -217,7 +217,7 @@ class TrainLoader:
         A row that the device refuses is decoded here as `decode: cpu` would, in place, label and id included.
         """
         if not done.encoded:
-            return images.to(self.device), ()
+            return images.to(self.device, non_blocking=True), ()
         images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode_jpegs, self.device)
         # One slot alone is a task too, and gives the same sample or the same replacement as in the whole micro-batch.
         arrays = self.layout.arrays(bytearray(self.layout.bytes))
@@ -243,6 +243,28 @@ def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]
     # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
     edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
     return [slots[first:stop] for first, stop in pairwise(edges)]
+
+
+def moved_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same micro-batches, their images and labels on the device; ids stay in host memory, where they are read.
+
+    The host is ahead of the device: while it asks for a micro-batch, the device computes the one before, or gathers
+    weights. On a stream of its own the copy does not wait for that, and the host does not wait for the copy.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            images = batch.images.to(device, non_blocking=True)
+            labels = batch.labels.to(device, non_blocking=True)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(stream)
+        # Their memory is of the other stream: without this it could be given to a coming copy while they are read.
+        images.record_stream(computing)
+        labels.record_stream(computing)
+        yield replace(batch, images=images, labels=labels)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -27,13 +27,13 @@ from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError, Preempted
-from data.loader import Batch, TrainLoader
+from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
@@ -158,7 +158,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         is_shared=job.remote is None,
         say=telemetry.say,
     )
-    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
+    # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with phases.led("restore", 0, rank == 0):
         if remote is None:
             chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
@@ -222,9 +222,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         manifest = None
         progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
     else:
-        manifest = chosen.manifest
         phases.enter("load", 0)
-        checkpoint.load(engine, chosen)
+        if remote is None:
+            chosen = restore.load_together(engine, checkpoints, chosen, job.attempt, telemetry.say)
+            check_stage(cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
+        else:
+            remote.load(engine, chosen)
+        manifest = chosen.manifest
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
         # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
@@ -374,7 +378,7 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
 
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on."""
+    """Iterate this worker's micro-batches from a step on, on its device."""
     cfg = worker.cfg
     loader = TrainLoader(
         worker.index,
@@ -392,7 +396,7 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return once_the_first_is_there(worker, loader)
+    return moved_ahead(once_the_first_is_there(worker, loader), worker.device)
 
 
 def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ from torch import nn
 
 import models
 from data.errors import DataError
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
@@ -122,6 +122,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     end = digest(whole_state(engine))
     ((_, norm, _),) = steps(engine, 6, 7, poison=6)
     unharmed = digest(whole_state(engine)) == end
+    skipped = engine.engine.skipped_steps
     steps(engine, 7, 8)
     behind = digest(whole_state(engine))
     bucket = engine.engine.optimizer.reduce_bucket_size if engine.zero else 0
@@ -137,6 +138,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "finite": norm < 1e30,
         "unharmed": unharmed,
+        "skipped": skipped,
         "behind": behind,
         "bucket": bucket,
         "updates": updates,
@@ -234,7 +236,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     else:
         found = checkpoint.choose_together(folder, 2, print)
         assert found is not None
-        checkpoint.load(engine, found)
+        assert restore.load(engine, found) == ""
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import models
+from data.images import preprocess
 from data.shards import packing
 from data.shards.index import load_index
 from data.shards.sources import DIGITS, Sample, digits
@@ -79,6 +80,19 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     out = capsys.readouterr().out
     assert out.count("skipped, finished") == 3 and "finetune: key" in out
     assert (finetuned / "done.json").exists(), "the old output is kept under its key"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["fewshot.preprocess=resize_small(27)|central_crop(24)", "pretrain.data.augment.crop=random"],
+)
+def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, monkeypatch, override):
+    stage = override.partition(".")[0]
+    now = stage_folder(recipe, stage, override)
+    plain = stage_folder(recipe, stage)
+    monkeypatch.setattr(preprocess, "CORRECTIONS", {})
+    assert stage_folder(recipe, stage, override) != now
+    assert stage_folder(recipe, stage) == plain, "a stage that does not use the op stays finished"
 
 
 def test_plan_tells_what_would_run(recipe, capsys):
