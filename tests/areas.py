@@ -48,6 +48,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_exact.py",
         "test_finetune.py",
         "test_flat_blocks.py",
+        "test_forecast.py",
         "test_full_size.py",
         "test_handover.py",
         "test_metrics_index.py",
