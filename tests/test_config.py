@@ -253,15 +253,15 @@ def test_a_memory_budget_recomputes_as_few_blocks_as_fit():
 
 
 def test_zero_splits_what_its_stage_says_but_not_the_bucket_that_gradients_are_summed_in():
-    model = models.config_of("B/16")
+    model = models.config_of("S/16")  # is one bucket
     states = [memory_estimate(TrainConfig(steps=1, zero=zero, precision="fp32"), model, 8)[0] for zero in range(4)]
     count = models.parameters_of(model)
     split = (4 + 4 + 8, 4 + 4 + 12 / 8, 4 + 4 / 8 + 12 / 8, 20 / 8)
     assert states == [round(count * (each + bucket)) for each, bucket in zip(split, (0, 4, 4, 4), strict=True)]
 
-    large = models.config_of("H/14")  # has more parameters than DeepSpeed sums at a time: 500 million
+    large = models.config_of("H/14")  # has more parameters than a bucket holds: 50 million
     in_bf16 = memory_estimate(TrainConfig(steps=1, zero=2), large, 8)[0]
-    expected = models.parameters_of(large) * (2 + 4 / 8 + 12 / 8) + 500e6 * (2 + 4)
+    expected = models.parameters_of(large) * (2 + 4 / 8 + 12 / 8) + 50e6 * (2 + 4)
     assert in_bf16 == round(expected)
 
 
