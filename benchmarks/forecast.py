@@ -4,7 +4,7 @@
 
 1. `jobs calibrate` without a recipe, of the worlds.
 2. For each world a worker group with all its configurations, none of which was calibrated on: steps of the training
-   loop without its loader (forward, backward, engine, agreement), taking turns in rotated order.
+   loop without its loader (forward, backward, engine), taking turns in rotated order.
 3. A row for each: medians over the rounds, of the slowest worker. Wall time is judged where the machine is quiet; where
    it is shared, processor seconds of a worker are, which a neighbour who takes the core away does not lengthen.
 """
@@ -127,17 +127,15 @@ class Stepper:
         began = time.perf_counter()
         cpu_began = time.process_time()
         loss_sum = torch.zeros(())
-        for _ in range(self.accumulation):
+        for number in range(self.accumulation):
             loss = loss_of(self.work, self.engine.forward, self.images, self.labels)
             self.engine.backward(loss / self.work.micro_batch)
             loss_sum = loss_sum + loss.detach()
             del loss
-            self.engine.end_micro_batch(1e-4)
-        status = torch.zeros(4, dtype=torch.float64)
-        status[0] = loss_sum
-        dist.all_reduce(status)
-        status.tolist()
-        self.engine.gradient_norm()
+            if number + 1 < self.accumulation:
+                self.engine.end_micro_batch(1e-4)
+        numbers = torch.cat([loss_sum.double().reshape(1), torch.zeros(3, dtype=torch.float64)])
+        self.engine.end_micro_batch(1e-4, numbers)
         return time.perf_counter() - began, time.process_time() - cpu_began
 
 

@@ -26,7 +26,9 @@ from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
+from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.zero.buckets import reduction_line
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -165,6 +167,9 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
+    sums = sums_line(cfg, stage, arithmetic)
+    if sums:
+        lines.append(f"  sums    {sums}")
     lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
     lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
     return lines
@@ -271,6 +276,13 @@ def optimizer_line(cfg: TrainConfig) -> str:
     if cfg.exact_parts:
         line += f", exact in {cfg.exact_parts} parts"
     return line
+
+
+def sums_line(cfg: TrainConfig, stage: Stage, arithmetic: Arithmetic) -> str:
+    """Say in what pieces gradients are summed over the workers, and whether computing waits; "" of one worker."""
+    settings = engine_settings(cfg, arithmetic.accumulation)
+    parameters = models.parameters_of(stage.model)
+    return reduction_line(settings["zero_optimization"], parameters, arithmetic.world, cfg.exact_parts)
 
 
 def memory_line(stage: Stage, cfg: TrainConfig, world: int) -> str:

@@ -25,6 +25,7 @@ from data.decoder import images_per_cpu_s
 from data.errors import UsageError
 from data.files import size_text
 from jobs.cluster import backends
+from jobs.cluster.processes import gpus_present
 from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import ClusterConfig, do_nothing
 from jobs.context import index_if_made
@@ -97,12 +98,13 @@ def calibrate(
 
 
 def cluster_of(campaigns: Sequence[Campaign]) -> ClusterConfig:
-    """Return whose workers are measured: those of the recipes, or as many processes as this machine has cores.
+    """Return whose workers are measured: those of the recipes, or a process for each GPU or core here.
 
     Raises UsageError where recipes differ in what a worker is.
     """
     if not campaigns:
-        return ClusterConfig(workers=cores(), backend="processes")
+        gpus = gpus_present()
+        return ClusterConfig(workers=gpus or cores(), backend="processes", gpus_per_worker=min(gpus, 1))
     first = campaigns[0].cluster
     most = max(campaign.cluster.most for campaign in campaigns)
     for campaign in campaigns[1:]:
@@ -319,8 +321,8 @@ def ratio_to_alone(
     """Return how many times as long the last model's passes took where all computed as where one did."""
     for worker in node_workers:
         if precision in worker["alone"]:
-            alone_s = worker["alone"][precision]["passes_s"][-1]
-            at_once_s = statistics.median(other["compute"][precision]["passes_s"][-1] for other in computing)
+            alone_s = worker["alone"][precision]["passes_s"]
+            at_once_s = statistics.median(other["compute"][precision]["passes_s"] for other in computing)
             return max(at_once_s / alone_s, 1.0)
     return 1.0
 
