@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.deepspeed_file import merge_file
 from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.zero.buckets import bucket_size
+from pipeline.zero.flat_blocks import FlatBlocks
 from pipeline.zero.norm import clipping, norm_and_sums, sum_of_squares
 from pipeline.zero.update import update_of
 
@@ -123,7 +124,7 @@ class Engine:
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
         self._updates = 0
         self._norm = 0.0
-        self.sizes: dict[str, int] = {}  # elements of every parameter
+        self.sizes: dict[str, int] = {}  # elements of every parameter, by its name in the plain model
         # DeepSpeed rounds the weights in place to bf16, so the fp32 values are copied before it sees the model.
         masters: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
@@ -134,9 +135,11 @@ class Engine:
         # Before the user's own, which may name another size.
         bucket = {"reduce_bucket_size": bucket_size(sum(self.sizes.values()))}
         settings = {**settings, "zero_optimization": {**bucket, **settings["zero_optimization"]}}
+        flat_blocks = FlatBlocks(model, decayed)
+        self.members = flat_blocks.members
         # A plain torch optimizer: those of DeepSpeed compile at first use, FusedAdam for 145 CPU-seconds.
-        optimizer = build_optimizer(model, decayed, optim)
-        with one_optimizer_class():
+        optimizer = build_optimizer(model, flat_blocks.decayed, optim)
+        with one_optimizer_class(), flat_blocks.while_deepspeed_is_made():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=settings, dist_init_required=False
             )
@@ -289,11 +292,24 @@ class Engine:
             cut = self._part_of_a_flat
         elif self.zero == 3:
             cut = self._part_of_a_partition
-        for name, p in self.model.named_parameters():
-            start, views = cut(p, kinds)
+        owned: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        for holder, p in self.model.named_parameters():
+            owned[holder] = cut(p, kinds)
+        yield from self._named(owned)
+
+    def _named(self, owned: dict[str, tuple[int, dict[str, Tensor]]]) -> Iterator[Fragment]:
+        """Cut what is owned of the engine's parameters, (first element, views) each, into the model's own."""
+        for name, member in self.members.items():
+            start, views = owned[member.holder]
+            length = 0
+            if views:
+                length = next(iter(views.values())).numel()
+            first = max(start, member.start)
+            stop = min(start + length, member.start + member.size)
             # A worker may own nothing of a small parameter; an empty fragment would only be an empty entry in its file.
-            if views and views[kinds[0]].numel():
-                yield Fragment(name, start, views)
+            if first < stop:
+                parts = {kind: view[first - start : stop - start] for kind, view in views.items()}
+                yield Fragment(name, first - member.start, parts)
 
     def _part_of_a_replica(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
         """Stage 0: every worker has everything; each saves an equal part, the last a shorter one."""
@@ -352,8 +368,10 @@ class Engine:
     def _whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
         """Iterate, at stage 0, every parameter as one fragment."""
         kinds = kinds or ("master", *self.state_names)
-        for name, p in self.model.named_parameters():
-            yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds})
+        owned: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        for holder, p in self.model.named_parameters():
+            owned[holder] = (0, {kind: self._replica(p, kind) for kind in kinds})
+        yield from self._named(owned)
 
     def _refresh_stage_3(self) -> None:
         # DeepSpeed copies masters to the weights only in its own step; after a restore we do what that step does.

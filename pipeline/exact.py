@@ -137,14 +137,18 @@ class ExactEngine(Engine):
         # Divided by a number that is the same at every world size.
         loss = loss / self.micro_batches
         # Not `backward`: that would run DeepSpeed's hooks. A parameter that is not used gets zeros: places stay.
-        gradients = torch.autograd.grad(loss, list(self.model.parameters()), materialize_grads=True)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
         if self._part is None:
             # fp32 also where weights are bf16: sums of many small numbers lose their last bits in bf16.
             self._part = torch.zeros(sum(self._spans), device=loss.device)
         # The loss travels behind the gradient, so that its mean over the batch is summed in the same order.
-        addends = [*gradients, loss.detach()]
+        addends: list[Tensor] = []
+        for member in self.members.values():
+            addends.append(gradients[member.holder].reshape(-1)[member.start : member.start + member.size])
+        addends.append(loss.detach().reshape(-1))
         for view, addend in zip(self._part.split(self._spans), addends, strict=True):
-            view.add_(addend.reshape(-1))
+            view.add_(addend)
 
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
         """Close a micro-batch; the last of a part closes the part, and the last of the step takes the step.

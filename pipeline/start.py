@@ -14,6 +14,7 @@ Everything here is collective: all workers of the group do it together, and in t
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
 STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
+SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
@@ -417,9 +419,13 @@ def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Bat
 
     threading.Thread(target=fetch, name="first batch", daemon=True).start()
     first = None
+    said_at = time.monotonic()
     while first is None:
         with suppress(queue.Empty):
             first = answers.get(timeout=STOP_POLL_S)
+        if first is None and time.monotonic() - said_at > SAY_EVERY_S:
+            said_at = time.monotonic()
+            worker.telemetry.say(f"waiting for the first batch: {loader.waits_for()}")
         # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
         is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
         if first is None and is_asked:

@@ -17,6 +17,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "data": (
         "test_archives.py",
         "test_cache.py",
+        "test_columns.py",
         "test_decode.py",
         "test_doctor.py",
         "test_files.py",
@@ -28,6 +29,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_packing.py",
         "test_preprocess.py",
         "test_randaug.py",
+        "test_ranges.py",
         "test_rot.py",
         "test_store.py",
         "test_subset.py",
@@ -45,6 +47,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_evaluate.py",
         "test_exact.py",
         "test_finetune.py",
+        "test_flat_blocks.py",
         "test_forecast.py",
         "test_full_size.py",
         "test_handover.py",

@@ -104,6 +104,20 @@ def test_plan_tells_what_would_run(recipe, capsys):
     assert "feed" not in out, "no GPU to feed"
 
 
+def test_plan_says_in_what_pieces_and_when_gradients_are_summed(recipe, capsys):
+    file = recipe.parent / "ds.json"
+    file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 1000}}')
+
+    def said(*options: str) -> list[str]:
+        assert main(["plan", str(recipe), *options]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sums")]
+
+    assert "one bucket of" in said("pretrain.zero=2")[0]
+    tuned = said("pretrain.zero=2", f"pretrain.deepspeed={file}")[0]
+    assert "buckets of 0.001 million gradients" in tuned and tuned.endswith("(overlap_comm on)")
+    assert said("cluster.workers=1") == []
+
+
 def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, capsys):
     missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
     assert main(["plan", str(recipe), *missing]) == 65

@@ -171,6 +171,11 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if sums:
         lines.append(f"  sums    {sums}")
     lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
+    # With the tuning of the user's own DeepSpeed file in it.
+    tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
+    summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
+    if summed:
+        lines.append(f"  sums    {summed}")
     lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
     return lines
 

@@ -138,7 +138,7 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
             rate = None
             if cluster.gpus_per_worker and stage.model is not None and index.samples:
                 images_per_s = cluster.gpus_per_worker * GPU_FLOPS / models.training_flops(stage.model, 1)
-                rate = images_per_s * sum(shard.bytes for shard in index.shards) / index.samples
+                rate = images_per_s * index.bytes / index.samples
             sets[path] = rate
     unused_gpus: list[str] = []
     warn_of_unused_gpus(cluster, unused_gpus.append)

@@ -149,7 +149,7 @@ class Saver:
             if missing:
                 self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
                 return
-            # Both read the same memory, which nobody changes until the next save, and neither holds Python's lock.
+            # Both read the same memory, which nobody changes until the next save, and do without Python's lock.
             with ThreadPoolExecutor(1, "digest") as beside:
                 digesting = beside.submit(digest, content)
                 if self.remote is None:
