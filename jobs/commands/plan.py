@@ -167,9 +167,6 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
-    sums = sums_line(cfg, stage, arithmetic)
-    if sums:
-        lines.append(f"  sums    {sums}")
     lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
     # With the tuning of the user's own DeepSpeed file in it.
     tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
@@ -281,13 +278,6 @@ def optimizer_line(cfg: TrainConfig) -> str:
     if cfg.exact_parts:
         line += f", exact in {cfg.exact_parts} parts"
     return line
-
-
-def sums_line(cfg: TrainConfig, stage: Stage, arithmetic: Arithmetic) -> str:
-    """Say in what pieces gradients are summed over the workers, and whether computing waits; "" of one worker."""
-    settings = engine_settings(cfg, arithmetic.accumulation)
-    parameters = models.parameters_of(stage.model)
-    return reduction_line(settings["zero_optimization"], parameters, arithmetic.world, cfg.exact_parts)
 
 
 def memory_line(stage: Stage, cfg: TrainConfig, world: int) -> str:
