@@ -37,11 +37,14 @@ import torch.nn.functional as F
 
 import models
 from benchmarks import train_step
+from data.errors import ConfigError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.planning.outlook import outlook_of
 from pipeline.arithmetic import memory_estimate
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.planning.forecast import forecast_step, passes_of
 from pipeline.process_group import import_deepspeed, join_group
 from pipeline.training_config import TrainConfig
 
@@ -151,8 +154,15 @@ def config_of(plan: Plan, model: str, zero: int) -> TrainConfig:
 
 
 def forecast_step_s(cfg: TrainConfig, model: models.ModelConfig, world: int) -> float | None:
-    """Return the seconds that were forecast for a step; None where nothing forecasts them yet."""
-    return None
+    """Return the seconds that this machine's calibration forecasts for a step; None where it cannot."""
+    calibration = outlook_of(None).calibration
+    if calibration is None:
+        return None
+    try:
+        passes = passes_of(cfg, model, calibration)
+        return forecast_step(cfg, model, world, passes, calibration).training_s
+    except ConfigError:
+        return None
 
 
 def run_group(plan: Plan, task: dict[str, Any]) -> Any:

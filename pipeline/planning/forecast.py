@@ -22,8 +22,6 @@ from pipeline.planning.calibration import Calibration, Overhead
 from pipeline.planning.operations import Work, traced
 from pipeline.training_config import TrainConfig
 
-AGREEMENT_BYTES = 64  # that all workers add up once a step
-
 
 @dataclass(frozen=True)
 class Passes:
@@ -70,7 +68,8 @@ class StepForecast:
 
 def passes_of(cfg: TrainConfig, model: ModelConfig, calibration: Calibration) -> Passes:
     """Return what the passes of a stage's micro-batch take, the same on every world. Raises ConfigError."""
-    return Passes(*calibration.compute_s(traced(work_of(cfg, model)), cfg.precision))
+    device = "cuda" if calibration.gpus else "cpu"
+    return Passes(*calibration.compute_s(traced(work_of(cfg, model, device)), cfg.precision))
 
 
 def forecast_step(
@@ -103,7 +102,6 @@ def forecast_step(
     # 2. What the engine adds, alone and together.
     together = engine_overhead(cfg, model, world, calibration, cpu=False)
     together_s = seconds_of(together, arithmetic.accumulation)
-    together_s += calibration.collective_s("all_reduce", world, AGREEMENT_BYTES)
     cpu_s = compute_cpu_s + seconds_of(
         engine_overhead(cfg, model, world, calibration, cpu=True), arithmetic.accumulation
     )
@@ -149,7 +147,7 @@ def forecast_step(
     )
 
 
-def work_of(cfg: TrainConfig, model: ModelConfig) -> Work:
+def work_of(cfg: TrainConfig, model: ModelConfig, device: str = "cpu") -> Work:
     """Return what a worker computes of a micro-batch of a stage."""
     return Work(
         model=model,
@@ -159,6 +157,7 @@ def work_of(cfg: TrainConfig, model: ModelConfig) -> Work:
         loss=cfg.loss,
         label_smoothing=cfg.label_smoothing,
         mixup=cfg.mixup,
+        device=device,
     )
 
 
