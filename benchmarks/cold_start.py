@@ -32,7 +32,7 @@ BATCH = 128
 LATENCY_S = 0.03
 RATE = 25e6  # bytes a second
 CHUNK = 1 << 16  # bytes that a connection sends in its turn
-ROUNDS = 5
+ROUNDS = 3
 
 FIRST_BATCH = """
 import sys, time

@@ -512,7 +512,7 @@ def measure_index(folder: Path) -> None:
         made_s = time.process_time() - began
         assert mapped.samples == sum(shard.samples for shard in mapped.shards), "which touches all that is mapped"
         measured: dict[str, list[list[float]]] = {name: [] for name in trees}
-        for turn in range(5):
+        for turn in range(3):
             for name in sorted(trees, reverse=turn % 2 == 0):
                 words = [sys.executable, "-P", "-c", INDEX_COSTS, str(path), str(small)]
                 environment = {**os.environ, "PYTHONPATH": str(trees[name])}
