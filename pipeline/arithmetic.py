@@ -12,9 +12,9 @@ from data.errors import ConfigError
 from models import ModelConfig
 from models.cost import block_activation_bytes
 from pipeline.config import require
-from pipeline.engine import MOST_IN_A_BUCKET
 from pipeline.optimization.optimizer import STATE
 from pipeline.training_config import TrainConfig
+from pipeline.zero.buckets import bucket_size
 
 BYTES_FP32 = 4
 BYTES_BF16 = 2
@@ -165,7 +165,7 @@ def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[i
     if cfg.zero >= 1:
         state /= world
     parameters = models.parameters_of(model)
-    bucket = bucket_bytes(cfg) * min(parameters, MOST_IN_A_BUCKET)
+    bucket = bucket_bytes(cfg) * bucket_size(parameters)
     states = round(parameters * (weights + gradients + state)) + bucket
 
     # Activations of a ResNet are not known: the count is of a transformer's block.

@@ -14,6 +14,7 @@ Everything here is collective: all workers of the group do it together, and in t
 import os
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -28,13 +29,13 @@ from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError, Preempted
-from data.loader import Batch, TrainLoader
+from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
@@ -45,13 +46,14 @@ from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
-from pipeline.optimization.reduction import phases
+from pipeline.optimization.thinning import phases
 from pipeline.preflight.identity import device_name
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
 STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
+SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
@@ -160,7 +162,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         is_shared=job.remote is None,
         say=telemetry.say,
     )
-    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
+    # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with phases.led("restore", 0, rank == 0):
         if remote is None:
             chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
@@ -224,9 +226,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         manifest = None
         progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
     else:
-        manifest = chosen.manifest
         phases.enter("load", 0)
-        checkpoint.load(engine, chosen)
+        if remote is None:
+            chosen = restore.load_together(engine, checkpoints, chosen, job.attempt, telemetry.say)
+            check_stage(cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
+        else:
+            remote.load(engine, chosen)
+        manifest = chosen.manifest
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
         # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
@@ -277,9 +283,9 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
         )
     # Neither changes a shape or a name: checkpoints and weights are the same with and without them.
     model.recomputed_blocks = recomputed_blocks(cfg, model_config)
-    if cfg.reduction.image_sizes:
-        model.smaller_sizes = tuple((size, size) for size in cfg.reduction.image_sizes)
-    if cfg.compile and cfg.reduction.is_on:
+    if cfg.thinning.image_sizes:
+        model.smaller_sizes = tuple((size, size) for size in cfg.thinning.image_sizes)
+    if cfg.compile and cfg.thinning.is_on:
         # Compiled anew for every number of tokens. Left to itself torch would compile the second for any number, and
         # after a resume, which sees only that one, for that one: other kernels, and other bits.
         models.compile_blocks(model, dynamic=False)
@@ -382,14 +388,15 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
 
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on, their images in the size of the step's phase."""
-    for phase in phases(worker.cfg.reduction, worker.steps, worker.model_config):
+    """Iterate this worker's micro-batches from a step on, on its device, images in the size of the step's phase."""
+    for phase in phases(worker.cfg.thinning, worker.steps, worker.model_config):
         first_step = max(start_step, phase.steps.start)
         if first_step >= phase.steps.stop:
             continue
         # A loader works ahead, in one size: another size is another loader's.
         with closing(loader_batches(worker, first_step, phase.image_size)) as batches:
-            yield from islice(batches, (phase.steps.stop - first_step) * worker.arithmetic.accumulation)
+            count = (phase.steps.stop - first_step) * worker.arithmetic.accumulation
+            yield from moved_ahead(islice(batches, count), worker.device)
 
 
 def loader_batches(worker: Worker, start_step: int, image_size: int) -> Generator[Batch]:
@@ -432,9 +439,13 @@ def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Ba
 
     threading.Thread(target=fetch, name="first batch", daemon=True).start()
     first = None
+    said_at = time.monotonic()
     while first is None:
         with suppress(queue.Empty):
             first = answers.get(timeout=STOP_POLL_S)
+        if first is None and time.monotonic() - said_at > SAY_EVERY_S:
+            said_at = time.monotonic()
+            worker.telemetry.say(f"waiting for the first batch: {loader.waits_for()}")
         # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
         is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
         if first is None and is_asked:

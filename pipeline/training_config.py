@@ -22,7 +22,7 @@ from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import ProbeConfig, check_ops
 from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.reduction import ReductionConfig, check_reduction
+from pipeline.optimization.thinning import ThinningConfig, check_thinning
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -110,7 +110,7 @@ class TrainConfig:
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
     mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
-    reduction: ReductionConfig = field(default_factory=ReductionConfig)  # of what a step computes (fewer-flops.md)
+    thinning: ThinningConfig = field(default_factory=ThinningConfig)  # of what a step computes (fewer-flops.md)
     polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or `passes` instead
     passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
@@ -123,7 +123,9 @@ class TrainConfig:
     checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
     activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    deepspeed: str | None = None  # path of a ds_config.json of yours; it may tune how data moves, nothing else
+    # path of a ds_config.json of yours; it may tune how data moves (overlap_comm, bucket sizes: docs/step.md), nothing
+    # else
+    deepspeed: str | None = None
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     # in between: the workers that train, who stop for it; or a spare one beside them (docs/cluster.md), for which every
@@ -140,13 +142,13 @@ class TrainConfig:
     stall_s: float = 600.0  # without any worker entering a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="data model init new_head optim objective loss label_smoothing mixup reduction polyak steps passes "
+        forbid="data model init new_head optim objective loss label_smoothing mixup thinning polyak steps passes "
         "batch_size precision seed",
         warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
         "probe",
         free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
-    LATER: ClassVar[tuple[str, ...]] = ("reduction",)
+    LATER: ClassVar[tuple[str, ...]] = ("thinning",)
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
@@ -259,7 +261,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     """
     height, width = model.image_size
     require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
-    check_reduction(cfg.reduction, model, cfg.objective, f"{key.removesuffix('model')}reduction")
+    check_thinning(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
     if cfg.objective == "masked":  # labels are not used
         return
     for path, number in classes.items():
@@ -329,6 +331,8 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
         f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
         f"the cache keeps {limit / 2**30:.3g} GiB"
     )
+    if count and index.sees_rot:
+        line += "; until a shard is there, its samples are read by range"
     if size <= limit:
         return line
     return (

@@ -19,14 +19,17 @@ from jobs import class_names
 from jobs.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
+from jobs.planning.outlook import Outlook, time_lines
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changes_since_half_done
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
-from pipeline.optimization.reduction import describe, flops_of, phases
+from pipeline.optimization.thinning import describe, flops_of, phases
+from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.zero.buckets import reduction_line
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -41,8 +44,8 @@ class TrainingSet:
     weight: float  # its share of every batch, before all are scaled to sum to one
 
 
-def plan(campaign: Campaign) -> list[str]:
-    """Describe every stage in lines: whether it would run, its arithmetic, parameters and FLOPs."""
+def plan(campaign: Campaign, outlook: Outlook) -> list[str]:
+    """Describe every stage in lines: whether it would run, its arithmetic, parameters, FLOPs, time and money."""
     campaign = settled(campaign)
     cluster = campaign.cluster
     lines = [
@@ -74,7 +77,7 @@ def plan(campaign: Campaign) -> list[str]:
         for line in class_names.lines(campaign, stage):
             lines.append(f"  {line}")
         if isinstance(stage.config, TrainConfig):
-            lines += training_lines(campaign, stage, stage.config)
+            lines += training_lines(campaign, stage, stage.config, outlook)
     return lines
 
 
@@ -123,8 +126,8 @@ def model_line(stage: Stage) -> str:
 # ------------------------------------------------------------------------------------------------ a trained stage
 
 
-def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[str]:
-    """Describe batch, steps, data, compute, optimizer and memory of a trained stage, as far as its data is there."""
+def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: Outlook) -> list[str]:
+    """Describe batch, steps, data, compute, memory and time of a trained stage, as far as its data is there."""
     worlds = allowed_worlds(cfg, campaign.cluster)
     arithmetic = batch_arithmetic(cfg, worlds[0])
     # What a worker needs is the most where the workers are the fewest.
@@ -166,23 +169,39 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
     lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
+    # With the tuning of the user's own DeepSpeed file in it.
+    tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
+    summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
+    if summed:
+        lines.append(f"  sums    {summed}")
+    lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
     return lines
 
 
 def compute_lines(cfg: TrainConfig, stage: Stage, steps: int) -> list[str]:
     """Say how many operations the stage takes; where it leaves something out, what in which steps."""
     whole = models.training_flops(stage.model, steps * cfg.batch_size)
-    if not cfg.reduction.is_on:
+    if not cfg.thinning.is_on:
         return [f"  compute {whole / 1e18:.4g} exaFLOPs (6 × MACs × images)"]
-    in_order = phases(cfg.reduction, steps, stage.model)
+    in_order = phases(cfg.thinning, steps, stage.model)
     flops = flops_of(in_order, stage.model, range(steps), cfg.batch_size)
     lines = [
         f"  compute {flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {flops / whole:.2f} × the "
         f"{whole / 1e18:.4g} of whole images"
     ]
     for phase in in_order:
-        lines.append(f"  reduced {describe(phase)}")
+        lines.append(f"  thinned {describe(phase)}")
     return lines
+
+
+def judged_images(campaign: Campaign, cfg: TrainConfig) -> int:
+    """Return the images of one evaluation; 0 where the sets are not there yet."""
+    total = 0
+    for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
+        index = class_names.set_at(campaign, path) if path else None
+        if index is not None:
+            total += index.samples
+    return total
 
 
 def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:

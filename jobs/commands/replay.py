@@ -26,7 +26,7 @@ from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.optimization.reduction import phase_at, phases
+from pipeline.optimization.thinning import phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most
@@ -65,7 +65,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
             f"step {number} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}"
         )
     # The log counts steps from 1, the order from 0.
-    phase = phase_at(number - 1, phases(cfg.reduction, steps, models.from_dict(job["model"])))
+    phase = phase_at(number - 1, phases(cfg.thinning, steps, models.from_dict(job["model"])))
     batch = rebuild(cfg, index, order, phase.image_size, number - 1)
     if target:
         with whole_file(Path(target)) as temporary:

@@ -33,7 +33,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's
 
 
 @dataclass(frozen=True)
-class ReductionConfig:
+class ThinningConfig:
     """What training leaves out, so that it costs less; nothing by default. Evaluation always sees whole images."""
 
     patch_dropout: float = 0.0  # share of an image's patches that training leaves out (Li et al. 2023: 0.5); 0: none
@@ -46,23 +46,23 @@ class ReductionConfig:
     def __post_init__(self) -> None:
         require(
             0 <= self.patch_dropout < 1,
-            f"reduction.patch_dropout is {self.patch_dropout}, expected 0 (off) to less than 1, for example 0.5",
+            f"thinning.patch_dropout is {self.patch_dropout}, expected 0 (off) to less than 1, for example 0.5",
         )
         require(
             0 < self.patch_dropout_until <= 1,
-            f"reduction.patch_dropout_until is {self.patch_dropout_until}, expected a share of the steps, up to 1",
+            f"thinning.patch_dropout_until is {self.patch_dropout_until}, expected a share of the steps, up to 1",
         )
         require(
             len(self.image_sizes) == len(self.image_sizes_until),
-            f"reduction has {len(self.image_sizes)} image_sizes and {len(self.image_sizes_until)} image_sizes_until\n"
+            f"thinning has {len(self.image_sizes)} image_sizes and {len(self.image_sizes_until)} image_sizes_until\n"
             "  expected one share of the steps for each size, as image_sizes=[128,160] image_sizes_until=[0.4,0.7]",
         )
         for size in self.image_sizes:
-            require(size >= 1, f"reduction.image_sizes holds {size}, expected pixels")
+            require(size >= 1, f"thinning.image_sizes holds {size}, expected pixels")
         shares = (0.0, *self.image_sizes_until)
         require(
             all(before < after < 1 for before, after in pairwise(shares)),
-            f"reduction.image_sizes_until is {list(self.image_sizes_until)}, expected shares of the steps that rise "
+            f"thinning.image_sizes_until is {list(self.image_sizes_until)}, expected shares of the steps that rise "
             "and stay below 1\n  the rest of the steps is for model.image_size",
         )
 
@@ -87,7 +87,7 @@ class Phase:
         return models.training_flops(smaller, images, self.kept)
 
 
-def phases(cfg: ReductionConfig, steps: int, model: ModelConfig) -> list[Phase]:
+def phases(cfg: ThinningConfig, steps: int, model: ModelConfig) -> list[Phase]:
     """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
     ends = {share: round(share * steps) for share in (*cfg.image_sizes_until, cfg.patch_dropout_until, 1.0)}
     edges = sorted({0, *ends.values()})
@@ -127,7 +127,15 @@ def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_
     return total
 
 
-def check_reduction(cfg: ReductionConfig, model: ModelConfig, objective: str, key: str) -> None:
+def share_of_operations(cfg: ThinningConfig, model: ModelConfig) -> float:
+    """Return the operations of a stage as a share of those on whole images, whatever its number of steps."""
+    if not cfg.is_on:
+        return 1.0
+    many = range(10_000)  # enough that where a phase ends is rounded to nothing
+    return flops_of(phases(cfg, len(many), model), model, many, 1) / models.training_flops(model, len(many))
+
+
+def check_thinning(cfg: ThinningConfig, model: ModelConfig, objective: str, key: str) -> None:
     """Raise ConfigError where the model cannot train with less; `key` is what a user types to reach the section."""
     if not cfg.is_on:
         return

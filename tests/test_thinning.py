@@ -19,13 +19,14 @@ from data.shards.index import load_index
 from jobs import campaign
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
+from jobs.planning.outlook import Outlook
 from jobs.session import run_campaign
 from models import positions
 from pipeline import config
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization import reduction
-from pipeline.optimization.reduction import ReductionConfig, kept_patches, phase_at, phases
+from pipeline.optimization import thinning
+from pipeline.optimization.thinning import ThinningConfig, kept_patches, phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 
 # ------------------------------------------------------------------------------------------------ small images
@@ -164,21 +165,21 @@ def test_every_patch_is_kept_equally_often_and_so_is_every_pair():
 
 # ------------------------------------------------------------------------------------------------ phases and FLOPs
 
-BOTH = ReductionConfig(patch_dropout=0.5, patch_dropout_until=0.9, image_sizes=(128, 160), image_sizes_until=(0.4, 0.7))
+BOTH = ThinningConfig(patch_dropout=0.5, patch_dropout_until=0.9, image_sizes=(128, 160), image_sizes_until=(0.4, 0.7))
 
 
 def test_the_phases_of_a_stage_follow_one_another_without_a_gap():
     model = models.config_of("B/16")
     found = [(p.steps.start, p.steps.stop, p.image_size, p.kept) for p in phases(BOTH, 1000, model)]
     assert found == [(0, 400, 128, 32), (400, 700, 160, 50), (700, 900, 224, 98), (900, 1000, 224, None)]
-    assert [(p.steps, p.image_size, p.kept) for p in phases(ReductionConfig(), 1000, model)] == [
+    assert [(p.steps, p.image_size, p.kept) for p in phases(ThinningConfig(), 1000, model)] == [
         (range(1000), 224, None)
     ]
     # Too few steps for all of them.
     assert [(p.steps.stop, p.image_size) for p in phases(BOTH, 2, model)] == [(1, 128), (2, 224)]
     assert phase_at(399, phases(BOTH, 1000, model)).image_size == 128
     assert phase_at(400, phases(BOTH, 1000, model)).image_size == 160
-    assert phases(ReductionConfig(), 5, models.config_of("BiT-R50x1"))[0].kept is None
+    assert phases(ThinningConfig(), 5, models.config_of("BiT-R50x1"))[0].kept is None
 
 
 def macs_by_hand(model: models.ViTConfig, patches: int, kept: int) -> int:
@@ -193,27 +194,30 @@ def test_the_operations_of_a_stage_are_those_counted_by_hand():
     for steps, patches, kept in [(400, 64, 32), (300, 100, 50), (200, 196, 98), (100, 196, 196)]:
         by_hand += steps * 256 * 6 * macs_by_hand(model, patches, kept)
     in_order = phases(BOTH, 1000, model)
-    assert reduction.flops_of(in_order, model, range(1000), 256) == by_hand
-    first = reduction.flops_of(in_order, model, range(390, 410), 256)
+    assert thinning.flops_of(in_order, model, range(1000), 256) == by_hand
+    whole = 1000 * 256 * 6 * macs_by_hand(model, 196, 196)
+    assert thinning.share_of_operations(BOTH, model) == pytest.approx(by_hand / whole, rel=1e-9)
+    assert thinning.share_of_operations(ThinningConfig(), model) == 1.0
+    first = thinning.flops_of(in_order, model, range(390, 410), 256)
     assert first == 10 * 256 * 6 * (macs_by_hand(model, 64, 32) + macs_by_hand(model, 100, 50))
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
 
 # Steps 0 … 9 at 16 px with half of their patches, 10 … 17 at 24 px with half, 18 … 23 at 24 px with all.
-REDUCED = (
+THINNED = (
     "pretrain.model.image_size=24",
     "pretrain.model.dropout=0.0",
-    "pretrain.reduction.patch_dropout=0.5",
-    "pretrain.reduction.patch_dropout_until=0.75",
-    "pretrain.reduction.image_sizes=[16]",
-    "pretrain.reduction.image_sizes_until=[0.42]",
+    "pretrain.thinning.patch_dropout=0.5",
+    "pretrain.thinning.patch_dropout_until=0.75",
+    "pretrain.thinning.image_sizes=[16]",
+    "pretrain.thinning.image_sizes_until=[0.42]",
 )
 
 
-def run_reduced(recipe: Path, *overrides: str) -> Path:
+def run_thinned(recipe: Path, *overrides: str) -> Path:
     """Pretrain; the stage's folder."""
-    loaded = campaign.load(recipe, [*REDUCED, *overrides])
+    loaded = campaign.load(recipe, [*THINNED, *overrides])
     run_campaign(loaded, only="pretrain", quiet=True)
     return loaded.directory(loaded.stage("pretrain"))
 
@@ -265,8 +269,8 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
 
 
 def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(recipe, shards):
-    folder = run_reduced(recipe, "cluster.workers=1")
-    cfg = campaign.load(recipe, list(REDUCED)).stage("pretrain").config
+    folder = run_thinned(recipe, "cluster.workers=1")
+    cfg = campaign.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
     assert "16 samples of 16×16" in "\n".join(replay(folder, "step=10", None))
@@ -275,7 +279,7 @@ def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(reci
 
 @pytest.mark.slow
 def test_a_resume_across_the_sizes_repeats_the_bits_of_an_undisturbed_run(recipe):
-    folder = run_reduced(recipe)
+    folder = run_thinned(recipe)
     losses = losses_of(folder)
     weights = (folder / "weights.safetensors").read_bytes()
     done = json.loads((folder / "done.json").read_text())
@@ -284,7 +288,7 @@ def test_a_resume_across_the_sizes_repeats_the_bits_of_an_undisturbed_run(recipe
     for checkpoint in committed(folder / "checkpoints")[:-1]:
         shutil.rmtree(checkpoint)
     assert [path.name for path in committed(folder / "checkpoints")] == ["step-0000000008"]
-    run_reduced(recipe)
+    run_thinned(recipe)
     assert "resumed from step 8" in (folder / "log.txt").read_text()
     assert (folder / "weights.safetensors").read_bytes() == weights
     assert losses_of(folder)[-16:] == losses[8:]
@@ -297,27 +301,27 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
     weights = set()
     for world in (1, 2, 4):
         overrides = ("pretrain.exact_parts=4", f"cluster.workers={world}", f"run={tmp_path / str(world)}")
-        weights.add((run_reduced(recipe, *overrides) / "weights.safetensors").read_bytes())
+        weights.add((run_thinned(recipe, *overrides) / "weights.safetensors").read_bytes())
     assert len(weights) == 1
 
 
 def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
-    loaded = campaign.load(recipe, list(REDUCED))
-    text = "\n".join(plan(loaded))
+    loaded = campaign.load(recipe, list(THINNED))
+    text = "\n".join(plan(loaded, Outlook(None)))
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
-    flops = reduction.flops_of(phases(loaded.stage("pretrain").config.reduction, 24, model), model, range(24), 16)
+    flops = thinning.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)
     assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} of whole images" in text
-    assert "reduced steps 0 … 9: 16 px, 2 of 4 patches\n" in text
-    assert "reduced steps 10 … 17: 24 px, 4 of 9 patches\n" in text
-    assert "reduced steps 18 … 23: 24 px\n" in text
+    assert "thinned steps 0 … 9: 16 px, 2 of 4 patches\n" in text
+    assert "thinned steps 10 … 17: 24 px, 4 of 9 patches\n" in text
+    assert "thinned steps 18 … 23: 24 px\n" in text
 
 
 def test_a_recipe_without_it_keeps_its_key_and_one_with_it_does_not():
     plain = TrainConfig(steps=10)
-    assert not any("reduction" in name for name in config.tagged(plain, "forbid"))
-    reduced = TrainConfig(steps=10, reduction=ReductionConfig(patch_dropout=0.5))
-    assert config.tagged(reduced, "forbid")["reduction.patch_dropout"] == 0.5
+    assert not any("thinning" in name for name in config.tagged(plain, "forbid"))
+    thinned = TrainConfig(steps=10, thinning=ThinningConfig(patch_dropout=0.5))
+    assert config.tagged(thinned, "forbid")["thinning.patch_dropout"] == 0.5
 
 
 MASKED = ("pretrain.model.name=Masked-mu/8", "pretrain.objective=masked", "pretrain.data.evaluate=null")
@@ -326,16 +330,16 @@ MASKED = ("pretrain.model.name=Masked-mu/8", "pretrain.objective=masked", "pretr
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("pretrain.reduction.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
-        (("pretrain.reduction.patch_dropout_until=0.0",), "expected a share of the steps"),
-        (("pretrain.reduction.image_sizes=[16]",), "one share of the steps for each size"),
-        ((*REDUCED, "pretrain.reduction.image_sizes_until=[1.0]"), "stay below 1"),
-        ((*REDUCED, "pretrain.reduction.image_sizes=[12]"), "multiples of 8 below model.image_size 24, for example 8"),
-        ((*REDUCED, "pretrain.reduction.image_sizes=[24]"), "below model.image_size 24, for example 16"),
-        ((*REDUCED, "pretrain.model.positions=relative"), "relative positions"),
-        ((*REDUCED, "pretrain.model.positions_at=every"), "every layer adds positions"),
-        ((*REDUCED, "pretrain.model.name=Axial-mu/8"), "plain ViTs and hybrids with labels; this is the family axial"),
-        ((*REDUCED, *MASKED), "this is the family masked, objective masked"),
+        (("pretrain.thinning.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
+        (("pretrain.thinning.patch_dropout_until=0.0",), "expected a share of the steps"),
+        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps for each size"),
+        ((*THINNED, "pretrain.thinning.image_sizes_until=[1.0]"), "stay below 1"),
+        ((*THINNED, "pretrain.thinning.image_sizes=[12]"), "multiples of 8 below model.image_size 24, for example 8"),
+        ((*THINNED, "pretrain.thinning.image_sizes=[24]"), "below model.image_size 24, for example 16"),
+        ((*THINNED, "pretrain.model.positions=relative"), "relative positions"),
+        ((*THINNED, "pretrain.model.positions_at=every"), "every layer adds positions"),
+        ((*THINNED, "pretrain.model.name=Axial-mu/8"), "plain ViTs and hybrids with labels; this is the family axial"),
+        ((*THINNED, *MASKED), "this is the family masked, objective masked"),
     ],
 )
 def test_what_cannot_train_with_less_is_refused_before_it_starts(recipe, overrides, message):

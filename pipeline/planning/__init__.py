@@ -1,0 +1,1 @@
+"""What a stage will need before it runs: memory, time, money."""
