@@ -18,6 +18,7 @@ import models
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic, recomputed_blocks
 from pipeline.checkpoints.room import checkpoint_bytes
+from pipeline.optimization.thinning import share_of_operations
 from pipeline.planning.calibration import Calibration, Overhead
 from pipeline.planning.operations import Work, traced
 from pipeline.training_config import TrainConfig
@@ -30,6 +31,7 @@ class Passes:
     forward_s: float
     backward_s: float
     unmeasured: float  # share of them that stands on operators which the calibration has not seen
+    share: float = 1.0  # of them that a step of training takes, the mean over the stage: less where it is thinned
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class StepForecast:
 def passes_of(cfg: TrainConfig, model: ModelConfig, calibration: Calibration) -> Passes:
     """Return what the passes of a stage's micro-batch take, the same on every world. Raises ConfigError."""
     device = "cuda" if calibration.gpus else "cpu"
-    return Passes(*calibration.compute_s(traced(work_of(cfg, model, device)), cfg.precision))
+    times = calibration.compute_s(traced(work_of(cfg, model, device)), cfg.precision)
+    return Passes(*times, share=share_of_operations(cfg.thinning, model))
 
 
 def forecast_step(
@@ -93,7 +96,7 @@ def forecast_step(
 
     # 1. Compute, of the last micro-batch as of all others: the largest share counts, as it does for the accumulation.
     slowdown = calibration.slowdown(cfg.precision, local)
-    compute_cpu_s = arithmetic.accumulation * (passes.forward_s + passes.backward_s) * slowdown
+    compute_cpu_s = arithmetic.accumulation * (passes.forward_s + passes.backward_s) * passes.share * slowdown
     turns = 1.0
     if not has_gpus:
         turns = max(1.0, local * calibration.threads / calibration.worker.cores)
