@@ -296,17 +296,17 @@ def test_what_happened_stands_beside_what_was_forecast(tmp_path: Path) -> None:
     step = {"training_s": 0.040, "wait_s": 0.0, "save_s": 0.001, "evaluate_s": 0.0}
     kept_forecast.write_forecast(tmp_path, "today, here", {2: step})
     records = []
-    # Ten steps each; the first report holds what starts slowly, the second an evaluation of one second.
-    for seconds, evaluated_s in ((3.0, 0.0), (1.5, 1.0), (0.43, 0.0), (0.44, 0.0)):
+    # Ten steps each; the first report holds what starts slowly, two an evaluation of one second.
+    for seconds, evaluated_s in ((3.0, 0.0), (1.44, 1.0), (1.45, 1.0), (0.43, 0.0)):
         record = {"kind": "train", "attempt": 1, "world": 2, "losses": [0.0] * 10, "wait": 0.05, "seconds": seconds}
         records.append({**record, "evaluated_s": evaluated_s, "stalled_s": 0.0, "loss": 0.0})
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text)
     assert kept_forecast.beside_measured(tmp_path) == (
         "forecast 40 ms a step on 2 workers, measured 44 (1.10 ×, median of 3 reports; waiting for data forecast 0, "
-        "measured 2.2)"
+        "measured 7.2)"
     )
-    assert kept_forecast.short_text(tmp_path, records[-1]) == "forecast 40 ms a step, now 44"
+    assert kept_forecast.short_text(tmp_path, records[-1]) == "forecast 40 ms a step, now 43"
     assert kept_forecast.short_text(tmp_path, {**records[-1], "world": 8}) == ""
 
 
