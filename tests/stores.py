@@ -230,9 +230,9 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
 
 
 @contextmanager
-def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Proxy]:
+def store(scheme: str, files: Files) -> Iterator[Proxy]:
     """A proxy before a store whose bucket `images` holds the files; the environment leads clients to it."""
-    proxy = proxy or Proxy()
+    proxy = Proxy()
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
     with served(proxy.handler()) as port, start(proxy, port, files):
         yield proxy
