@@ -300,7 +300,8 @@ def test_a_resume_across_the_sizes_repeats_the_bits_of_an_undisturbed_run(recipe
 def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
     weights = set()
     for world in (1, 2, 4):
-        overrides = ("pretrain.exact_parts=4", f"cluster.workers={world}", f"run={tmp_path / str(world)}")
+        place = (f"cluster.workers={world}", f"run={tmp_path / str(world)}")
+        overrides = ("pretrain.exact_parts=4", "finetune.micro_batch=4", *place)
         weights.add((run_thinned(recipe, *overrides) / "weights.safetensors").read_bytes())
     assert len(weights) == 1
 
