@@ -32,7 +32,7 @@ from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
+from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
@@ -274,7 +274,8 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
             f"{len(report.dropped)} dropped",
         )
     # Neither changes a shape or a name: checkpoints and weights are the same with and without them.
-    model.recomputed_blocks = recomputed_blocks(cfg, model_config)
+    # The driver has put a number of blocks in the place of `activation_gb` (jobs/stages/training.py).
+    model.recomputed_blocks = cfg.checkpoint_blocks
     if cfg.compile:
         models.compile_blocks(model)
     return model

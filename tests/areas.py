@@ -47,6 +47,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_finetune.py",
         "test_full_size.py",
         "test_handover.py",
+        "test_memory.py",
         "test_metrics_index.py",
         "test_optimizer.py",
         "test_preflight.py",

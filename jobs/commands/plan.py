@@ -23,8 +23,10 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changes_since_half_done
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
+from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
+from pipeline.planning import memory
+from pipeline.planning.memory_traces import TraceFailed
 from pipeline.training_config import TrainConfig, cache_line, training_order
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
@@ -164,7 +166,7 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
-    lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
+    lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
     return lines
 
 
@@ -261,9 +263,11 @@ def optimizer_line(cfg: TrainConfig) -> str:
     return line
 
 
-def memory_line(stage: Stage, cfg: TrainConfig, world: int) -> str:
-    states, activations = memory_estimate(cfg, stage.model, world)  # bytes a worker
-    return (
-        f"about {states / 2**30:.1f} GiB of states + {activations / 2**30:.1f} GiB of activations a worker "
-        f"(checkpoint_blocks={recomputed_blocks(cfg, stage.model)})"
-    )
+def memory_line(campaign: Campaign, stage: Stage, cfg: TrainConfig, world: int) -> str:
+    """Say what a worker needs of its device's memory and of its node's; the step is traced where that is not known."""
+    is_gpu = campaign.cluster.gpus_per_worker > 0
+    try:
+        need = memory.memory_need(cfg, stage.model, world, is_gpu=is_gpu)
+    except TraceFailed as error:
+        return f"not known: {error}"
+    return f"{memory.in_words(need, is_gpu=is_gpu)} (checkpoint_blocks={need.recomputed})"

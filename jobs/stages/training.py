@@ -24,6 +24,7 @@ from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
+from pipeline.planning.memory import recomputed_blocks
 from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -162,6 +163,10 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     )
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
     cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
+    # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
+    if cfg.activation_gb is not None:
+        blocks = recomputed_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)
+        cfg = dataclasses.replace(cfg, checkpoint_blocks=blocks, activation_gb=None)
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     handover.write_record(context.directory / handover.TASK, task)
     return task
