@@ -4,6 +4,7 @@
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones, two at a time; says at the end how long each area took
 # make soak   the long tests, then an hour of faults; MINUTES=5 makes it shorter, SEED=7 repeats one
+# make gpu    what only a GPU can show: its tests and benchmarks, one dated table; DEVICE=cpu rehearses it
 # make lint   style and types
 
 # The first of these that is new enough; another one: make env PYTHON=/path/to/python
@@ -18,7 +19,7 @@ TORCH := torch$(if $(shell command -v nvidia-smi),===,==)2.13.0
 REQUIREMENTS := $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
 
-.PHONY: env demo cluster-demo check test soak lint
+.PHONY: env demo cluster-demo check test soak gpu lint
 
 env: $(STAMP)
 
@@ -53,6 +54,10 @@ test: env
 soak: env
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m tests.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# Where torch sees no GPU it is rehearsed on the CPU, with tiny models, in minutes.
+gpu: env
+	$(BIN)/python -m benchmarks.gpu $(if $(DEVICE),--device $(DEVICE))
 
 lint: env
 	$(BIN)/ruff check .

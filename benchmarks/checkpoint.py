@@ -1,102 +1,320 @@
-"""What a save costs the training loop: ours against DeepSpeed's plain save_checkpoint, interleaved in one run.
+"""What a checkpoint costs: ours against the bare disk, torch's DCP (async) and DeepSpeed, interleaved in one run.
 
-    python benchmarks/checkpoint.py [--model S/16] [--workers 2] [--rounds 10]
+    python benchmarks/checkpoint.py [--model S/16] [--workers 2] [--zero 2] [--rounds 10]
 
-Ours: stall = snapshot to host memory plus the commit once all files are written; total = until the folder is renamed
-and fsynced, with nothing else running. DeepSpeed's save stalls the loop for all it takes, and neither fsyncs nor
-hashes; a third row adds an fsync of its files, which is what durability costs it.
+Every contender takes its turn once a round, in rotated order, on the same state; the table has medians over the rounds,
+and ratios to the bare disk. All workers begin together, and a time ends when the last of them is done.
+
+Saves. Raw: the same bytes from memory, written and fsynced. Ours, blocked: the copy into host memory and the commit
+once all files are written; durable: until the folder is renamed and fsynced, with nothing else running. DCP: its
+async_save, which fsyncs. DeepSpeed blocks for all of its save, and neither fsyncs nor takes digests; a further row adds
+the fsync.
+
+Loads, once from the disk (the files were driven out of the page cache) and once from the page cache. Raw: a worker's
+file into memory that is there. Ours: the choice, and the engine filled with what was compared with its digests. "As
+before": rank 0 reads and hashes every file while the others wait, and then all read.
+
+Changed worlds: the files that a worker opens and the bytes that it hashes, where another number of workers has saved.
 """
 
 import argparse
+import logging
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.checkpoints.manifest import Manifest, committed
+from pipeline.checkpoints import checkpoint, restore
+from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 
+CHANGES = ((2, 1), (1, 2), (2, 4))  # (workers that saved, workers that load)
+Rows = dict[str, list[float]]  # seconds of every round, by row
+Turn = TypeVar("Turn")
 
-def worker(task: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of every round, by row."""
-    join_group(600)
+
+class Contenders:
+    """Holds two engines of the same state and what is written of it; every turn is collective."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.folder = Path(task["folder"])
+        self.rank = dist.get_rank()
+        self.engine = engine_of(task)
+        self.theirs = engine_of(task)  # DeepSpeed's load takes away the links by which ours finds its fragments
+        quiet = Telemetry(self.folder, 1, 1)  # of a rank that writes nothing
+        self.saver = Saver(self.folder / "ours", self.folder, quiet, keep=2, keep_every=0, max_failed_saves=1)
+        self.rows: Rows = {}
+        self.number = 0  # of the round
+
+    @contextmanager
+    def timed(self, row: str) -> Iterator[None]:
+        """Time a block from the moment when all begin to the moment when all are done."""
+        dist.barrier()
+        began = time.monotonic()
+        yield
+        dist.barrier()
+        self.add(row, time.monotonic() - began)
+
+    def add(self, row: str, seconds: float) -> None:
+        """Keep a time, unless it is of the first round, which warms caches and allocators."""
+        if self.number:
+            self.rows.setdefault(row, []).append(seconds)
+
+    # -------------------------------------------------------------------- saves
+
+    def save_raw(self) -> None:
+        """Write what the last save of ours has left in memory."""
+        path = self.folder / f"raw-{self.rank}"
+        path.unlink(missing_ok=True)
+        with self.timed("raw write and fsync"), open(path, "wb") as file:
+            file.write(self.saver.snapshot.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save_ours(self) -> None:
+        """Save as the training loop does."""
+        manifest = Manifest(self.number, 0, 0, "", 1, dist.get_world_size(), self.engine.zero, {}, "", "")
+        dist.barrier()
+        began = time.monotonic()
+        self.saver.begin(self.engine, manifest)
+        blocked = time.monotonic() - began
+        while not self.saver.written:
+            time.sleep(0.001)  # the loop would train here, and go on until all have written
+        dist.barrier()
+        commit = time.monotonic()
+        self.saver.finish()  # commits and prunes
+        now = time.monotonic()
+        self.add("ours, loop blocked", blocked + now - commit)
+        self.add("ours, until durable", now - began)
+
+    def save_dcp(self) -> None:
+        """Let torch's DCP stage the same fragments, and write them in a thread."""
+        folder = self.folder / "dcp"
+        self.remove(folder)
+        dist.barrier()
+        began = time.monotonic()
+        written = dcp.async_save(self.dcp_state(), checkpoint_id=folder)
+        self.add("DCP async, loop blocked", time.monotonic() - began)
+        written.result()
+        dist.barrier()
+        self.add("DCP async, until written", time.monotonic() - began)
+
+    def dcp_state(self) -> dict[str, torch.Tensor]:
+        """Return this worker's fragments under names of its own: DCP writes a tensor of one name once."""
+        state = {}
+        for fragment in self.engine.fragments():
+            for kind, view in fragment.tensors.items():
+                state[f"{self.rank}|{fragment.name}|{kind}"] = view.detach()
+        return state
+
+    def save_deepspeed(self) -> None:
+        """Save with DeepSpeed, and then fsync its files."""
+        folder = self.folder / "deepspeed"
+        self.remove(folder)
+        dist.barrier()
+        began = time.monotonic()
+        self.theirs.engine.save_checkpoint(str(folder), tag="last")
+        dist.barrier()
+        self.add("DeepSpeed, loop blocked", time.monotonic() - began)
+        for path in (folder / "last").iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        dist.barrier()
+        self.add("DeepSpeed and fsync", time.monotonic() - began)
+
+    def remove(self, folder: Path) -> None:
+        """Delete what the round before has written."""
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # -------------------------------------------------------------------- loads
+
+    def load_raw(self, where: str) -> None:
+        """Read this worker's file of ours into memory that is there."""
+        path = committed(self.folder / "ours")[0] / f"rank-{self.rank:05d}.safetensors"
+        memory = memoryview(bytearray(path.stat().st_size))
+        with self.timed(f"raw read, {where}"), open(path, "rb", buffering=0) as file:
+            position = 0
+            while length := file.readinto(memory[position:]):
+                position += length
+
+    def load_ours(self, where: str) -> None:
+        """Choose and load as a start does."""
+        folder = self.folder / "ours"
+        with self.timed(f"ours, verified and restored, {where}"):
+            chosen = checkpoint.choose_together(folder, 1, print)
+            assert chosen is not None
+            restore.load_together(self.engine, folder, chosen, 1, print)
+
+    def load_as_before(self, where: str) -> None:
+        """Verify every file in rank 0 while the others wait, then load."""
+        folder = committed(self.folder / "ours")[0]
+        with self.timed(f"ours as before, {where}"):
+            if self.rank == 0:
+                checkpoint.verify(folder)
+            dist.barrier()
+            manifest = read_manifest(folder)
+            restore.load(self.engine, checkpoint.Chosen(folder, manifest))
+
+    def load_dcp(self, where: str) -> None:
+        """Let DCP load into the same tensors."""
+        state = self.dcp_state()
+        with self.timed(f"DCP load, {where}"):
+            dcp.load(state, checkpoint_id=self.folder / "dcp")
+
+    def load_deepspeed(self, where: str) -> None:
+        """Let DeepSpeed load its own."""
+        with self.timed(f"DeepSpeed load, {where}"):
+            self.theirs.engine.load_checkpoint(str(self.folder / "deepspeed"), tag="last")
+
+    def prepare(self, where: str) -> None:
+        """Drive all files out of the page cache, or read them into it."""
+        dist.barrier()
+        if self.rank == 0:
+            for path in self.folder.rglob("*"):
+                if path.is_file():
+                    prepare_file(path, where)
+
+
+def prepare_file(path: Path, where: str) -> None:
+    """Drive a file that was flushed out of the page cache, or read it into it."""
+    with open(path, "rb") as file:
+        if where == "page cache":
+            while file.read(1 << 20):
+                pass
+        else:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def engine_of(task: dict[str, Any]) -> Engine:
+    """Return an engine whose state is there to be saved."""
     model = models.from_config(models.config_of(task["model"], 224, 1000), torch.Generator().manual_seed(0))
     settings = deepspeed_config(
         zero=task["zero"], precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None
     )
-    engine = Engine(model, models.decayed(model), OptimConfig(), settings)
-    folder = Path(task["folder"])
-    quiet = Telemetry(folder, 1, 1)  # of a rank that writes nothing
-    saver = Saver(folder / "ours", folder, quiet, keep=2, keep_every=0, max_failed_saves=1)
-    rows: dict[str, list[float]] = {"ours, stall": [], "ours, total": [], "deepspeed": [], "deepspeed + fsync": []}
+    return Engine(model, models.decayed(model), OptimConfig(), settings)
+
+
+def rotated(turns: list[Turn], number: int) -> list[Turn]:
+    """Return the turns so that another is the first in every round."""
+    first = number % len(turns)
+    return turns[first:] + turns[:first]
+
+
+def interleave(task: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of all contenders, of one worker."""
+    join_group(600)
+    logging.disable(logging.WARNING)
+    contenders = Contenders(task)
+    saves = [contenders.save_ours, contenders.save_raw, contenders.save_dcp, contenders.save_deepspeed]
     for number in range(task["rounds"] + 1):
-        torch.distributed.barrier()
-        stall, total = ours(saver, engine, number)
-        torch.distributed.barrier()
-        plain, durable = theirs(engine, folder / "theirs", number)
-        if number:  # the first warms caches and allocators
-            for row, seconds in zip(rows, (stall, total, plain, durable), strict=True):
-                rows[row].append(seconds)
-    rows["MB"] = [sum(p.stat().st_size for p in committed(folder / "ours")[0].iterdir()) / 1e6]
-    return rows
+        contenders.number = number
+        # The first round begins with ours, which makes the memory that the raw write writes.
+        for save in rotated(saves, number):
+            save()
+        for where in ("disk", "page cache"):
+            loads = [
+                contenders.load_raw,
+                contenders.load_ours,
+                contenders.load_as_before,
+                contenders.load_dcp,
+                contenders.load_deepspeed,
+            ]
+            for load in rotated(loads, number):
+                contenders.prepare(where)
+                load(where)
+    size = sum(path.stat().st_size for path in committed(contenders.folder / "ours")[0].iterdir())
+    return {"rows": contenders.rows, "MB": size / 1e6}
 
 
-def ours(saver: Saver, engine: Engine, number: int) -> tuple[float, float]:
-    manifest = Manifest(number, 0, 0, "", 1, 2, 2, {}, "", "")
-    began = time.monotonic()
-    saver.begin(engine, manifest)
-    stall = time.monotonic() - began
-    while not saver.written:
-        time.sleep(0.001)  # the loop would train here
-    commit = time.monotonic()
-    saver.finish()  # commits and prunes
-    return stall + time.monotonic() - commit, time.monotonic() - began
+def save_once(task: dict[str, Any]) -> None:
+    """Save the state of a world."""
+    join_group(600)
+    Contenders(task).save_ours()
 
 
-def theirs(engine: Engine, folder: Path, number: int) -> tuple[float, float]:
-    began = time.monotonic()
-    engine.engine.save_checkpoint(str(folder), tag=str(number))
-    torch.distributed.barrier()
-    plain = time.monotonic() - began
-    for path in (folder / str(number)).iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    durable = time.monotonic() - began
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        shutil.rmtree(folder / str(number))
-    return plain, durable
+def load_and_count(task: dict[str, Any]) -> list[tuple[int, float, float]]:
+    """Return of every worker the files it opened, and the megabytes that it read and that it hashed."""
+    join_group(600)
+    engine = engine_of(task)
+    folder = committed(Path(task["folder"]) / "ours")[0]
+    share = (dist.get_rank() + 0.5) / dist.get_world_size()
+    reader = Reader(folder, read_manifest(folder).files, share)
+    engine.restore(reader)
+    needed = 0
+    for fragment in engine.fragments():
+        needed += sum(view.nbytes for view in fragment.tensors.values())
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (len(reader.opened), needed / 1e6, reader.hashed_bytes / 1e6))
+    return everybody
+
+
+def in_a_group(function: Callable[[dict[str, Any]], Any], workers: int, task: dict[str, Any]) -> Any:
+    """Run a function in so many workers; returns what the first of them returned."""
+    cluster = ClusterConfig(workers=workers, backend="processes")
+    return run_worker_group(function, task, cluster=cluster, name="benchmark", directory=Path(task["folder"]))
+
+
+def print_table(rows: Rows, kind: str, bare: str) -> None:
+    """Print the rows of one kind, with their ratios to the bare disk."""
+    print(f"\n| {kind} | median s | min | max | ratio to {bare} |\n|---|--:|--:|--:|--:|")
+    for row, seconds in rows.items():
+        # The median of the rounds' ratios: of a disk that is shared no two rounds are alike.
+        ratios = [ours / raw for ours, raw in zip(seconds, rows[bare], strict=True)]
+        print(
+            f"| {row} | {statistics.median(seconds):.3f} | {min(seconds):.3f} | {max(seconds):.3f} "
+            f"| {statistics.median(ratios):.2f} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="S/16")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--zero", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        task = {**vars(options), "folder": folder}
-        cluster = ClusterConfig(workers=options.workers, backend="processes")
-        rows = run_worker_group(worker, task, cluster=cluster, name="benchmark", directory=Path(folder))
-    print(f"{options.model}, {rows.pop('MB')[0]:.0f} MB, {options.workers} workers, ZeRO {options.zero}")
-    print("| save | median s | min | max |\n|---|---|---|---|")
-    for row, seconds in rows.items():
-        print(f"| {row} | {statistics.median(seconds):.3f} | {min(seconds):.3f} | {max(seconds):.3f} |")
+        outcome = in_a_group(interleave, options.workers, {**vars(options), "folder": folder})
+    print(f"{options.model}, {outcome['MB']:.0f} MB, {options.workers} workers, ZeRO {options.zero}")
+    rows: Rows = outcome["rows"]
+    of_disk = {row: seconds for row, seconds in rows.items() if row.endswith(", disk")}
+    of_cache = {row: seconds for row, seconds in rows.items() if row.endswith(", page cache")}
+    of_saves = {row: seconds for row, seconds in rows.items() if row not in of_disk | of_cache}
+    print_table(of_saves, "save", "raw write and fsync")
+    print_table(of_disk, "load", "raw read, disk")
+    print_table(of_cache, "load", "raw read, page cache")
+
+    print("\n| saved by | loaded by | files opened, each worker | MB it reads | MB it hashes |\n|---|---|---|---|---|")
+    for before, after in CHANGES:
+        with tempfile.TemporaryDirectory() as folder:
+            task = {**vars(options), "folder": folder}
+            in_a_group(save_once, before, task)
+            counts = in_a_group(load_and_count, after, task)
+        opened, needed, hashed = zip(*counts, strict=True)
+        cells = [", ".join(f"{number:.0f}" for number in numbers) for numbers in (opened, needed, hashed)]
+        print(f"| {before} | {after} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
 import models
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import build
 from pipeline.planning.memory import MemoryNeed, memory_need
+from pipeline.planning.memory_trace import TracedWorker, take_step
+from pipeline.planning.memory_traces import step_to_trace, traces_of
+from pipeline.process_group import import_deepspeed
+from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig
 
 PAIR = 2  # workers of a configuration that has more than one
@@ -99,7 +108,9 @@ CASES = (
 
 def measured(case: Case) -> int:
     """Return the most bytes that the allocator of rank 0 had given out at once, from the model's start to two steps."""
-    context = multiprocessing.get_context("spawn")
+    # Forks share what was imported, which takes longer than the steps.
+    import_deepspeed()
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for rank in range(case.world):
@@ -113,14 +124,6 @@ def measured(case: Case) -> int:
 
 def worker(case: Case, rank: int, folder: str) -> None:
     """Be one worker of a configuration: build it and take two real steps under the profiler."""
-    import torch
-    import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile
-
-    from pipeline.planning.memory_trace import TracedWorker, take_step
-    from pipeline.process_group import import_deepspeed
-    from pipeline.start import build_engine
-
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world))
     deepspeed = import_deepspeed()
@@ -128,7 +131,7 @@ def worker(case: Case, rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     cfg = case.cfg
-    accumulation = -(-cfg.batch_size // (cfg.micro_batch * case.world))
+    accumulation = batch_arithmetic(cfg, case.world).accumulation
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = models.from_config(case.model_config, torch.Generator().manual_seed(0))
         model.recomputed_blocks = cfg.checkpoint_blocks
@@ -158,11 +161,16 @@ def planned(case: Case) -> MemoryNeed:
 def main() -> None:
     """Print a line of the table for each configuration."""
     word = " ".join(sys.argv[1:])
-    print("| configuration | planned, MiB | measured, MiB | planned ÷ measured |\n|---|--:|--:|--:|")
+    cases = [case for case in CASES if word in case.name]
+    steps = []
+    for case in cases:
+        accumulation = batch_arithmetic(case.cfg, case.world).accumulation
+        blocks = case.cfg.checkpoint_blocks
+        steps.append(step_to_trace(case.cfg, case.model_config, case.world, accumulation, blocks, is_gpu=False))
+    traces_of(steps)  # by one process, which imports everything once
+    print("| configuration | planned, MiB | measured, MiB | planned ÷ measured |\n|---|--:|--:|--:|", flush=True)
     ratios = []
-    for case in CASES:
-        if word not in case.name:
-            continue
+    for case in cases:
         plan = planned(case).device_bytes
         most = measured(case)
         ratios.append(plan / most)

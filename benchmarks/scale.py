@@ -44,8 +44,19 @@ from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
 from jobs.stage_run import newest_attempt_name
 from pipeline.checkpoints.checkpoint import Reader
-from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, attempt_of_stage, read_manifest, seal
-from pipeline.checkpoints.saver import WrittenFile
+from pipeline.checkpoints.manifest import (
+    DIGEST_LENGTH,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    attempt_of_stage,
+    chunk_bytes_of,
+    digest,
+    read_manifest,
+    seal,
+)
+from pipeline.checkpoints.saver import records_of
+from pipeline.checkpoints.sight import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 
 WORLDS = (64, 256, 1024, 4096)
@@ -340,12 +351,20 @@ def measure_manifest(folder: Path) -> None:
 def measure_one_manifest(checkpoint: Path, world: int) -> None:
     """Print the row of one world; writing is in wall time, with its fsync, the rest in CPU time."""
     checkpoint.mkdir()
-    results = [WrittenFile(f"rank-{rank:05d}.safetensors", 2**30, f"{rank:064x}") for rank in range(world)]
+    chunk_bytes = chunk_bytes_of(2**30)
+    digests = "0" * DIGEST_LENGTH * (2**30 // chunk_bytes)
+    results = []
+    for rank in range(world):
+        record: FileRecord = {
+            "bytes": 2**30,
+            "sha256": f"{rank:064x}",
+            "chunk_bytes": chunk_bytes,
+            "chunks": digests,
+        }
+        results.append(WrittenFile(f"rank-{rank:05d}.safetensors", record))
     for result in results:
         (checkpoint / result.name).touch()
-    files: dict[str, FileRecord] = {}
-    for result in results:
-        files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
+    files = records_of(results)
     manifest = Manifest(world, 0, 0, "0" * 64, 1, world, 2, {}, "key", "code", files=files)
     text = seal(manifest)
     seals, writes, reads, stats = [], [], [], []
@@ -367,33 +386,34 @@ def measure_restore(folder: Path) -> None:
     for world in WORLDS:
         checkpoint = folder / str(world)
         checkpoint.mkdir()
-        names = []
+        files: dict[str, FileRecord] = {}
         for rank in range(world):
-            names.append(f"rank-{rank:05d}.safetensors")
+            path = checkpoint / f"rank-{rank:05d}.safetensors"
             views = {f"w|{kind}|{rank * 16}": torch.zeros(16) for kind in KINDS}
-            save_file(views, checkpoint / names[-1])
+            save_file(views, path)
+            files[path.name] = digest(memoryview(path.read_bytes()))
         for next_world in (world, world // 2):
-            measure_one_restore(checkpoint, names, next_world)
+            measure_one_restore(checkpoint, files, next_world)
 
 
-def measure_one_restore(checkpoint: Path, names: list[str], next_world: int) -> None:
+def measure_one_restore(checkpoint: Path, files: dict[str, FileRecord], next_world: int) -> None:
     """Print the row of a worker of one world that loads what another has saved."""
-    part = len(names) * 16 // next_world
+    part = len(files) * 16 // next_world
     rank = next_world // 3
     opened = {}
     times: dict[str, list[float]] = {"before": [], "after": []}
 
     def load(name: str, share: float | None) -> None:
-        reader = Reader(checkpoint, names, share)
+        reader = Reader(checkpoint, files, share)
         for kind in KINDS:
             reader("w", kind, rank * part, part)
-        opened[name] = len(reader.handles)
+        opened[name] = len(reader.opened)
 
     for _ in range(3):
         times["before"].append(cpu_ms(lambda: load("before", None)))
         times["after"].append(cpu_ms(lambda: load("after", (rank + 0.5) / next_world)))
     medians = [f"{statistics.median(values):.1f}" for values in times.values()]
-    row(len(names), next_world, opened["before"], opened["after"], *medians)
+    row(len(files), next_world, opened["before"], opened["after"], *medians)
 
 
 # ------------------------------------------------------------------------ attempts, order

@@ -112,6 +112,7 @@ class Done:
     storage_s: float
     decode_s: float
     encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
+    said: str = ""  # why samples are no longer read by range, if so (data.shards.ranges)
 
 
 class Decoder:
@@ -141,6 +142,15 @@ class Decoder:
         self.storage_s = 0.0
         self.encoded: list[Encoded] = []
 
+    def __getstate__(self) -> dict[str, object]:
+        """The decoder for another process, where the order takes the shards' sizes from the index."""
+        # Those of a large set are mapped memory that processes share; pickled, each process would have a copy.
+        return self.__dict__ | {"order": self.order.without_sizes()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.order.with_sizes(self.index.shard_samples)
+
     def run(self, task: Task, arrays: Arrays) -> Done:
         """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes.
 
@@ -157,12 +167,14 @@ class Decoder:
         rows = task.stop - task.first
         arrays.ids[:rows] = self.ids[task.first : task.stop]
 
+        # All of the task at once, because each takes the time of a request.
+        self.reader.expect(arrays.ids[:rows, 1:])
         keys = self.keys(arrays.ids[:rows])
         bad: list[BadSample] = []
         for row in range(rows):
             bad += self.fill_slot(task, row, int(keys[row]), arrays)
         decode_s = perf_counter() - start - self.storage_s
-        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded))
+        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.said)
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         """What each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""
@@ -274,7 +286,12 @@ def main(connection: Connection, memory: mmap) -> None:
     # The loader chose how many processes there are; each of them is to use one core.
     cv2.setNumThreads(1)
 
-    decoder: Decoder = connection.recv()
+    try:
+        decoder: Decoder = connection.recv()
+    except DataError as error:  # the index's columns have gone: the loader, which waits for its first task, says so
+        connection.recv()
+        connection.send(error)
+        return
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
     decoder.reader.cache.progress = partial(tell, connection)
     while True:

@@ -82,7 +82,7 @@ class EvaluationSet:
         self.batches = -(-batches_of_set // world)
         samples_of_worker = self.batches * batch_size
         self.rows = range(index.samples)[rank * samples_of_worker : (rank + 1) * samples_of_worker]
-        self.starts = np.cumsum([0, *index.shard_samples])
+        self.starts = np.append(0, np.cumsum(index.shard_samples))
 
         # The ops alone decide the shape of the images. The example is large, because central_crop refuses an image
         # that is smaller than the crop.

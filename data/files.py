@@ -27,6 +27,13 @@ from data.errors import StorageError
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NOT_OURS_TO_WRITE = {errno.EROFS, errno.EACCES, errno.EPERM}
+# From so many bytes on a file is written past the kernel's copy in memory, whose making costs a core's time and room.
+LARGE = 8 << 20
+DIRECT = getattr(os, "O_DIRECT", 0)  # which not every system has
+DISK_BLOCK = 4096  # what goes to the disk directly must begin and end at a multiple of it, in memory and in the file
+AT_ONCE = 32 << 20  # bytes of one direct write
+# What write and fcntl answer where a file system, or a kind of memory, cannot be written directly.
+NOT_DIRECT = {errno.EINVAL, errno.EFAULT, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 # What write and fsync answer. An error of the network, say, is not about the file that was being written.
 OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
 
@@ -38,11 +45,35 @@ def state_folder() -> Path:
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
-    """Write and fsync under the final name; for files in a folder that is itself renamed when it is whole."""
-    with naming(path, len(content)), open(path, "wb") as file:
-        file.write(content)
-        file.flush()
+    """Write and fsync under the final name; for files in a folder that is itself renamed when it is whole.
+
+    A large file goes to the disk directly, where the file system can do that and the content lies in memory at a
+    multiple of 4,096 bytes (`DISK_BLOCK`): past the page cache, in which it would only take the place of what is read.
+    """
+    left = memoryview(content)
+    with naming(path, len(content)), open(path, "wb", buffering=0) as file:
+        if len(left) >= LARGE:
+            left = left[write_directly(file.fileno(), left) :]
+        while left:
+            left = left[file.write(left) :]
         os.fsync(file.fileno())
+
+
+def write_directly(handle: int, content: memoryview) -> int:
+    """Write the whole blocks of a content past the page cache; returns how many bytes that were, 0 where it cannot."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    end = len(content) // DISK_BLOCK * DISK_BLOCK
+    written = 0
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | DIRECT)
+        while written < end:
+            written += os.write(handle, content[written : min(written + AT_ONCE, end)])
+    except OSError as error:
+        if error.errno not in NOT_DIRECT:
+            raise
+    finally:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+    return written
 
 
 def sync(path: Path) -> None:

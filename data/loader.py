@@ -9,7 +9,8 @@ What lies between a step and its images:
    lane, and writes the result into memory that it shares with the loader (`data.decoder`).
 5. The loader takes the answers in the same turn, copies each micro-batch out of the shared memory, and gives the
    process its next task. A process that dies or hangs is replaced (`data.decoder_process`).
-6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.shards.cache`).
+6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.shards.cache`). Samples whose
+   shards are not here yet are read by range (`data.shards.ranges`).
 
 With `processes=0` the same tasks are decoded in this process, each when it is asked for.
 
@@ -22,14 +23,16 @@ With `processes=0` the same tasks are decoded in this process, each when it is a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from mmap import mmap
 from time import perf_counter
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +42,7 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.images.gpu import decode_rows, torchcodec
 from data.order import Mixture, Order
-from data.shards.cache import Ahead, CacheConfig
+from data.shards.cache import Ahead, CacheConfig, waited_for
 from data.shards.index import Index
 from data.shards.reader import Reader
 
@@ -97,7 +100,7 @@ class TrainLoader:
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
-        if index.shard_samples != tuple(order.shard_samples):
+        if not np.array_equal(index.shard_samples, order.shard_samples):
             raise ValueError("the order was made for other shards than the index has")
         self.slots = slots
         self.start_step = start_step
@@ -106,12 +109,13 @@ class TrainLoader:
         self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
         self.ahead: Ahead | None = None  # while shards are fetched in the background
+        self.has_said = False  # why samples are no longer read by range
 
         self.parts = cut(slots, micro_batch, accumulation)
         # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
         largest = max(len(part) for part in self.parts)
         self.layout = Layout(largest, image_size, max_labels)
-        reader = Reader(index, cache=self.cache)
+        reader = Reader(index, cache=self.cache, by_range=True)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
@@ -141,6 +145,7 @@ class TrainLoader:
                 raise ahead.failure from None
             raise
         finally:
+            self.decoder.reader.stop()
             ahead.stop()
             # This ends the decoding processes, which the generator holds.
             batches.close()
@@ -153,8 +158,13 @@ class TrainLoader:
 
     def stop(self) -> None:
         """Fetch no more shards, whatever the iteration waits for; from any thread. The process may then end."""
+        self.decoder.reader.stop()
         if self.ahead is not None:
             self.ahead.stop()
+
+    def waits_for(self) -> str:
+        """What the first batch waits for."""
+        return waited_for(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""
@@ -191,6 +201,10 @@ class TrainLoader:
     def take(self, task: Task, memory: mmap | bytearray, offset: int, done: Done, waited_s: float) -> Batch:
         """Copy a micro-batch out of its memory; split the wait by what its process spent its time on."""
         start = perf_counter()
+        # Once, though every decoding process meets it.
+        if done.said and not self.has_said:
+            self.has_said = True
+            logging.getLogger(__name__).warning(done.said)
         rows = task.stop - task.first
         arrays = self.layout.arrays(memory, offset)
         # The place in memory is overwritten by a coming task, so the batch gets memory of its own.
@@ -217,7 +231,7 @@ class TrainLoader:
         A row that the device refuses is decoded here as `decode: cpu` would, in place, label and id included.
         """
         if not done.encoded:
-            return images.to(self.device), ()
+            return images.to(self.device, non_blocking=True), ()
         images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode_jpegs, self.device)
         # One slot alone is a task too, and gives the same sample or the same replacement as in the whole micro-batch.
         arrays = self.layout.arrays(bytearray(self.layout.bytes))
@@ -243,6 +257,28 @@ def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]
     # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
     edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
     return [slots[first:stop] for first, stop in pairwise(edges)]
+
+
+def moved_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same micro-batches, their images and labels on the device; ids stay in host memory, where they are read.
+
+    The host is ahead of the device: while it asks for a micro-batch, the device computes the one before, or gathers
+    weights. On a stream of its own the copy does not wait for that, and the host does not wait for the copy.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            images = batch.images.to(device, non_blocking=True)
+            labels = batch.labels.to(device, non_blocking=True)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(stream)
+        # Their memory is of the other stream: without this it could be given to a coming copy while they are read.
+        images.record_stream(computing)
+        labels.record_stream(computing)
+        yield replace(batch, images=images, labels=labels)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -20,7 +20,10 @@ Shards of 3, 4 and 2 samples, seed 0, batches of 4, 2 lanes (positions 0 … 4 a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, NamedTuple
@@ -32,6 +35,7 @@ import numpy as np
 ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
 DEFAULT_LANES = 64  # docs/order.md measures it
 DEFAULT_BLOCK = 16_384
+MANY_SHARDS = 50_000  # whose permutation leaves megabytes behind that were needed for a moment
 
 Tail = Literal["carry", "drop"]
 
@@ -116,7 +120,7 @@ class Order:
 
     def __init__(
         self,
-        shard_samples: Sequence[int],
+        shard_samples: Sequence[int] | np.ndarray,
         *,
         seed: int,
         batch_size: int,
@@ -143,6 +147,17 @@ class Order:
         """The sample of every slot of the global batch `step`: arrays of `batch_size`."""
         epoch, position = self._places(step)
         return self._look_up(epoch, self._shuffle(epoch, position))
+
+    def without_sizes(self) -> Order:
+        """A copy that lacks the shards' sizes, for another process that has them already (`with_sizes`)."""
+        order = copy(self)
+        order.with_sizes(np.empty(0, np.int64))
+        return order
+
+    def with_sizes(self, shard_samples: np.ndarray) -> None:
+        """Take the shards' sizes, the same numbers as before, from this array."""
+        self.shard_samples = shard_samples
+        self._starts = {}
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
         """The sample to use where the one in `slot` is bad: the attempt-th after it, lane after lane."""
@@ -224,16 +239,25 @@ class Order:
         known = self._starts.get(epoch)
         if known is not None:
             return known
-        shards = np.flatnonzero(self.shard_samples)
+        # int32, and few arrays on the way: with 300,000 shards this takes 3.6 MB of every process for each epoch.
+        shards = np.flatnonzero(self.shard_samples).astype(np.int32)
         # Sorted by our own hash, because the streams of NumPy's permutations may change between versions.
         shards = shards[np.argsort(key_of(self.seed, epoch, shards), kind="stable")]
-        counts = self.shard_samples[shards]
-        starts = np.cumsum(counts) - counts
+        starts = np.zeros(len(shards), np.int64)
+        np.cumsum(self.shard_samples[shards[:-1]], out=starts[1:])
+        if len(shards) >= MANY_SHARDS:
+            give_back_freed_memory()
         # The epoch before is kept: a batch may lie across both. The dict is a new one, because the thread that fetches
         # shards ahead reads the old one at the same time.
         newest = list(self._starts.items())[-1:]
         self._starts = {**dict(newest), epoch: (shards, starts)}
         return shards, starts
+
+
+def give_back_freed_memory() -> None:
+    """Return freed memory to the system; glibc keeps some for the process, of which a node has 64 and more."""
+    with suppress(AttributeError, OSError):  # of another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_order(order: Order) -> None:
@@ -263,7 +287,7 @@ class Mixture:
 
     def __init__(
         self,
-        shard_samples: Sequence[int],
+        shard_samples: Sequence[int] | np.ndarray,
         *,
         groups: Sequence[int],
         weights: Sequence[float],
@@ -275,7 +299,6 @@ class Mixture:
     ):
         if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
             raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
-        self.shard_samples = np.asarray(shard_samples, np.int64)
         self.batch_size = batch_size
         self.shares = shares(batch_size, weights)
         self.starts = np.cumsum([0, *groups])  # the first shard of each set, and the end of the last
@@ -285,6 +308,7 @@ class Mixture:
         spread = [(np.arange(share) + 0.5) / share for share in self.shares]  # in 0 … 1
         self.order_of_slots = np.argsort(np.concatenate(spread), kind="stable")  # (B,)
 
+        sizes = np.asarray(shard_samples, np.int64)
         self.orders = []
         for group, share in enumerate(self.shares):
             first = self.starts[group]
@@ -293,7 +317,7 @@ class Mixture:
             # int64 that `key_of` takes.
             set_seed = int(key_of(seed, first)[0] >> np.uint64(2))
             order = Order(
-                shard_samples[first:stop],
+                sizes[first:stop],
                 seed=set_seed,
                 batch_size=share,
                 lanes=lanes,
@@ -301,6 +325,11 @@ class Mixture:
                 tail=tail,
             )
             self.orders.append(order)
+
+    @property
+    def shard_samples(self) -> np.ndarray:
+        """The samples of each shard of all sets."""
+        return np.concatenate([order.shard_samples for order in self.orders])
 
     def batch(self, step: int) -> Ids:
         """As `Order.batch`; epochs are each set's own."""
@@ -314,6 +343,17 @@ class Mixture:
             samples.append(ids.sample)
         slots = self.order_of_slots
         return Ids(np.concatenate(epochs)[slots], np.concatenate(shards)[slots], np.concatenate(samples)[slots])
+
+    def without_sizes(self) -> Mixture:
+        """As `Order.without_sizes`."""
+        mixture = copy(self)
+        mixture.orders = [order.without_sizes() for order in self.orders]
+        return mixture
+
+    def with_sizes(self, shard_samples: np.ndarray) -> None:
+        """As `Order.with_sizes`; the sizes are of all sets."""
+        for group, order in enumerate(self.orders):
+            order.with_sizes(shard_samples[self.starts[group] : self.starts[group + 1]])
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
         """As `Order.replacement`, from the same set."""

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
+from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
+from data.images.preprocess import corrections
 from data.store import check_store_url
 from jobs import sweeps
 from jobs.choices import config_as_known, settled
@@ -266,12 +268,19 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage], dig
     for field, value in section.chosen.items():
         require(field not in parents, f"{name}: {field} names an input, which a grid with held_out cannot choose")
         inputs[field] = f"{earlier[value[1:]].key}/{field}"
+    judging: dict[str, Any] = {}
     if name != section.source:
         inputs |= judged_by(stage_config, keys)
+        judging = config.tagged(stage_config, "warn")
     input_fields = {*parents, *KINDS[kind].INPUTS}
     # Inputs are in the key by content and not by path: the same data in another place is the same stage.
     described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
-    key = config.digest({"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs})
+    identity: dict[str, Any] = {"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs}
+    # Only where there are any: the keys of all other stages stay what they were.
+    corrected = corrected_ops(forbidden | judging)
+    if corrected:
+        identity["corrected"] = corrected
+    key = config.digest(identity)
     # Weights that are missing or have changed tell nothing about the model.
     model = None
     if keys.get("init") != MISSING:
@@ -290,6 +299,17 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage], dig
         chosen=section.chosen,
         judged_on={field: key for field, key in keys.items() if field not in forbidden},
     )
+
+
+def corrected_ops(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the corrections of the preprocessing that a stage's fields, by dotted name, ask for; {} of most."""
+    corrected: dict[str, int] = {}
+    for field, value in fields.items():
+        if field.endswith("augment.crop") and value == "random":
+            corrected |= corrections(RESIZE_BEFORE_RANDOM_CROP)
+        elif field.split(".")[-1] == "preprocess" and value is not None:
+            corrected |= corrections(value)
+    return corrected
 
 
 def judged_by(stage_config: Any, keys: Mapping[str, str]) -> dict[str, str]:

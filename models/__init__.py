@@ -6,7 +6,7 @@ models.transfer(weights, source, target)              the same weights for anoth
 """
 
 from models import analysis, masked
-from models.catalog import build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
+from models.catalog import blocks, build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
     forward_macs,
     macs_of,
@@ -28,6 +28,7 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "analysis",
+    "blocks",
     "build",
     "compile_blocks",
     "config_of",

@@ -133,12 +133,18 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
     return from_config(config_of(name, image_size, classes, **config))
 
 
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the modules that a model is made of many of: a ViT's blocks, a ResNet's units."""
+    repeated = (vit.Block, resnet.StemUnit, resnet.BiTUnit)
+    return {name: module for name, module in model.named_modules() if isinstance(module, repeated)}
+
+
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """`torch.compile` each block in place, names unchanged: one block's compilation serves all of them."""
-    # `torch.compile(model)` would put `_orig_mod.` before all names of the state dict; `Module.compile` leaves them.
-    for module in model.modules():
-        if isinstance(module, (vit.Block, resnet.StemUnit, resnet.BiTUnit)):
-            module.compile(**options)
+    # `torch.compile(model)` would put `_orig_mod.` before all names of the state dict. Not `Module.compile` either: it
+    # takes in the hooks around `forward`, where ZeRO 3 gathers a block, and gives up after eight compilations.
+    for block in blocks(model).values():
+        block.forward = torch.compile(block.forward, **options)
 
 
 def decayed(model: nn.Module) -> set[str]:

@@ -29,7 +29,8 @@ from pipeline.config import require
 Settings: TypeAlias = Mapping[str, Any]  # one section of a DeepSpeed configuration, as JSON has it
 
 # Keys of zero_optimization and the ZeRO stages at which DeepSpeed 0.19.8 reads them. They decide when and in what
-# pieces data moves; tests/test_engine.py trains with all of them at odd values to the same bits.
+# pieces data moves; tests/test_engine.py trains by two workers with all of them at odd values to the same bits. With
+# more workers a bucket's size decides the last bits of sums (docs/step.md).
 TUNING: dict[str, tuple[int, ...]] = {
     "overlap_comm": (1, 2, 3),
     "contiguous_gradients": (1, 2, 3),
@@ -87,6 +88,7 @@ INSTEAD: dict[str, str] = {
     "memory_breakdown": "the log line says how much memory is held; leave it out",
     "flops_profiler": "the log line says what share of the peak is reached; leave it out",
     "comms_logger": "the log line and `patchline status` say where the time went; leave it out",
+    "timers": "the log line has the speed, and DeepSpeed's timer has the host wait twice a micro-batch; leave it out",
     "zero_optimization.stage": "write zero in the recipe",
     "zero_optimization.memory_efficient_linear": "it would replace torch's linear for the whole process; leave it out",
     "zero_optimization.offload_optimizer": NOT_SUPPORTED,

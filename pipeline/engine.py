@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from pipeline.deepspeed_file import merge_file
 from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
-
-MOST_IN_A_BUCKET = 500_000_000  # elements; DeepSpeed's own default of reduce_bucket_size
+from pipeline.zero.buckets import bucket_size
+from pipeline.zero.flat_blocks import FlatBlocks
+from pipeline.zero.norm import clipping, norm_and_sums, sum_of_squares
+from pipeline.zero.update import update_of
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
@@ -54,6 +56,8 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         # DeepSpeed would add bf16 gradients in bf16, which rounds at every worker: 0.8 % off over 64, 1.6 % over 256.
         "communication_data_type": "fp32",
+        # DeepSpeed's speed, which nobody reads, has the host wait for the device twice a micro-batch.
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {"stage": zero},
     }
     if zero == 3:
@@ -61,8 +65,7 @@ def deepspeed_config(
         # changes the bf16 results of models that come later.
         ours["zero_optimization"]["memory_efficient_linear"] = False
     if precision == "bf16":
-        # Without the check DeepSpeed does not skip a step of bf16 whose gradient is not finite.
-        ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        ours["bf16"] = {"enabled": True}
         # Left to itself DeepSpeed would add up micro-batches in bf16.
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if user_file is None:
@@ -115,13 +118,13 @@ class Engine:
             self.state_names = (*self.state_names, "average")
         self.clip: float = settings["gradient_clipping"]
         self.sums_in: str = settings["communication_data_type"]  # the type that gradients are added over workers in
-        if self.zero == 0:
-            # We clip ourselves: DeepSpeed cannot after a dropped gradient (`_guard_stage_0`).
-            settings = {**settings, "gradient_clipping": 0.0}
+        # We clip ourselves, with the norm that decides whether the optimizer steps (`end_micro_batch`).
+        settings = {**settings, "gradient_clipping": 0.0}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
         self._updates = 0
-        self.sizes: dict[str, int] = {}  # elements of every parameter
+        self._norm = 0.0
+        self.sizes: dict[str, int] = {}  # elements of every parameter, by its name in the plain model
         # DeepSpeed rounds the weights in place to bf16, so the fp32 values are copied before it sees the model.
         masters: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
@@ -129,15 +132,18 @@ class Engine:
             if is_bf16:
                 masters[name] = p.detach().clone().flatten()
 
-        # DeepSpeed sets a bucket's memory apart whole, 2 GB in fp32 also for a model that fills a tenth of it.
-        bucket = {"reduce_bucket_size": min(sum(self.sizes.values()), MOST_IN_A_BUCKET)}
+        # Before the user's own, which may name another size.
+        bucket = {"reduce_bucket_size": bucket_size(sum(self.sizes.values()))}
         settings = {**settings, "zero_optimization": {**bucket, **settings["zero_optimization"]}}
+        flat_blocks = FlatBlocks(model, decayed)
+        self.members = flat_blocks.members
         # A plain torch optimizer: those of DeepSpeed compile at first use, FusedAdam for 145 CPU-seconds.
-        optimizer = build_optimizer(model, decayed, optim)
-        with one_optimizer_class():
+        optimizer = build_optimizer(model, flat_blocks.decayed, optim)
+        with one_optimizer_class(), flat_blocks.while_deepspeed_is_made():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=settings, dist_init_required=False
             )
+        self._update = update_of(self.zero, self.engine.optimizer)
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
@@ -188,17 +194,51 @@ class Engine:
         """Add the gradient of `loss` / (accumulation × world), reduced over workers as ZeRO does."""
         self.engine.backward(loss)
 
-    def end_micro_batch(self, rate: float) -> None:
-        """Close a micro-batch; at the last of an accumulation the optimizer steps with this learning rate."""
+    def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
+        """Close a micro-batch; at the last of an accumulation the optimizer steps with this learning rate.
+
+        Collective then: returns the sums over workers of what each says in `numbers` (n,), float64, on its device. They
+        travel with the gradient's norm, so that the host waits for the device once a step.
+        """
         self._set_rate(rate)
         # Asked before the step, because the step moves on to the next micro-batch.
         is_stepping = self.engine.is_gradient_accumulation_boundary()
-        if self.zero == 0 and is_stepping:
-            self._guard_stage_0()
+        sums: list[float] = []
+        if is_stepping:
+            sums = self._take_step(numbers)
         self.engine.step()
-        # A skipped step is no update: it must not pull the average towards the masters once more.
-        if is_stepping and math.isfinite(self.gradient_norm()):
+        # At stage 0 DeepSpeed's step is the optimizer's. A skipped step is no update: it must not pull the average
+        # towards the masters once more.
+        if is_stepping and math.isfinite(self._norm):
             self._count_update()
+        return sums
+
+    @torch.no_grad()
+    def _take_step(self, numbers: Tensor | None) -> list[float]:
+        """Clip and update; a gradient that is not finite touches nothing, on any worker. Returns sums of `numbers`."""
+        gradients = self._update.gradients()
+        squares = sum_of_squares(gradients)
+        # Where every worker has the whole gradient, one of them says what its norm is.
+        if not self._update.is_shared and dist.get_rank() != 0:
+            squares = torch.zeros_like(squares)
+        norm, sums = norm_and_sums(squares, numbers)
+        # All workers have read the same bits, so all of them skip the step together.
+        is_finite = math.isfinite(norm)
+        self._norm = norm if is_finite else math.inf
+        if self.zero:
+            # For DeepSpeed's own count of skipped steps.
+            self.engine.optimizer.overflow = not is_finite
+            self.engine.optimizer._global_grad_norm = self._norm
+        if not is_finite:
+            self._update.drop()
+            return sums
+        factor = clipping(norm, self.clip)
+        if factor < 1:
+            torch._foreach_mul_(gradients, factor)
+        # A group's gradient is free once the optimizer has stepped it; this list would keep all of them.
+        del gradients
+        self._update.apply()
+        return sums
 
     def _count_update(self) -> None:
         """Note that the optimizer has changed the masters."""
@@ -234,33 +274,12 @@ class Engine:
             average.copy_(master)
         self._refresh()
 
-    def _guard_stage_0(self) -> None:
-        """At stage 0, make a step with a non-finite gradient do nothing, as ZeRO 1–3 do; clip the others."""
-        parameters: list[nn.Parameter] = []
-        gradients: list[Tensor] = []
-        for p in self.model.parameters():
-            if p.grad is not None:
-                parameters.append(p)
-                gradients.append(p.grad)
-        self._norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(self._norm):
-            # A parameter without a gradient is passed over by the optimizer: neither weights nor moments change.
-            for p in parameters:
-                p.grad = None
-        elif self.clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, torch.tensor(self._norm))
-
     def gradient_norm(self) -> float:
         """Return the global norm of the last step's averaged gradient before clipping.
 
         It is not finite where the step was skipped.
         """
-        if self.zero == 0:
-            return self._norm
-        norm = self.engine.get_global_grad_norm()
-        if self.engine.optimizer.overflow or norm is None:
-            return math.inf
-        return float(norm)
+        return self._norm
 
     def fragments(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
         """Iterate views of the fp32 masters and state that this worker owns; every element has exactly one owner.
@@ -273,11 +292,24 @@ class Engine:
             cut = self._part_of_a_flat
         elif self.zero == 3:
             cut = self._part_of_a_partition
-        for name, p in self.model.named_parameters():
-            start, views = cut(p, kinds)
+        owned: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        for holder, p in self.model.named_parameters():
+            owned[holder] = cut(p, kinds)
+        yield from self._named(owned)
+
+    def _named(self, owned: dict[str, tuple[int, dict[str, Tensor]]]) -> Iterator[Fragment]:
+        """Cut what is owned of the engine's parameters, (first element, views) each, into the model's own."""
+        for name, member in self.members.items():
+            start, views = owned[member.holder]
+            length = 0
+            if views:
+                length = next(iter(views.values())).numel()
+            first = max(start, member.start)
+            stop = min(start + length, member.start + member.size)
             # A worker may own nothing of a small parameter; an empty fragment would only be an empty entry in its file.
-            if views and views[kinds[0]].numel():
-                yield Fragment(name, start, views)
+            if first < stop:
+                parts = {kind: view[first - start : stop - start] for kind, view in views.items()}
+                yield Fragment(name, first - member.start, parts)
 
     def _part_of_a_replica(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
         """Stage 0: every worker has everything; each saves an equal part, the last a shorter one."""
@@ -336,8 +368,10 @@ class Engine:
     def _whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
         """Iterate, at stage 0, every parameter as one fragment."""
         kinds = kinds or ("master", *self.state_names)
-        for name, p in self.model.named_parameters():
-            yield Fragment(name, 0, {kind: self._replica(p, kind) for kind in kinds})
+        owned: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        for holder, p in self.model.named_parameters():
+            owned[holder] = (0, {kind: self._replica(p, kind) for kind in kinds})
+        yield from self._named(owned)
 
     def _refresh_stage_3(self) -> None:
         # DeepSpeed copies masters to the weights only in its own step; after a restore we do what that step does.

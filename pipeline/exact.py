@@ -31,6 +31,7 @@ from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
+from pipeline.zero.norm import clipping
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
@@ -136,24 +137,32 @@ class ExactEngine(Engine):
         # Divided by a number that is the same at every world size.
         loss = loss / self.micro_batches
         # Not `backward`: that would run DeepSpeed's hooks. A parameter that is not used gets zeros: places stay.
-        gradients = torch.autograd.grad(loss, list(self.model.parameters()), materialize_grads=True)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
         if self._part is None:
             # fp32 also where weights are bf16: sums of many small numbers lose their last bits in bf16.
             self._part = torch.zeros(sum(self._spans), device=loss.device)
         # The loss travels behind the gradient, so that its mean over the batch is summed in the same order.
-        addends = [*gradients, loss.detach()]
+        addends: list[Tensor] = []
+        for member in self.members.values():
+            addends.append(gradients[member.holder].reshape(-1)[member.start : member.start + member.size])
+        addends.append(loss.detach().reshape(-1))
         for view, addend in zip(self._part.split(self._spans), addends, strict=True):
-            view.add_(addend.reshape(-1))
+            view.add_(addend)
 
-    def end_micro_batch(self, rate: float) -> None:
-        """Close a micro-batch; the last of a part closes the part, and the last of the step takes the step."""
+    def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
+        """Close a micro-batch; the last of a part closes the part, and the last of the step takes the step.
+
+        Returns what Engine's does.
+        """
         self._seen += 1
         if self._seen % self.part_length:
-            return
+            return []
         self._close_part(self._seen // self.part_length)
-        if self._seen == self.part_length * self.parts_here:
-            self._seen = 0
-            self._step(rate)
+        if self._seen < self.part_length * self.parts_here:
+            return []
+        self._seen = 0
+        return self._step(rate, numbers)
 
     def _close_part(self, count: int) -> None:
         """Add up neighbouring sums of equally many parts, as a binary counter carries; `count` parts are closed now.
@@ -169,21 +178,26 @@ class ExactEngine(Engine):
         self._sums.append(finished)
 
     @torch.no_grad()
-    def _step(self, rate: float) -> None:
+    def _step(self, rate: float, numbers: Tensor | None) -> list[float]:
         """Sum over workers, clip, update; a gradient that is not finite touches nothing, on any worker."""
         # A power of two of parts leaves exactly one sum; more would be a bug in the carries.
         (total,) = self._sums
         self._sums = []
         tree_sum(total)
         gradient = total[:-1]
-        self.loss = float(total[-1])
         # Of the whole gradient, on every worker alike: a sum over partitions would depend on where they are cut.
-        self._norm = float(torch.linalg.vector_norm(gradient))
+        norm_here = torch.linalg.vector_norm(gradient)
+        answers = [norm_here.double(), total[-1].double()]
+        if numbers is not None:
+            dist.all_reduce(numbers)
+            answers += numbers.unbind()
+        # Read together: the host waits for the device once a step.
+        self._norm, self.loss, *sums = torch.stack(answers).tolist()
         # All workers hold the same bits, so all of them skip the step together, without asking one another.
         if not math.isfinite(self._norm):
-            return
+            return sums
         if self.clip:
-            gradient.mul_(min(1.0, self.clip / (self._norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+            gradient.mul_(clipping(self._norm, self.clip))
         self._set_rate(rate)
 
         # Each flat gets its elements of the gradient; elements that are padding get 0.
@@ -200,10 +214,7 @@ class ExactEngine(Engine):
             plan.flat.grad = None
         self._refresh()
         self._count_update()
-
-    def gradient_norm(self) -> float:
-        """Return the global norm of the last step's gradient before clipping; not finite where the step was skipped."""
-        return self._norm
+        return sums
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
         """Collective: measure the seconds of a sum over the workers, and of the backend's all-reduce of as much."""

@@ -24,7 +24,7 @@ from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.manifest import Manifest, step_of
+from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
 from pipeline.evaluation.beside import unreadable_line
 from pipeline.evaluation.evaluate import accuracy, watched
 from pipeline.evaluation.feature_store import FeatureStore, collect
@@ -56,7 +56,7 @@ def judge(task: Mapping[str, Any]) -> Judged:
     step = step_of(folder)
     phases = Phases(Path(task["folder"]), 0, cfg.stall_s)
     phases.enter("load", step)
-    manifest = checkpoint.verify(folder)
+    manifest = read_manifest(folder)  # the weights are compared with its digests when they are read
     model_config = models.from_dict(job.model)
     device = torch.device("cpu")
     if torch.cuda.is_available():

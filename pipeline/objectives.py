@@ -1,6 +1,6 @@
 """What a stage learns to do: the summed loss of a micro-batch, for each value of `objective` in a recipe.
 
-In:  the worker's parts, the step, images (b, 3, S, S) in [−1, 1] on the device, and the loader's Batch
+In:  the worker's parts, the step, images (b, 3, S, S) in [−1, 1], and the loader's Batch, both on the device
 Out: a scalar tensor, the loss summed over the b samples; the loop weights it and calls backward
 
 Everything that is drawn (mixup, corruption, dropout) depends on the seed, the step and the samples alone: not on the
@@ -30,8 +30,7 @@ Objective = Callable[[Worker, int, Tensor, Batch], Tensor]
 def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tensor:
     """Return the summed loss against the labels, smoothed and mixed as the recipe says."""
     cfg = worker.cfg
-    labels = batch.labels.to(worker.device)
-    targets = dense_targets(labels, worker.model_config.classes, cfg.label_smoothing)
+    targets = dense_targets(batch.labels, worker.model_config.classes, cfg.label_smoothing)
     # Seeded by the step alone, so that all micro-batches of a step blend with the same share; the partner is the
     # neighbour within the micro-batch, as in the original it is the neighbour on the same device.
     if cfg.mixup:

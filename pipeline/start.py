@@ -14,6 +14,7 @@ Everything here is collective: all workers of the group do it together, and in t
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,13 +28,13 @@ from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError, Preempted
-from data.loader import Batch, TrainLoader
+from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
@@ -50,6 +51,7 @@ from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 
 STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
+SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
@@ -71,6 +73,7 @@ class Job:
     class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
     remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
+    device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
 
     @property
     def attempt_folder(self) -> Path:
@@ -156,9 +159,10 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         device=device,
         # A run in an object store leaves nothing on storage that nodes share.
         is_shared=job.remote is None,
+        device_bytes=job.device_bytes,
         say=telemetry.say,
     )
-    # Rank 0 reads every byte of the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
+    # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with phases.led("restore", 0, rank == 0):
         if remote is None:
             chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
@@ -222,9 +226,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         manifest = None
         progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
     else:
-        manifest = chosen.manifest
         phases.enter("load", 0)
-        checkpoint.load(engine, chosen)
+        if remote is None:
+            chosen = restore.load_together(engine, checkpoints, chosen, job.attempt, telemetry.say)
+            check_stage(cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
+        else:
+            remote.load(engine, chosen)
+        manifest = chosen.manifest
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
         # A stage killed between its last commit and its end need not save that step a second time.
         saver.last_committed = manifest.step
@@ -375,7 +383,7 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
 
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on."""
+    """Iterate this worker's micro-batches from a step on, on its device."""
     cfg = worker.cfg
     loader = TrainLoader(
         worker.index,
@@ -393,7 +401,7 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return once_the_first_is_there(worker, loader)
+    return moved_ahead(once_the_first_is_there(worker, loader), worker.device)
 
 
 def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:
@@ -414,9 +422,13 @@ def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Bat
 
     threading.Thread(target=fetch, name="first batch", daemon=True).start()
     first = None
+    said_at = time.monotonic()
     while first is None:
         with suppress(queue.Empty):
             first = answers.get(timeout=STOP_POLL_S)
+        if first is None and time.monotonic() - said_at > SAY_EVERY_S:
+            said_at = time.monotonic()
+            worker.telemetry.say(f"waiting for the first batch: {loader.waits_for()}")
         # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
         is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
         if first is None and is_asked:

@@ -1,8 +1,9 @@
 """The one training loop: a worker of a trained stage, from its config to a committed checkpoint and weights.
 
 1. `set_up` joins the group, builds data, model and engine, and loads a checkpoint or the weights to start from.
-2. Every step: forward and backward over the micro-batches; the optimizer steps with the last of them.
-3. All workers agree once a step: mean loss, bad samples, whether to stop, whether a save is written.
+2. Every step: forward and backward over the micro-batches.
+3. Once a step, in one reduction and one wait: the gradient's norm, with which the optimizer steps or does not, and what
+   all workers agree on: mean loss, bad samples, whether to stop, whether a save is written.
 4. What the step asks for: a report, the commit of a save, a new save, an evaluation (here, or by a worker beside
    training: `evaluate_on: spare`), the end.
 5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size.
@@ -48,6 +49,7 @@ from pipeline.reports import (
 )
 from pipeline.start import Job, Progress, Worker, micro_batches, set_up
 from pipeline.training_config import TrainConfig
+from pipeline.zero.norm import on_device
 
 
 class StageResult(TypedDict):
@@ -109,7 +111,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
             batches = micro_batches(worker, next_step)
             continue
 
-        # 2. Forward and backward over the accumulation; the optimizer steps with the last micro-batch.
+        # 2. Forward and backward over the accumulation.
         step = progress.step
         rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
         # Arrays over the slots of the global batch; the first shard of ours is named to the driver while we wait.
@@ -118,7 +120,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         loss_sum = torch.zeros((), device=worker.device)
         bad_samples = 0
         ids_here: list[list[int]] = []
-        for _ in range(accumulation):
+        for number in range(accumulation):
             phases.enter("data", step, first_shard)
             batch = next(batches)
             assert batch.step == step, f"the loader is at step {batch.step}, the loop at {step}"
@@ -137,10 +139,12 @@ def train(task: Mapping[str, Any]) -> StageResult:
             # Their memory is free before the optimizer steps, which needs some of its own.
             del images, micro_batch_loss
             phases.enter("reduce", step)
-            engine.end_micro_batch(rate)
+            if number + 1 < accumulation:
+                engine.end_micro_batch(rate)
 
-        # 3. What all workers must agree on: no worker may stop, commit or give up alone.
-        mean_loss, bad_of_all, stopping, all_written = agree(worker, loss_sum, bad_samples, worker.wants_stop())
+        # 3. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up
+        # alone. Nothing else in a step has the host wait for the device.
+        mean_loss, bad_of_all, stopping, all_written = agree(worker, rate, loss_sum, bad_samples)
         norm = engine.gradient_norm()
         # The ledger is over the planned ids; a bad sample's replacement is counted and does not change it.
         progress.ledger = progress.ledger.update(step, epochs, shards, samples)
@@ -212,18 +216,16 @@ def notice_sigterm(asked: threading.Event) -> None:
         signal.signal(signal.SIGTERM, remember)
 
 
-def agree(worker: Worker, loss_sum: torch.Tensor, bad_samples: int, wants_stop: bool) -> tuple[float, int, bool, bool]:
-    """Collective, once a step: add up what the workers have seen, and hear what they want.
+def agree(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int) -> tuple[float, int, bool, bool]:
+    """Collective, once a step: have the optimizer step, add up what the workers have seen, and hear what they want.
 
     Returns (mean loss, bad samples, anyone wants to stop, everyone has written its file).
     """
-    # One small reduction carries all of it: another collective would be another wait in every step. The loss is
-    # copied on the device for the same reason: the loop waits for it once, at `tolist`.
-    numbers = [0.0, bad_samples, wants_stop, worker.saver.written]
-    status = torch.tensor(numbers, dtype=torch.float64, device=worker.device)
-    status[0] = loss_sum
-    dist.all_reduce(status)
-    loss_of_all, bad_of_all, stops, written = status.tolist()
+    # They travel with the gradient's norm, which decides whether the optimizer steps at all and is waited for anyway:
+    # a reduction of their own would be another wait in every step, behind the optimizer and the gathering of weights.
+    of_host = on_device([bad_samples, worker.wants_stop(), worker.saver.written], worker.device)
+    numbers = torch.cat([loss_sum.double().reshape(1), of_host])
+    loss_of_all, bad_of_all, stops, written = worker.engine.end_micro_batch(rate, numbers)
     mean_loss = loss_of_all / worker.cfg.batch_size
     if isinstance(worker.engine, ExactEngine):
         # It is summed in the fixed order, as the gradient is; the reduction above adds up in an order of its own.
@@ -291,9 +293,10 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     """Write the stage's weights from the committed checkpoint, and say what the run's time went into; rank 0 only."""
     directory = Path(worker.job.directory)
     # Read back from disk, not gathered from the workers: what the next stage gets is what was committed and digested,
-    # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours.
+    # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so
+    # what is read is compared with its digests once more.
     last = worker.saver.newest()
-    manifest = checkpoint.verify(last)
+    manifest = read_manifest(last)
     weights = export(last, worker.model_config)
     names = worker.job.class_names
     models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)

@@ -121,7 +121,9 @@ class TrainConfig:
     checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
     activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    deepspeed: str | None = None  # path of a ds_config.json of yours; it may tune how data moves, nothing else
+    # path of a ds_config.json of yours; it may tune how data moves (overlap_comm, bucket sizes: docs/step.md), nothing
+    # else
+    deepspeed: str | None = None
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     # in between: the workers that train, who stop for it; or a spare one beside them (docs/cluster.md), for which every
@@ -325,6 +327,8 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
         f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
         f"the cache keeps {limit / 2**30:.3g} GiB"
     )
+    if count and index.sees_rot:
+        line += "; until a shard is there, its samples are read by range"
     if size <= limit:
         return line
     return (

@@ -67,6 +67,16 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.planning.memory.traces_of", lambda steps: [trace] * len(steps))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `gpu` where torch sees none."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch  # not at the top: many tests need none of it
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and torch.cuda.is_available() is False here; on a GPU machine: make gpu")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how long each area took, and with -vv each file; setups, calls and teardowns are summed."""
     seconds_of_file: Counter[str] = Counter()

@@ -10,6 +10,7 @@ import fcntl
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,19 +25,20 @@ import torch
 
 import models
 from data.decoder import Decoder
-from data.errors import RunOwned
+from data.errors import CheckpointError, RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
 from jobs import terminal
 from jobs.cluster import processes, worker_files
 from jobs.ownership import owned
 from pipeline import judge, objectives, reports, start, train
-from pipeline.checkpoints import checkpoint, sight
+from pipeline.checkpoints import checkpoint, restore, sight
 from pipeline.checkpoints import saver as saving
-from pipeline.checkpoints.manifest import Manifest
+from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine import Engine, Fragment, deepspeed_config
+from pipeline.engine import Engine, Fragment, ReadState, deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
@@ -417,12 +419,45 @@ def known(name: str, kind: str, start: int, count: int) -> torch.Tensor:
 class FakeEngine:
     """A rank's half (or whole) of a parameter of 96 elements, with its moments."""
 
+    zero = 2
+    updates = 0
+
     def __init__(self, rank: int, world: int, step: int) -> None:
         self.part, self.rank, self.step = 96 // world, rank, step
+        self.restored: dict[str, torch.Tensor] = {}
 
     def fragments(self) -> Iterator[Fragment]:
         start = self.rank * self.part
         yield Fragment("w", start, {k: known("w", k, start, self.part) + self.step for k in ("master", "exp_avg")})
+
+    def restore(self, read: ReadState) -> None:
+        for kind in ("master", "exp_avg"):
+            self.restored[kind] = read("w", kind, self.rank * self.part, self.part)
+
+
+ALONE = SimpleNamespace(
+    get_rank=lambda: 0,
+    get_world_size=lambda: 1,
+    broadcast_object_list=lambda values, src: None,
+    all_gather_object=lambda values, mine: values.__setitem__(0, mine),
+)
+
+
+def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
+    """What a start of one worker goes on from, after it has read all of it; None where there is nothing."""
+    chosen = None
+    real = checkpoint.dist
+    checkpoint.dist = restore.dist = ALONE  # type: ignore[assignment]
+    try:
+        chosen = checkpoint.choose_together(folder, attempt, say)
+        if chosen is not None:
+            engine = FakeEngine(0, 1, 0)
+            chosen = restore.load_together(engine, folder, chosen, attempt, say)  # type: ignore[arg-type]
+            for kind, state in engine.restored.items():
+                assert torch.equal(state, known("w", kind, 0, 96) + chosen.manifest.step)
+    finally:
+        checkpoint.dist = restore.dist = real
+    return chosen
 
 
 class Quiet:
@@ -556,7 +591,7 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
                     view.detach().fill_(torch.nan)
             chosen = checkpoint.choose_together(folder, 2, print)
             assert chosen is not None
-            checkpoint.load(made, chosen)
+            assert restore.load(made, chosen) == ""
             assert made.updates == chosen.manifest.updates == 7
             count = 0
             for f in made.fragments():
@@ -572,6 +607,68 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
             outputs.add(made.engine(images).double().sum().item())
         made.close()
     return {"wrong": wrong, "elements": sorted(elements), "loads": loads, "outputs": sorted(outputs)}
+
+
+def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """Save steps 10 and 20; then, for every case, damage step 20, and say what the group loads of what is there.
+
+    A case is (ZeRO stage, file in which a bit is flipped); file "" stands for a node on which worker 1 reads all bytes
+    wrong, though the disk has them right.
+    """
+    join_group(60)
+    rank = torch.distributed.get_rank()
+    run = Path(task["run"])
+    good = run / "good"
+    made = engine(2)
+    saver = saver_of(good, run)
+    for step in (10, 20):
+        made.restore(lambda name, kind, start, count, step=step: known(name, kind, start, count) + step)
+        saver.begin(made, manifest(step, 1, 2))
+        assert saver.finish() is not None, saver.failure
+    made.close()
+
+    preadv = os.preadv
+    outcomes = []
+    for number, (zero, file) in enumerate(task["cases"]):
+        folder = run / f"case-{number}"
+        if rank == 0:
+            shutil.copytree(good, folder)
+            if file:
+                damaged = committed(folder)[0] / file
+                content = bytearray(damaged.read_bytes())
+                content[-5] ^= 4
+                damaged.write_bytes(content)
+        torch.distributed.barrier()
+        if rank == 1 and not file:
+            os.preadv = read_wrong  # type: ignore[assignment]
+        made = engine(zero)
+        said: list[str] = []
+        outcome: dict[str, Any] = {"step": 0, "wrong": 0, "error": ""}
+        try:
+            chosen = checkpoint.choose_together(folder, 2, said.append)
+            assert chosen is not None
+            chosen = restore.load_together(made, folder, chosen, 2, said.append)
+            outcome["step"] = chosen.manifest.step
+            for f in made.fragments():
+                for kind, view in f.tensors.items():
+                    expected = known(f.name, kind, f.start, view.numel()) + chosen.manifest.step
+                    outcome["wrong"] += int((view != expected).sum())
+        except CheckpointError as error:
+            outcome["error"] = str(error)
+        os.preadv = preadv
+        made.close()
+        outcomes.append({**outcome, "said": said, "left": sorted(path.name for path in folder.iterdir())})
+    everybody: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, outcomes)
+    return everybody
+
+
+def read_wrong(handle: int, buffers: list[memoryview], offset: int) -> int:
+    """Read as os.preadv does, and flip a bit of it, as bad memory of a node does."""
+    content = bytearray(os.pread(handle, len(buffers[0]), offset))
+    content[0] ^= 1
+    buffers[0][: len(content)] = content
+    return len(content)
 
 
 # ------------------------------------------------------------------------ storage that is not shared

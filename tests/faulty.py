@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints.checkpoint import choose
 from pipeline.checkpoints.manifest import newest_attempt
-from tests.drives import WorkerGroup
+from tests.drives import WorkerGroup, start_from
 
 OFF, KILL, TEAR, FAIL, FAIL_FROM = range(5)
 NEVER = 1 << 30
@@ -87,7 +86,7 @@ def hit(shim: Any, run: Path, how: int, at: int, error: int) -> dict[str, Any]:
         said = [json.loads(line) for line in pipe]
     killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
     complaints: list[str] = []
-    found = choose(run / "stage" / "checkpoints", 99, complaints.append)
+    found = start_from(run / "stage" / "checkpoints", 99, complaints.append)
     return {
         "how": how,
         "error": error,

@@ -15,7 +15,7 @@ from torch import nn
 
 import models
 from data.errors import DataError
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
@@ -122,6 +122,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     end = digest(whole_state(engine))
     ((_, norm, _),) = steps(engine, 6, 7, poison=6)
     unharmed = digest(whole_state(engine)) == end
+    skipped = engine.engine.skipped_steps
     steps(engine, 7, 8)
     behind = digest(whole_state(engine))
     bucket = engine.engine.optimizer.reduce_bucket_size if engine.zero else 0
@@ -137,6 +138,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "finite": norm < 1e30,
         "unharmed": unharmed,
+        "skipped": skipped,
         "behind": behind,
         "bucket": bucket,
         "updates": updates,
@@ -234,7 +236,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     else:
         found = checkpoint.choose_together(folder, 2, print)
         assert found is not None
-        checkpoint.load(engine, found)
+        assert restore.load(engine, found) == ""
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()
@@ -293,3 +295,90 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
     phases.close()
     dist.destroy_process_group()
     return of_all
+
+
+def model_of_blocks() -> models.Model:
+    """A small ViT whose head and biases are not zero: every parameter has a gradient from the first step on."""
+    config = models.config_of("mu/8", 16, CLASSES, depth=3, width=16, mlp=32, heads=2, pool="gap")
+    generator = torch.Generator().manual_seed(0)
+    model = models.from_config(config, generator)
+    for p in model.parameters():
+        p.data.add_(torch.randn(p.shape, generator=generator), alpha=0.05)
+    return model
+
+
+def images_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 16, 16, generator=generator)
+    return images, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """For every case three steps of a model of blocks, whose state is written; then another's weights are restored."""
+    join_group(60.0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    accumulation, found = BATCH // MICRO // world, []
+    plain = torch.load(task["plain"])
+    for number, case in enumerate(task["cases"]):
+        settings = deepspeed_config(
+            zero=case["zero"],
+            precision=case["precision"],
+            micro_batch=MICRO,
+            accumulation=accumulation,
+            clip=1.0,
+            user_file=None,
+        )
+        if case["zero"] == 3:
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        model = model_of_blocks()
+        model.recomputed_blocks = case["recomputed"]
+        made = partial(ExactEngine, parts=4) if case["exact"] else Engine
+        engine = made(model, models.decayed(model), OptimConfig(lr=1e-2), settings, POLYAK)
+        losses = []
+        for step in range(3):
+            images, labels = images_of(step)
+            total = torch.zeros(())
+            for micro in range(accumulation):
+                at = (rank * accumulation + micro) * MICRO
+                logits = engine.forward(images[at : at + MICRO].to(engine.dtype)).float()
+                loss = F.cross_entropy(logits, labels[at : at + MICRO])
+                engine.backward(loss)
+                engine.end_micro_batch(1e-2)
+                total += loss.detach() / accumulation / world
+            dist.all_reduce(total)
+            losses.append(total.item())
+        state = whole_state(engine)
+        if rank == 0:
+            torch.save(state, Path(task["folder"]) / f"{number}.pt")
+        with engine.averaged(), torch.no_grad():
+            averaged = engine.model(images_of(0)[0].to(engine.dtype)).float()
+
+        engine.restore(lambda name, kind, start, count: plain[name].flatten()[start : start + count], ("master",))
+        with torch.no_grad():
+            logits = engine.model(images_of(0)[0].to(engine.dtype))
+            other = model_of_blocks().to(engine.dtype)
+            other.load_state_dict(plain)
+            expected = other(images_of(0)[0].to(engine.dtype))
+        restored = {name: kinds["master"] for name, kinds in whole_state(engine).items()}
+        is_given_back = all(torch.equal(restored[name], plain[name].flatten()) for name in plain)
+
+        hooks = []
+        layers_hold = 0  # elements
+        for block in models.blocks(engine.model).values():
+            hooks.append([hook.__qualname__ for hook in block._forward_pre_hooks.values()])
+            for layer in list(block.modules())[1:]:
+                hooks[-1] += [hook.__qualname__ for hook in layer._forward_pre_hooks.values()]
+                layers_hold += sum(value.numel() for value in vars(layer).values() if isinstance(value, torch.Tensor))
+        found.append(
+            {
+                "losses": losses,
+                "parameters": len(list(engine.model.parameters())),
+                "averaged": averaged.tolist(),
+                "restored": torch.equal(logits, expected) and is_given_back,
+                "hooks": hooks,
+                "layers_hold": layers_hold,
+            }
+        )
+        engine.close()
+    dist.destroy_process_group()
+    return found

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import models
+from data.images import preprocess
 from data.shards import packing
 from data.shards.index import load_index
 from data.shards.sources import DIGITS, Sample, digits
@@ -81,6 +82,19 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     assert (finetuned / "done.json").exists(), "the old output is kept under its key"
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["fewshot.preprocess=resize_small(27)|central_crop(24)", "pretrain.data.augment.crop=random"],
+)
+def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, monkeypatch, override):
+    stage = override.partition(".")[0]
+    now = stage_folder(recipe, stage, override)
+    plain = stage_folder(recipe, stage)
+    monkeypatch.setattr(preprocess, "CORRECTIONS", {})
+    assert stage_folder(recipe, stage, override) != now
+    assert stage_folder(recipe, stage) == plain, "a stage that does not use the op stays finished"
+
+
 def test_plan_tells_what_would_run(recipe, capsys):
     assert main(["plan", str(recipe)]) == 0
     out = capsys.readouterr().out
@@ -88,6 +102,20 @@ def test_plan_tells_what_would_run(recipe, capsys):
     assert "would run" in out and "parameters" in out and "GMACs" in out
     assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
     assert "feed" not in out, "no GPU to feed"
+
+
+def test_plan_says_in_what_pieces_and_when_gradients_are_summed(recipe, capsys):
+    file = recipe.parent / "ds.json"
+    file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 1000}}')
+
+    def said(*options: str) -> list[str]:
+        assert main(["plan", str(recipe), *options]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sums")]
+
+    assert "one bucket of" in said("pretrain.zero=2")[0]
+    tuned = said("pretrain.zero=2", f"pretrain.deepspeed={file}")[0]
+    assert "buckets of 0.001 million gradients" in tuned and tuned.endswith("(overlap_comm on)")
+    assert said("cluster.workers=1") == []
 
 
 def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, capsys):

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 import models
@@ -28,9 +29,10 @@ from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import checkpoint, room, saver, sight
+from pipeline.checkpoints import fragment_file, room, saver, sight
+from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints.checkpoint import Reader, choose, prune, verify
-from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, read_manifest, seal, step_of
+from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
 from tests import drives, hosts
@@ -54,9 +56,9 @@ def group(tmp_path) -> drives.WorkerGroup:
 def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
     """The step that a start would load, and what it says on the way."""
     said: list[str] = []
-    found = choose(folder, attempt, said.append)
+    found = drives.start_from(folder, attempt, said.append)
     assert found is not None
-    return found[1].step, said
+    return found.manifest.step, said
 
 
 def reseal(step: Path, **changes: object) -> None:
@@ -122,7 +124,8 @@ def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_p
 def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
     newest = committed(group.folder)[0]
     (newest / "rank-00001.safetensors").unlink()
-    reader = Reader(newest, ["rank-00000.safetensors"])
+    name = "rank-00000.safetensors"
+    reader = Reader(newest, {name: read_manifest(newest).files[name]})
     assert torch.equal(reader("w", "master", 3, 40), drives.known("w", "master", 3, 40) + 20)
     with pytest.raises(CheckpointError, match="48 of 96 elements of w"):
         reader("w", "master", 0, 96)
@@ -160,13 +163,19 @@ def save_parted(folder: Path, state: torch.Tensor, cuts: list[int], world: int) 
 
 @pytest.mark.parametrize("save", [save_flat, save_parted])
 @pytest.mark.parametrize("world", [8, 64])
-def test_a_worker_opens_the_files_that_it_needs_however_many_there_are(save, world, tmp_path) -> None:
+def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(save, world, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(manifests, "LEAST_CHUNK", 512)
     state = torch.arange(48_000.0)
     cuts = [0, 100, 20_000, 20_001, 31_000, 48_000]
-    files = save(tmp_path, state, cuts, world)
+    files = {name: digest(memoryview((tmp_path / name).read_bytes())) for name in save(tmp_path, state, cuts, world)}
+    sizes = [file["bytes"] for file in files.values()]
+    head_bytes = max(sizes) - len(state) * 4 // world
     for next_world in (world // 2, world, world * 2):
+        opened = 0
         for rank in range(next_world):
             reader = Reader(tmp_path, files, (rank + 0.5) / next_world)
+            ranges = 0
+            read_bytes = 0
             part = len(state) // next_world
             for number, (begin, end) in enumerate(pairwise(cuts)):
                 first, stop = max(begin, rank * part), min(end, (rank + 1) * part)
@@ -175,11 +184,19 @@ def test_a_worker_opens_the_files_that_it_needs_however_many_there_are(save, wor
                     first, stop = begin + rank * part_of_it, min(end, begin + (rank + 1) * part_of_it)
                 if first < stop:
                     count = stop - first
+                    ranges += 1
+                    read_bytes += 4 * count
                     assert torch.equal(reader(f"p{number}", "master", first - begin, count), state[first:stop])
-            assert len(reader.handles) <= (1 if next_world == world else 4)
+            files_here = len(reader.opened)
+            assert files_here <= (1 if next_world == world else 4)
+            opened += files_here
+            # Besides the ranges: the heads, and the rest of the chunks in which a head or a range begins or ends.
+            ends = 2 * (ranges + files_here) * 512 + files_here * (head_bytes + 512)
+            assert read_bytes <= reader.hashed_bytes <= read_bytes + ends
             with pytest.raises(CheckpointError, match="0 of 1 elements of p9"):
                 reader("p9", "master", 0, 1)
-            assert len(reader.handles) == world, "it is nowhere"
+            assert len(reader.opened) == world, "it is nowhere"
+        assert opened <= 2 * max(world, next_world) + next_world, "not the product of both worlds"
 
 
 def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:
@@ -295,9 +312,9 @@ def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint, "verify_file", refuse)
+    monkeypatch.setattr(fragment_file.os, "preadv", refuse)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*Permission denied"):
-        choose(group.folder, 2, print)
+        pick(group.folder)
     assert len(committed(group.folder)) == 2
 
 
@@ -341,6 +358,78 @@ def test_a_poisoned_pickle_in_any_file_is_refused_and_nothing_runs(group, tmp_pa
                 step, said = pick(group.folder)
                 assert step == 10 and name in said[0] and not sentinel.exists()
                 back(group.folder, good)
+
+
+CASES = [(2, "rank-00001.safetensors"), (0, "rank-00001.safetensors"), (2, "")]
+MORE_CASES = [(3, "rank-00001.safetensors"), (3, "rank-00000.safetensors"), (1, "MANIFEST.json"), (0, ""), (3, "")]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases, tmp_path) -> None:
+    """Two real workers, each of which reads its own part of the state at ZeRO 1 and 2; at 0 they share the reading."""
+    everybody = run_worker_group(
+        drives.load_damaged,
+        {"run": str(tmp_path), "cases": cases},
+        cluster=ClusterConfig(workers=2, backend="processes"),
+        name="group",
+        directory=tmp_path,
+    )
+    names = ["step-0000000010", "step-0000000020"]
+    for (zero, file), first, second in zip(cases, *everybody, strict=True):
+        if not file:
+            # The disk has the right bytes: no checkpoint is to blame, and none is refused.
+            assert first["error"] == second["error"] != "" and first["left"] == names
+            assert "rank-00001.safetensors: bytes 0 to " in first["error"] and "read by worker 1 on" in first["error"]
+            assert "rank 0 on" in first["error"] and "finds it whole\n  nothing was changed" in first["error"]
+            continue
+        for outcome in (first, second):
+            assert (outcome["step"], outcome["wrong"], outcome["error"]) == (10, 0, ""), (zero, file, outcome)
+            assert outcome["left"] == ["bad-0000000020-000002", "step-0000000010"]
+        (line,) = first["said"]
+        assert file in line and "kept as bad-0000000020-000002, trying the one before it" in line
+        assert second["said"] == [], "rank 0 speaks for all"
+        if zero == 2:  # where worker 1 reads its own file alone
+            assert "(read by worker 1 on" in line and "the file has changed" in line
+
+
+def test_when_all_are_damaged_in_what_is_read_a_person_decides(group) -> None:
+    for step in committed(group.folder):
+        file = step / "rank-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
+        drives.start_from(group.folder, 2, print)
+    assert len(list(group.folder.glob("bad-*"))) == 2
+
+
+def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(manifests, "LEAST_CHUNK", 256)
+    monkeypatch.setattr(manifests, "MOST_CHUNKS", 2)
+    made = drives.WorkerGroup(tmp_path / "run")
+    assert made.save(10)
+    (step,) = committed(made.folder)
+    for name, record in read_manifest(step).files.items():
+        content = (step / name).read_bytes()
+        chunks = [content[start : start + 512] for start in range(0, len(content), 512)]
+        assert 256 < len(content) <= 1024, "two chunks of 512 bytes, the second shorter"
+        assert record["sha256"] == sha256(content).hexdigest() and record["bytes"] == len(content)
+        assert record["chunk_bytes"] == 512
+        assert record["chunks"] == "".join(xxhash.xxh3_64(chunk).hexdigest() for chunk in chunks)
+
+
+def test_an_older_checkpoint_without_digests_of_chunks_is_verified_whole(group) -> None:
+    """As the code before there were chunks wrote its manifest: each file has a size and a sha256."""
+    for step in committed(group.folder):
+        reseal(step)
+    newest = committed(group.folder)[0]
+    assert "chunks" not in (newest / "MANIFEST.json").read_text() and pick(group.folder)[0] == 20
+    file = newest / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    step, said = pick(group.folder)
+    assert step == 10 and "rank-00001.safetensors: its sha256 is not the manifest's" in said[0]
 
 
 # ------------------------------------------------------------------------ order and ownership

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from data.errors import CheckpointError
-from pipeline.checkpoints.checkpoint import choose, verify
+from pipeline.checkpoints.checkpoint import verify
 from pipeline.checkpoints.manifest import committed, newest_attempt
+from tests.drives import start_from
 from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
 from tests.powercut import Recording, build
 
@@ -122,7 +123,7 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
     build(state, run, folder / "store")
     said: list[str] = []
     try:
-        found = choose(run / "stage" / "checkpoints", 99, said.append)
+        found = start_from(run / "stage" / "checkpoints", 99, said.append)
         if found is None or found[1].step < max(30, known.get("saved", 0)):
             said.append(f"loads {found}, acknowledged was {known}")
         if newest_attempt(run) < known.get("attempt", 1):

@@ -19,7 +19,8 @@ from data.images import augment as augmentation
 from data.images import jpeg
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
 from data.images.decode import MAX_SCANS, BadImage, decode, decode_crop, read_header
-from data.images.preprocess import bilinear, resize_small
+from data.images.preprocess import resize_small
+from data.images.resizes import bilinear
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")

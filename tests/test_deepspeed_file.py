@@ -66,6 +66,7 @@ def test_auto_and_what_the_recipe_says_too_change_nothing(content: dict[str, Any
         ({"zero_optimization": True}, "zero_optimization is True\n  expected a mapping"),
         ({"gradient_accumulation_steps": 3}, "your file says 3, the recipe 2"),
         ({"communication_data_type": "bf16"}, "recipe 'fp32'\n  remove one of them: precision=fp32 sums gradients"),
+        ({"timers": {"throughput": {"enabled": True}}}, "DeepSpeed's timer has the host wait twice a micro-batch"),
         ({"xyzzy": 1}, "xyzzy may not stand there\n  expected zero_optimization with some of overlap_comm"),
         ([], "holds no mapping"),
     ],

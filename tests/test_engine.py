@@ -63,6 +63,8 @@ def test_a_restored_state_is_the_saved_one_and_repeats_the_same_losses_bit_for_b
 def test_a_non_finite_gradient_never_reaches_weights_or_moments(results, case):
     assert not results[case]["finite"]
     assert results[case]["unharmed"]
+    # DeepSpeed has no count of its own at stage 0.
+    assert results[case]["skipped"] == (1 if case[0] else 0)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -13,6 +13,7 @@ import torch
 
 import models
 from data.evaluation import EvaluationSet
+from data.images import preprocess
 from data.shards.index import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
@@ -230,6 +231,20 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     handover.record_weights(tmp_path / "weights", {})
     judged(world, tmp_path, "--protocol", "top-1", weights=str(tmp_path / "weights"))
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
+
+
+def test_an_answer_from_before_a_correction_is_not_carried_over(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(evaluate, "supervise", workers)
+    options = ("--protocol", "top-1", "preprocess=resize_small(18)|central_crop(16)")
+    with monkeypatch.context() as before:
+        before.setattr(preprocess, "CORRECTIONS", {})
+        judged(world, tmp_path, *options)
+    document = judged(world, tmp_path, *options)
+    assert workers.asked == [("test", "top-1"), ("test", "top-1")]
+    assert document["results"][0]["protocol"]["fields"]["corrected"] == {"resize_small": 1}
 
 
 def test_workers_are_told_the_leaked_samples_of_each_set(

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -74,6 +75,48 @@ def test_a_small_file_keeps_room_for_what_is_written_on_a_full_disk(tmp_path, mo
     with pytest.raises(OSError, match="No space left"):
         files.write_with_reserve(path, "x" * (size + 1), 100)
     assert json.loads(path.read_text()) == {"message": "the disk is full"} and os.listdir(tmp_path) == ["status.json"]
+
+
+@pytest.mark.parametrize("offset", [0, 8], ids=["aligned", "not-aligned"])
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 4096, 12_345])
+def test_a_large_file_is_written_whole_however_it_lies_in_memory(beyond, offset, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(files, "LARGE", 1 << 16)
+    monkeypatch.setattr(files, "AT_ONCE", 1 << 14)
+    size = (1 << 16) + beyond
+    memory = mmap.mmap(-1, size + offset)  # begins with a page
+    memory[offset:] = content = os.urandom(size)
+    (tmp_path / "file").write_bytes(b"longer" * size)
+    files.write_durably(tmp_path / "file", memoryview(memory)[offset:])
+    assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT, errno.ENOSPC])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_disk_that_cannot_be_written_directly_is_written_as_any_and_a_full_one_is_named(
+    code, at, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(files, "LARGE", 1 << 16)
+    monkeypatch.setattr(files, "AT_ONCE", 1 << 14)
+    calls: list[int] = []
+    write = os.write
+
+    def refuse(handle: int, content: memoryview) -> int:
+        calls.append(len(content))
+        if len(calls) > at:
+            raise OSError(code, os.strerror(code))
+        return write(handle, content)
+
+    monkeypatch.setattr(os, "write", refuse)
+    memory = mmap.mmap(-1, 1 << 17)
+    memory[:] = content = os.urandom(1 << 17)
+    if code == errno.ENOSPC:
+        with pytest.raises(OSError) as refused:
+            files.write_durably(tmp_path / "file", memoryview(memory))
+        assert str(tmp_path / "file (131.1 kB needed, ") in files.refusal(refused.value)
+    else:
+        files.write_durably(tmp_path / "file", memoryview(memory))
+        assert (tmp_path / "file").read_bytes() == content
+    assert len(calls) == at + 1
 
 
 def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:

@@ -107,3 +107,12 @@ def test_torchcodec_itself_gives_the_same_crops(index):
     for batch, other in zip(batches(index, "cpu"), batches(index, "gpu"), strict=True):
         assert torch.equal(batch.ids, other.ids)
         assert (batch.images.int() - other.images.cpu().int()).abs().float().mean() < 3
+
+
+@pytest.mark.gpu
+def test_nvjpeg_gives_the_same_crops_and_leaves_them_on_the_gpu(index):
+    pytest.importorskip("torchcodec", reason="TorchCodec is not installed: pip install torchcodec, for torch's CUDA")
+    for batch, other in zip(batches(index, "cpu"), batches(index, "gpu"), strict=True):
+        assert other.images.device.type == "cuda"
+        assert torch.equal(batch.ids, other.ids) and torch.equal(batch.labels, other.labels)
+        assert (batch.images.int() - other.images.cpu().int()).abs().float().mean() < 3

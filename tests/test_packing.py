@@ -49,7 +49,7 @@ def contents(folder):
 def test_the_same_samples_give_the_same_bytes(tmp_path):
     first, second = (pack(samples(25), tmp_path / name, shard_samples=10) for name in "ab")
     assert first.digest == second.digest and contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert first.shard_samples == (10, 10, 5) and first.class_counts == (5, 5, 5, 5, 5)
+    assert first.shard_samples.tolist() == [10, 10, 5] and first.class_counts == (5, 5, 5, 5, 5)
 
 
 def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
@@ -161,7 +161,7 @@ def test_shards_are_plain_webdataset(tmp_path):
 def test_shards_are_cut_by_bytes_too(tmp_path):
     size = len(picture(0, 64))
     made = pack((Sample(f"s{n}", picture(0, 64), (0,)) for n in range(10)), tmp_path, shard_bytes=3 * size)
-    assert made.shard_samples == (3, 3, 3, 1)
+    assert made.shard_samples.tolist() == [3, 3, 3, 1]
 
 
 def test_several_labels_are_kept_and_counted_once_each(tmp_path):

@@ -1,6 +1,7 @@
 """Preprocessing equals the original repositories' on golden arrays."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,55 @@ def test_op_strings_match_the_original(case):
     expected = golden[f"out_{case}"]
     image = preprocess(golden[f"in_{case}"], config["pp"])
     assert image.shape == expected.shape and image.dtype == expected.dtype
-    error = np.abs(image.astype(float) - expected)
-    level = 1.001 if expected.dtype == np.uint8 else 0.00785  # one uint8 level
-    growing = config["pp"].startswith("decode|resize_small(56)")  # ties of exact integers fall either way
-    assert error.max() <= level and (error > 1e-6).mean() < (0.2 if growing else 0.01)
+    np.testing.assert_array_equal(image, expected)
+
+
+def pattern(height, width):
+    """An image (height, width, 3) of all values, made of whole numbers alone."""
+    y = np.arange(height)[:, None, None]
+    x = np.arange(width)[None, :, None]
+    channel = np.arange(3)
+    return ((3 * y * y + 7 * x + 50 * channel + x * y // 5 * 11) % 256).astype(np.uint8)
+
+
+# What TensorFlow 2.21 (tensorflow-cpu on x86-64) made of `pattern`, by big_vision's code around tf.image.resize
+# (pp/ops_image.py) and, for resize_tf1, by tf.compat.v1.image.resize_images: sides, and the sha256 of all bytes.
+TENSORFLOW = [
+    # The sides in float32: in float64 the first three are 452, 878 and 795 wide.
+    ("resize_small(448)", (384, 387), (448, 451), "73d4e5d1043c028f"),
+    ("resize_small(585)", (500, 750), (585, 877), "ba156baa760cc629"),
+    ("resize_small(592)", (288, 387), (592, 796), "c25082f3dbe0066b"),
+    # The sums: shrunk, grown, with a side of one pixel, and as it was.
+    ("resize_small(40)", (61, 83), (40, 54), "adf66fc505c663f3"),
+    ("resize_small(3)", (7, 5), (4, 3), "d16575c7617afe6d"),
+    ("resize_small(16)", (5, 7), (16, 22), "bb84903f4fe0e880"),
+    ("resize_small(4)", (1, 9), (4, 36), "e4bed5484606d987"),
+    ("resize_small(33)", (33, 47), (33, 47), "015b8cadb97a0591"),
+    ("resize_small(256)", (375, 500), (256, 341), "8f4d6a0975373581"),
+    ("resize_small(256)", (500, 375), (341, 256), "6e82cb8203c0f46c"),
+    ("resize_small(24)", (37, 401), (24, 260), "02f9fdc512828863"),
+    ("resize_small(128)", (256, 300), (128, 150), "beaf37ae735438d9"),
+    ("resize(24, antialias=True)", (37, 53), (24, 24), "92267c9ad16dd414"),
+    ("resize(48, antialias=True)", (20, 90), (48, 48), "65cc3e334a299a3b"),
+    ("resize(224, antialias=True)", (301, 217), (224, 224), "2c3b07a6455c0092"),
+    ("resize(224)", (301, 217), (224, 224), "a9ec4e23404d4883"),
+    ("resize_float(48)", (20, 90), (48, 48), "5249100efc409753"),
+    ("resize_float(224)", (301, 217), (224, 224), "0173a0615b17258c"),
+    ("resize_tf1(24)", (37, 53), (24, 24), "237a935e5e73705e"),
+    ("resize_tf1(224)", (301, 217), (224, 224), "e168f7252779f31b"),
+]
+
+
+@pytest.mark.parametrize("ops, sides, new_sides, digest", TENSORFLOW)
+def test_resizes_give_tensorflow_s_bits(ops, sides, new_sides, digest):
+    image = preprocess(pattern(*sides), ops)
+    assert image.shape == (*new_sides, 3)
+    assert sha256(image.tobytes()).hexdigest()[:16] == digest
+
+
+def test_an_area_is_averaged_as_tensorflow_does():
+    expected = [[4, 16, 28, 44], [16, 31, 52, 74], [42, 65, 93, 118]]  # the first channel, as TensorFlow 2.21 gives it
+    assert preprocess(pattern(5, 7), "resize_small(3)")[..., 0].tolist() == expected
 
 
 @needs_golden
@@ -102,3 +148,10 @@ def test_ops_that_could_not_preprocess_are_refused_with_their_arguments(ops, mes
 )
 def test_the_shape_of_ops_is_that_of_every_image(ops, shape):
     assert shape_of(ops) == shape == preprocess(np.zeros((1000, 1500, 3), np.uint8), ops).shape
+
+
+def test_what_was_corrected_is_named_only_where_it_is_used():
+    assert preprocessing.corrections("decode|resize(256)|central_crop(224)|resize_tf1(30)") == {}
+    assert preprocessing.corrections("resize_small(256)|central_crop(224)") == {"resize_small": 1}
+    assert preprocessing.corrections("resize(24, antialias=False)") == {}
+    assert preprocessing.corrections("resize(24, antialias=True)") == {"antialiased resize": 1}

@@ -67,11 +67,12 @@ def keep_parameters(loader: TraceLoader, folder: Path) -> None:
     for engine_class in (Engine, ExactEngine):
         original = vars(engine_class)["end_micro_batch"]
 
-        def end_micro_batch(self: Engine, rate: float, original: Any = original) -> None:
-            original(self, rate)
+        def end_micro_batch(self: Engine, rate: float, numbers: Any = None, original: Any = original) -> list[float]:
+            sums = original(self, rate, numbers)
             if loader.whole_steps in PARAMETERS_AFTER:
                 for fragment in self.fragments(("master",)):
                     values = fragment.tensors["master"].detach().clone().numpy()
                     np.save(folder / f"{loader.whole_steps}!{fragment.name}!{fragment.start}.npy", values)
+            return sums
 
         engine_class.end_micro_batch = end_micro_batch  # type: ignore[method-assign]

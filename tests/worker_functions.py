@@ -51,7 +51,12 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
 
 def commit_until_told(config: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 commits a step now and then, until all are told to stop or to finish; one worker too many raises."""
-    if int(os.environ["WORLD_SIZE"]) > config["most"]:
+    world = int(os.environ["WORLD_SIZE"])
+    if world > config["most"]:
+        # The first error ends all workers: one that is slow to start would never have left its record.
+        deadline = time.monotonic() + 60
+        while len(list(Path(config["folder"]).glob("rank-*.json"))) < world and time.monotonic() < deadline:
+            time.sleep(0.1)
         raise RuntimeError("this node is broken")
     step = len(list(Path(config["checkpoints"]).glob("step-*")))
     while not Path(config["finish"]).exists():

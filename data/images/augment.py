@@ -31,6 +31,7 @@ from data.images.draws import Draws
 from data.images.preprocess import resize_small
 
 ATTEMPTS = 100  # to draw a box, as in TensorFlow
+RESIZE_BEFORE_RANDOM_CROP = "resize_small(256)"  # as an op, with the size for crops of 224 pixels
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 1. `parse_ops` turns the op string, which is big_vision's, into functions and their arguments.
 2. `preprocess` applies them to the image one after the other.
-3. Each op restates its TensorFlow original in NumPy, held to golden arrays.
+3. Each op restates its TensorFlow original in NumPy, bit for bit: the same float32 sums in the same order. It is held
+   to golden arrays.
 
 Ops that return to uint8 truncate, as the original's cast does; `resize_float` is vit_jax's, which does not.
 
@@ -19,14 +20,18 @@ from inspect import signature
 import numpy as np
 
 from data.images.decode import BadImage
+from data.images.resizes import area, bilinear, triangle
 
 MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
 EXAMPLE_SIDE = 1024  # large, because central_crop refuses an image that is smaller than the crop
 WHITE = 255
 MOST_ROUNDING = 2  # that resizing may change white by: truncated sums of float32
 
+# Ops that once gave other pixels than the original's, and how often each was corrected. 2026-11: sides and sums in
+# float32, in TensorFlow's order.
+CORRECTIONS = {"resize_small": 1, "antialiased resize": 1}
+
 Op = Callable[..., np.ndarray]  # an image (H, W, 3) and numbers to an image (h, w, 3)
-Taps = tuple[np.ndarray, np.ndarray]  # rows (K, new) of the source and their weights (K, new): see `weighted_sum`
 
 # H, W image sides · every image is (H, W, 3) · h, w new sides
 
@@ -66,6 +71,21 @@ def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
         return tuple(ast.literal_eval(f"({positional},)"))
     except (ValueError, SyntaxError):
         raise ValueError(f"preprocessing op {op!r}: arguments must be plain numbers") from None
+
+
+def corrections(ops: str) -> dict[str, int]:
+    """The corrections that changed what these ops give; keys of stages and protocols name them beside the ops.
+
+    Without them, one key would stand for the pixels from before a correction and for those from after it.
+    """
+    corrected = {}
+    for op, arguments in parse_ops(ops):
+        name = op.__name__
+        if op is resize and True in arguments[1:]:
+            name = "antialiased resize"
+        if name in CORRECTIONS:
+            corrected[name] = CORRECTIONS[name]
+    return corrected
 
 
 @lru_cache(maxsize=32)
@@ -144,15 +164,14 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
     Raises BadImage where the other side would be out of all proportion.
     """
     H, W = image.shape[:2]
-    factor = size / min(H, W)
-    h = round(H * factor)
-    w = round(W * factor)
+    # In float32, as the original computes it: 387 · (448 / 384) is 451.5, but 451.49997 there, one pixel less.
+    factor = np.float32(size) / np.float32(min(H, W))
+    h = round(np.float32(H) * factor)
+    w = round(np.float32(W) * factor)
     if h * w > MOST_PIXELS:
         raise BadImage("image too narrow")
-    # float32 between the two passes: rounding to uint8 after each would lose what the original keeps.
-    resized = area(image, h, axis=0)
-    resized = area(resized, w, axis=1)
-    return resized.astype(np.uint8)
+    # Sums of float32 may exceed 255 by a rounding, which the original clips.
+    return np.minimum(area(image, h, w), WHITE).astype(np.uint8)
 
 
 def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
@@ -186,7 +205,8 @@ def vgg_value_range(image: np.ndarray) -> np.ndarray:
 
 def vit_jax_eval(image: np.ndarray, size: int) -> np.ndarray:
     """All that vit_jax does to an evaluation image: squash to a square, then −1 … 1."""
-    return value_range(resize_float(image, size), -1, 1)
+    centre = np.float32(127.5)
+    return (resize_float(image, size) - centre) / centre
 
 
 OPS: dict[str, Op] = {
@@ -200,86 +220,3 @@ OPS: dict[str, Op] = {
     "vgg_value_range": vgg_value_range,
     "VIT_JAX_EVAL": vit_jax_eval,
 }
-
-# ----------------------------------------------------------------------------- TensorFlow's three resizes
-
-
-def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarray:
-    """tf.image.resize bilinear without antialiasing, in float32 and in TensorFlow's order of operations.
-
-    `centre` is where in a pixel its value lies: TensorFlow 1 took its corner, 0.
-    """
-    upper, lower, y_weight = two_taps(image.shape[0], h, centre)
-    left, right, x_weight = two_taps(image.shape[1], w, centre)
-    x_weight = x_weight[None, :, None]
-    y_weight = y_weight[:, None, None]
-    # First along the rows, then between them: the other way round, float32 would round otherwise.
-    top = image[upper].astype(np.float32)
-    bottom = image[lower].astype(np.float32)
-    top = top[:, left] + (top[:, right] - top[:, left]) * x_weight
-    bottom = bottom[:, left] + (bottom[:, right] - bottom[:, left]) * x_weight
-    return top + (bottom - top) * y_weight
-
-
-def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(new,) each: the two source rows of each new row, and the weight of the second."""
-    at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
-    first = np.floor(at)
-    second = np.ceil(at)
-    return np.maximum(first, 0).astype(int), np.minimum(second, size - 1).astype(int), at - first
-
-
-def area(image: np.ndarray, new: int, axis: int) -> np.ndarray:
-    """tf.image.resize "area" along one axis: each new row is the mean of a fractional run of old rows."""
-    size = image.shape[axis]
-    if size == new:
-        return image
-    return weighted_sum(area_taps(size, new), image, axis)
-
-
-def triangle(image: np.ndarray, h: int, w: int) -> np.ndarray:
-    """tf.image.resize bilinear with antialiasing: a triangle as wide as the shrinking."""
-    rows_resized = weighted_sum(triangle_taps(image.shape[0], h), image, axis=0)
-    return weighted_sum(triangle_taps(image.shape[1], w), rows_resized, axis=1)
-
-
-def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
-    """Each new row (column for axis 1) as a weighted sum of old ones, in float32.
-
-    rows[k] holds the k-th source row of every new row, factors[k] its weight.
-    """
-    rows, factors = taps
-    along_axis = (-1, 1, 1) if axis == 0 else (1, -1, 1)
-    factors = factors.reshape(len(factors), *along_axis)  # (K, new, 1, 1) or (K, 1, new, 1)
-    # Added up tap by tap: in another order, float32 would round otherwise.
-    total = np.take(image, rows[0], axis).astype(np.float32) * factors[0]
-    for k in range(1, len(rows)):
-        total += np.take(image, rows[k], axis).astype(np.float32) * factors[k]
-    return total
-
-
-@lru_cache(maxsize=256)
-def area_taps(size: int, new: int) -> Taps:
-    """Of each new row: the old rows that it overlaps, and how much of it each of them fills."""
-    scale = np.float64(size / new)
-    start = np.arange(new) * scale
-    end = (np.arange(new) + 1) * scale
-    count = int((np.ceil(end) - np.floor(start)).max())  # K, the most that a new row overlaps
-    # A new row that overlaps fewer than K old ones has the weight 0 for the rest; those may lie outside the image.
-    rows = np.floor(start).astype(int) + np.arange(count)[:, None]
-    overlap = np.minimum(rows + 1, end) - np.maximum(rows, start)
-    factors = (np.maximum(overlap, 0) / scale).astype(np.float32)
-    return np.minimum(rows, size - 1), factors
-
-
-@lru_cache(maxsize=256)
-def triangle_taps(size: int, new: int) -> Taps:
-    """Of each new row: the old rows under its triangle, and their weights, which sum to 1 at the borders too."""
-    scale = max(size / new, 1.0)
-    centre = (np.arange(new) + 0.5) * size / new
-    first = np.floor(centre - scale).astype(int)
-    rows = first + np.arange(int(2 * scale) + 3)[:, None]
-    inside = (rows >= 0) & (rows < size)
-    factors = np.maximum(1 - np.abs(rows + 0.5 - centre) / scale, 0) * inside
-    factors = (factors / factors.sum(0)).astype(np.float32)
-    return np.clip(rows, 0, size - 1), factors

@@ -90,6 +90,10 @@ class Cache:
         if cfg.directory:
             self.directory = Path(cfg.directory).expanduser()
 
+    def has(self, shard: Shard) -> bool:
+        """Whether a remote shard is here."""
+        return is_whole(self.directory / f"{shard.sha256}.tar", shard)
+
     def path(self, url: str, shard: Shard) -> Path:
         """The local file of a remote shard.
 
@@ -335,6 +339,24 @@ def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: C
     return remote_shards, remote_bytes
 
 
+def waited_for(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> str:
+    """What some slots of a step need, and how much of it is here: of remote shards, those that the cache has."""
+    shards = shards_of(order, slots, step)
+    cache = Cache(cfg)
+    missing = []
+    for shard in shards:
+        if "://" in index.location(shard) and not cache.has(index.shards[shard]):
+            missing.append(shard)
+    line = f"{len(slots)} samples of {len(shards)} shards"
+    if not missing:
+        return f"{line}, all of which are here"
+    size = sum(index.shards[shard].bytes for shard in missing)
+    return (
+        f"{line}; {len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not: "
+        f"{redacted(index.location(missing[0]))} …"
+    )
+
+
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
     """Numbers of the shards that some slots read at a step, each once."""
     shard_of_slot = order.batch(step)[1]
@@ -381,7 +403,8 @@ class Ahead:
             while self.may_fetch(step):
                 # The shards of one step are waited for before the next step's are asked for: they are needed first.
                 list(pool.map(self.fetch, shards_of(self.order, self.slots, step)))
-                step += 1
+                # Training does not wait for shards whose samples it reads by range: it may be ahead of us.
+                step = max(step + 1, self.step)
 
     def may_fetch(self, step: int) -> bool:
         """Wait until a step is within the window; False where nobody waits any more."""

@@ -1,7 +1,8 @@
 """What Patchline knows about a list of shards: one small JSON for the set, one table of offsets a shard.
 
-`data.shards.indexing` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is all
-that is ever wholly in memory (30,000 shards: a few megabytes); a table is mapped while its shard is open.
+`data.shards.indexing` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON of a
+small set is all that is ever wholly in memory; of a large one its columns are mapped instead (`data.shards.columns`).
+A table is mapped while its shard is open.
 
     train.index.json         {"schema": 2, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
                               "shards": [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"]], …, "seal": "e5f0…"}
@@ -39,6 +40,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import write_whole
+from data.shards.columns import MappedShards, Shard, mapped_shards
 from data.shards.names import Names, agreed, ids_of
 from data.shards.refusals import Refusals
 from data.shards.tar import Row
@@ -49,17 +51,7 @@ NAMELESS_SCHEMA = 2  # of an index without class names
 OLDEST_SCHEMA = 1  # that is still read
 SUFFIX = ".index.json"
 PIECE = 16 << 20  # bytes of a tar that are hashed at once
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar as it was when indexed; `name` is its path or URL, relative to the index's directory."""
-
-    name: str
-    samples: int
-    bytes: int
-    sha256: str
-    table: str = ""  # the sha256 of its table; "" in an index of schema 1
+LARGE = 1 << 20  # bytes of a JSON, about 5,000 shards, from which on it is mapped as columns
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Origin:
 class Index:
     """A set of shards. `class_counts[c]` samples are labelled c; `digest` stands for all of it."""
 
-    shards: tuple[Shard, ...]
+    shards: Sequence[Shard]  # a tuple, or the columns of a large set
     classes: int
     class_counts: tuple[int, ...]
     digest: str
@@ -91,6 +83,8 @@ class Index:
     @property
     def sees_rot(self) -> bool:
         """Whether every sample that is read is compared with a digest of its own; not so in schema 1."""
+        if isinstance(self.shards, MappedShards):
+            return self.shards.all_have_tables
         return all(shard.table for shard in self.shards)
 
     @cached_property
@@ -129,21 +123,38 @@ class Index:
     @property
     def samples(self) -> int:
         """Samples of all shards."""
-        return sum(shard.samples for shard in self.shards)
+        return int(self.shard_samples.sum())
 
     @property
-    def shard_samples(self) -> tuple[int, ...]:
-        """Samples of each shard: what an `Order` is built from."""
-        return tuple(shard.samples for shard in self.shards)
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        if isinstance(self.shards, MappedShards):
+            return int(self.shards.bytes.sum())
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def shard_samples(self) -> np.ndarray:
+        """(shards,) int64, the samples of each shard: what an `Order` is built from."""
+        if isinstance(self.shards, MappedShards):
+            return self.shards.samples
+        return np.array([shard.samples for shard in self.shards], np.int64)
 
     @property
     def remote(self) -> bool:
         """Whether shards are fetched before they are read."""
-        return "://" in self.directory or any("://" in shard.name for shard in self.shards)
+        if "://" in self.directory:
+            return True
+        if isinstance(self.shards, MappedShards):
+            return self.shards.any_name_has("://")
+        return any("://" in shard.name for shard in self.shards)
 
     def location(self, shard: int) -> str:
         """The path or URL of a shard."""
-        name = self.shards[shard].name
+        return self.place_of(self.shards[shard])
+
+    def place_of(self, shard: Shard) -> str:
+        """The path or URL of a shard of this set."""
+        name = shard.name
         is_complete = "://" in name or name.startswith("/")
         if is_complete:
             return name
@@ -188,31 +199,68 @@ class Index:
 # ----------------------------------------------------------------------------------------- several sets
 
 
+class JoinedShards(Sequence[Shard]):
+    """The shards of several sets, one set after the other, each named by where it is; made when they are asked for."""
+
+    def __init__(self, sets: Sequence[Index]):
+        self.sets = sets
+
+    def __len__(self) -> int:
+        return sum(len(index.shards) for index in self.sets)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return tuple(self[at] for at in range(*number.indices(len(self))))
+        index, number_in_set = self.place(range(len(self))[number])
+        return replace(index.shards[number_in_set], name=index.location(number_in_set))
+
+    def __iter__(self) -> Iterator[Shard]:
+        for index in self.sets:
+            for shard in index.shards:
+                yield replace(shard, name=index.place_of(shard))
+
+    def place(self, number: int) -> tuple[Index, int]:
+        """(the set that a shard comes from, its number in there)."""
+        for index in self.sets:
+            if number < len(index.shards):
+                return index, number
+            number -= len(index.shards)
+        raise IndexError(number)
+
+
 @dataclass(frozen=True)
 class JoinedIndex(Index):
     """Several sets as one: their shards one set after the other, each named by where it is; labels are shared."""
 
     sets: tuple[Index, ...] = field(default=(), compare=False)
 
+    @property
+    def sees_rot(self) -> bool:
+        return all(index.sees_rot for index in self.sets)
+
+    @property
+    def bytes(self) -> int:
+        return sum(index.bytes for index in self.sets)
+
+    @property
+    def shard_samples(self) -> np.ndarray:
+        return np.concatenate([index.shard_samples for index in self.sets])
+
+    @property
+    def remote(self) -> bool:
+        return any(index.remote for index in self.sets)
+
     def table(self, shard: int) -> np.ndarray:
         """A shard's table, out of the set that the shard comes from."""
-        # The joined index numbers the shards of all sets one after the other: we count down to the set that has it.
-        number = shard  # within the set that is looked at
-        for index in self.sets:
-            if number < len(index.shards):
-                return index.table(number)
-            number -= len(index.shards)
-        raise IndexError(shard)
+        index, number = JoinedShards(self.sets).place(shard)
+        return index.table(number)
 
 
 def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     """Sets that are trained on together; the digest is of theirs and of the weights, wherever the sets are."""
-    shards = []
     samples_of_class: Counter[int] = Counter()
     digests = []
     for index in sets:
-        for number, shard in enumerate(index.shards):
-            shards.append(replace(shard, name=index.location(number)))
         for label, samples in enumerate(index.class_counts):
             samples_of_class[label] += samples
         digests.append(index.digest)
@@ -220,7 +268,8 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     class_counts = tuple(samples_of_class[label] for label in range(classes))
     digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
     names = agreed([(str(index.tables), index.names) for index in sets], "data.mixture")
-    return JoinedIndex(tuple(shards), classes, class_counts, digest, "", Path(), names=names, sets=tuple(sets))
+    sets = tuple(sets)
+    return JoinedIndex(JoinedShards(sets), classes, class_counts, digest, "", Path(), names=names, sets=sets)
 
 
 def without(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
@@ -256,12 +305,17 @@ def the_only_one_called(name: str, sets: Sequence[Index]) -> list[tuple[int, int
 
 def emptied(index: Index, numbers: set[int]) -> Index:
     """An index whose shards of these numbers have no samples and no bytes."""
-    shards = list(index.shards)
-    for number in numbers:
-        # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
-        shards[number] = replace(shards[number], samples=0, bytes=0)
+    # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
+    shards: Sequence[Shard]
+    if isinstance(index.shards, MappedShards):
+        shards = index.shards.without(numbers)
+    else:
+        shards = tuple(
+            replace(shard, samples=0, bytes=0) if number in numbers else shard
+            for number, shard in enumerate(index.shards)
+        )
     digest = digest_of(shards, index.class_counts, index.names, rows_of(index.origin))
-    return replace(index, shards=tuple(shards), digest=digest)
+    return replace(index, shards=shards, digest=digest)
 
 
 def shortest(sets: Sequence[Index], place: str) -> str:
@@ -278,10 +332,11 @@ def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]
     """Every shard whose path ends with a name: where it is → (number of the set, number in it) in each set with it."""
     shards: dict[str, list[tuple[int, int]]] = {}
     for set_number, index in enumerate(sets):
-        for number in range(len(index.shards)):
+        for number, shard in enumerate(index.shards):
             # With a slash before both, so that `1.tar` does not name `train-1.tar`.
-            if f"/{index.location(number)}".endswith(f"/{name}"):
-                shards.setdefault(index.location(number), []).append((set_number, number))
+            place = index.place_of(shard)
+            if f"/{place}".endswith(f"/{name}"):
+                shards.setdefault(place, []).append((set_number, number))
     return shards
 
 
@@ -296,7 +351,36 @@ def load_index(path: str | os.PathLike[str]) -> Index:
     if path.is_dir():
         path = the_only_index_in(path)
     try:
-        content = json.loads(path.read_text())
+        is_large = path.stat().st_size >= LARGE
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
+    content, shards = mapped_shards(path, read_json) if is_large else read_json(path, path.read_bytes())
+    directory = content["directory"]
+    # A path is kept relative to the index, so that both can be moved together.
+    if "://" not in directory:
+        directory = str((path.parent / directory).resolve())
+    return Index(
+        shards=shards,
+        classes=len(content["class_counts"]),
+        class_counts=tuple(content["class_counts"]),
+        digest=content["digest"],
+        directory=directory,
+        tables=path.parent.resolve(),
+        refused=content.get("refused", {}),
+        first_refused=content.get("first_refused", {}),
+        names=tuple(content.get("names", ())),
+        name=path.name.removesuffix(SUFFIX),
+        origin=origin_of(content),
+    )
+
+
+def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]:
+    """(all that an index's JSON says but its shards, its shards), once its seal and digest are compared.
+
+    Raises DataError.
+    """
+    try:
+        content = json.loads(text)
         schema = content["schema"]
         if not OLDEST_SCHEMA <= schema <= SCHEMA:
             raise DataError(
@@ -306,12 +390,12 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
         directory = content["directory"]
+        if not isinstance(directory, str):
+            raise TypeError(f"directory {directory!r}")
         names = tuple(content.get("names", ()))
         # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
         seal = content["seal"] if schema > 1 else content.get("seal", "")
-        origin = Origin(**content["origin"]) if "origin" in content else None
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
+        origin = origin_of(content)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: not a Patchline index ({repr(error)[:100]}); run `python -m jobs index` again, "
@@ -323,22 +407,13 @@ def load_index(path: str | os.PathLike[str]) -> Index:
     if not is_as_written or digest != digest_of(shards, class_counts, names, rows_of(origin)):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
-    # A path is kept relative to the index, so that both can be moved together.
-    if "://" not in directory:
-        directory = str((path.parent / directory).resolve())
-    return Index(
-        shards=shards,
-        classes=len(class_counts),
-        class_counts=class_counts,
-        digest=digest,
-        directory=directory,
-        tables=path.parent.resolve(),
-        refused=content.get("refused", {}),
-        first_refused=content.get("first_refused", {}),
-        names=names,
-        name=path.name.removesuffix(SUFFIX),
-        origin=origin,
-    )
+    del content["shards"]
+    return content, shards
+
+
+def origin_of(content: Mapping[str, Any]) -> Origin | None:
+    """What a subset's JSON says that it was made of; None of any other."""
+    return Origin(**content["origin"]) if "origin" in content else None
 
 
 def the_only_index_in(folder: Path) -> Path:
@@ -364,13 +439,21 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names
     keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
     there are any: a set without keeps the digest that it had before there were names.
     """
-    tars = [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in shards]
-    content: list[object] = [OLDEST_SCHEMA, tars, list(class_counts)]  # as schema 1 began it
+    rest: list[object] = [list(class_counts)]
     if names:
-        content.append(list(names))
+        rest.append(list(names))
     if rows:
-        content.append({"rows": rows})
-    return sha256(json.dumps(content).encode()).hexdigest()
+        rest.append({"rows": rows})
+    # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], as schema 1 began it; a piece at a time,
+    # because that of a large set is as large as its JSON.
+    digest = sha256(f"[{OLDEST_SCHEMA}, [".encode())
+    separator = ""
+    for shard in shards:
+        tar = json.dumps([shard.name, shard.samples, shard.bytes, shard.sha256])
+        digest.update(f"{separator}{tar}".encode())
+        separator = ", "
+    digest.update(f"], {json.dumps(rest)[1:]}".encode())
+    return digest.hexdigest()
 
 
 def rows_of(origin: Origin | None) -> str:

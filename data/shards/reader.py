@@ -1,7 +1,8 @@
 """Raw bytes of samples out of shards: memory-mapped, and checked twice.
 
 How a sample is read, in order:
-1. the first time that this node reads a shard, its sha256 is compared with the one in the index (`verify_once`);
+1. the first time that this node reads a shard, its sha256 is compared with the one in the index (`verify_once`). A
+   sample of a remote shard that is not here yet is read by range, where the loader wants that (`data.shards.ranges`);
 2. its table is opened, and compared with its own sha256 in the index (`Index.table`);
 3. the sample's bytes are copied out of the mapping, and the digest of this copy is compared with the one in the table:
    a file can rot or be overwritten later than 1. under an unchanged size and time;
@@ -24,11 +25,12 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, PatchlineError
 from data.files import state_folder
 from data.images.decode import MAX_BYTES
 from data.shards.cache import Cache, CacheConfig
 from data.shards.index import Index, Shard, shortest
+from data.shards.ranges import SMALLEST, Ranges, Span
 from data.shards.remote import redacted
 from data.shards.tar import sample_digest
 
@@ -47,17 +49,18 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     leaves out already.
     """
     problems: dict[str, str] = {}  # path → what is wrong with it
-    places: set[str] = set()  # of all shards; subsets of one set have the same
     for index in sets:
-        for number, shard in enumerate(index.shards):
-            place = index.location(number)
-            places.add(place)
+        for shard in index.shards:
+            place = index.place_of(shard)
             problem = problem_of(place, shard)
             if problem:
                 problems[place] = problem
     if not problems:
         return
 
+    places: set[str] = set()  # of all shards; subsets of one set have the same
+    for index in sets:
+        places.update(map(index.place_of, index.shards))
     # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
     lines = [f"{len(problems)} of {len(places)} shards cannot be used:"]
     for place in list(problems)[:MOST_LINES]:
@@ -121,30 +124,59 @@ class OpenShard(NamedTuple):
     def stored(self, sample: int) -> Stored:
         """Copy a sample's bytes out of the mapping."""
         row = self.table[sample]
-        image = int(row["image"])
-        label = int(row["label"])
-        image_size = min(int(row["image_size"]), MAX_BYTES + 1)  # the decoder refuses more
-        label_size = int(row["label_size"])
-        return Stored(
-            row["key"].decode("utf-8", "replace"),
-            self.tar[image : image + image_size],
-            self.tar[label : label + label_size],
-            int(row["digest"]) if self.has_digests else None,
-        )
+        span = span_of(row, "")
+        image = self.tar[span.image : span.image + span.image_size]
+        label = self.tar[span.label : span.label + span.label_size]
+        return stored_of(row, image, label, self.has_digests)
+
+
+def span_of(row: np.void, url: str) -> Span:
+    """Where the bytes of a row of a table lie; of an image as many as the decoder takes, and one more."""
+    image_size = min(int(row["image_size"]), MAX_BYTES + 1)
+    return Span(url, int(row["image"]), image_size, int(row["label"]), int(row["label_size"]))
+
+
+def stored_of(row: np.void, image: bytes, label: bytes, has_digests: bool) -> Stored:
+    """The bytes of a row of a table, with what the table says of them."""
+    expected = int(row["digest"]) if has_digests else None
+    return Stored(row["key"].decode("utf-8", "replace"), image, label, expected)
 
 
 class Reader:
-    """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped."""
+    """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped.
 
-    def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None):
+    With `by_range`, a sample of a remote shard that is not here yet is read alone; otherwise its shard is waited for.
+    """
+
+    def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None, by_range: bool = False):
         self.index = index
         self.verify = verify
         self.cache = Cache(cache or CacheConfig())
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number, the longest unused first
+        # Without digests of samples nobody could tell whether a range is what was asked for.
+        self.ranges = Ranges(self.cache) if by_range and index.remote and index.sees_rot else None
+        self._tables: OrderedDict[int, np.ndarray] = OrderedDict()  # of shards that are read by range
 
     def __getstate__(self) -> dict[str, object]:
         """The reader without its open shards, for another process: a mapping cannot be sent to it."""
-        return self.__dict__ | {"_open": OrderedDict()}
+        return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
+
+    @property
+    def said(self) -> str:
+        """Why samples are no longer read by range; "" while they are, or never were."""
+        return "" if self.ranges is None else self.ranges.given_up
+
+    def stop(self) -> None:
+        """Read nothing more by range, so that this process may end."""
+        if self.ranges is not None:
+            self.ranges.stop()
+
+    def expect(self, places: np.ndarray) -> None:
+        """Begin to read those of the samples (b, 2: shard, sample) whose shards are not here, for `read` to take."""
+        for shard, sample in places.tolist():
+            if self._comes_by_range(shard):
+                assert self.ranges is not None, "nothing else comes by range"
+                self.ranges.ask((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """The key, encoded image and label of a sample; empty bytes where the shard has none.
@@ -152,7 +184,7 @@ class Reader:
         Raises DataError where the shard is missing, short, or not the one that was indexed, and where the sample is
         not what it was then.
         """
-        stored = self._shard(shard).stored(sample)
+        stored = self._by_range(shard, sample) or self._shard(shard).stored(sample)
         place = self.index.location(shard)
         if not stored.is_intact and "://" in place:
             # The copy in the cache rotted or was overwritten; the storage may still have the shard as it was.
@@ -171,6 +203,43 @@ class Reader:
         for row in opened.table:
             start = int(row["label"])
             yield opened.tar[start : start + int(row["label_size"])]
+
+    def _comes_by_range(self, number: int) -> bool:
+        """Whether samples of this shard are read by range: until it is here."""
+        if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
+            return False
+        shard = self.index.shards[number]
+        is_worth_it = "://" in self.index.location(number) and shard.bytes > SMALLEST
+        return is_worth_it and not self.cache.has(shard)
+
+    def _by_range(self, shard: int, sample: int) -> Stored | None:
+        """A sample whose shard is not here; None where the shard is to be used, or to be waited for."""
+        if self.ranges is None:
+            return None
+        is_asked_for = (shard, sample) in self.ranges.asked
+        if not is_asked_for and not self._comes_by_range(shard):
+            return None
+        row = self._table(shard)[sample]
+        place = self.index.location(shard)
+        try:
+            image, label = self.ranges.take((shard, sample), span_of(row, place))
+        except PatchlineError as error:
+            self.ranges.give_up(place, str(error).splitlines()[0])
+            return None
+        self.cache.progress()
+        stored = stored_of(row, image, label, has_digests=True)
+        if not stored.is_intact:
+            self.ranges.give_up(place, f"sample {stored.key!r} is not what was indexed")
+            return None
+        return stored
+
+    def _table(self, number: int) -> np.ndarray:
+        """The table of a shard that is not here."""
+        if number not in self._tables:
+            self._tables[number] = self.index.table(number)
+            if len(self._tables) > most_open():
+                self._tables.popitem(last=False)
+        return self._tables[number]
 
     def _drop_copy(self, number: int) -> None:
         """Close a remote shard and delete its copy in the cache, so that it is fetched again."""
@@ -193,7 +262,9 @@ class Reader:
             tar = map_shard(file, status, place, shard.bytes)
         if self.verify and not is_remote:  # the cache has verified what it fetched
             verify_once(tar, status, place, shard.sha256)
-        table = self.index.table(number)
+        table = self._tables.pop(number, None)
+        if table is None:
+            table = self.index.table(number)
         has_digests = "digest" in (table.dtype.names or ())
         self._open[number] = OpenShard(tar, table, status.st_ino, has_digests)
         if len(self._open) > most_open():

@@ -306,7 +306,7 @@ def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
 def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, rule: Rule) -> Index:
     """Write the tables of the samples that were chosen, and last the JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replaced: tuple[Shard, ...] = ()
+    replaced: Sequence[Shard] = ()
     if path.exists():
         try:
             replaced = load_index(path).shards
@@ -328,8 +328,9 @@ def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, 
             places.update(np.ascontiguousarray(table[column]).astype("<u8").tobytes())
         shards.append(replace(shard, samples=len(rows), table=write_table(path.parent, shard.name, table)))
 
+    kept_names = {shard.name for shard in shards}
     for shard in replaced:
-        if shard.name not in {kept.name for kept in shards}:
+        if shard.name not in kept_names:
             (path.parent / table_name(shard.name)).unlink(missing_ok=True)
     parent_path = parent.tables / f"{parent.name}{SUFFIX}"
     origin = Origin(os.path.relpath(parent_path, path.parent), parent.digest, rule.described(), places.hexdigest())

@@ -1,4 +1,4 @@
-"""`patchline run|plan|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
+"""`patchline run|plan|preflight|calibrate|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
 import sys
 from dataclasses import replace
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+
+Calibration = Annotated[
+    str | None, typer.Option(metavar="FILE", help="What `calibrate` has measured; without it this machine's own.")
+]
 
 commands = make_group()
 single_stage = make_group()
@@ -57,12 +61,17 @@ def plan(
         bool, typer.Option("--without-data", help="Exit 0 although data or weights are missing that `run` would need.")
     ] = False,
     fresh: Fresh = False,
+    price: Annotated[float | None, typer.Option(help="Of a worker and an hour, in any currency.")] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(help="Mean time between failures of a node.")] = None,
+    restart_s: Annotated[float, typer.Option(help="From a failure to the next step.")] = 120.0,
+    calibration: Calibration = None,
     _debug: Debug = False,
 ) -> None:
-    """Print the campaign, batch arithmetic, parameters and FLOPs; exit as `run` would before its first stage."""
+    """Print the campaign, arithmetic, parameters, FLOPs, time and money; exit as `run` would before its first stage."""
     from jobs import campaign
     from jobs.commands import plan
     from jobs.mirror import looked_at
+    from jobs.planning.outlook import outlook_of
     from jobs.reevaluation import with_new_evaluations
     from jobs.stage_run import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
 
@@ -70,12 +79,13 @@ def plan(
     if resolved:
         print(campaign.resolved(loaded))
         return
+    outlook = outlook_of(calibration, price=price, mtbf_hours=mtbf_hours, restart_s=restart_s)
     with looked_at(loaded.run, loaded.remote) as folder:
         loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         check_unfinished(loaded, loaded.stages, fresh=fresh)
         check_finished(loaded, loaded.stages, print)
-        show(plan.plan(loaded))
+        show(plan.plan(loaded, outlook))
         check_memory(loaded, loaded.stages)
         # What is missing is refused last, because all but a few lines of the plan can be told without it.
         missing = missing_inputs(loaded, loaded.stages)
@@ -97,6 +107,30 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
         return preflight.preflight(loaded, say)
     finally:
         # Ray is imported only where it was needed.
+        if "jobs.cluster.ray_backend" in sys.modules:
+            backends.disconnect()
+
+
+@commands.command()
+def calibrate(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE]... [KEY=VALUE]...", help="Whose models and cluster.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE", help="Without it: this machine's own file.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Measure this machine, or every node of a recipe's cluster, in about a minute: `plan` then says time and money."""
+    from jobs.cluster import backends
+    from jobs.planning.calibrate import calibrate
+    from pipeline.planning.calibration import calibration_file
+
+    overrides = [word for word in words or [] if "=" in word]
+    campaigns = [load_campaign(word, overrides) for word in words or [] if "=" not in word]
+    if overrides and not campaigns:
+        raise ConfigError(f"{overrides[0]} changes a recipe, and none is named\n  type calibrate RECIPE {overrides[0]}")
+    try:
+        calibrate(campaigns, Path(output) if output else calibration_file(), say)
+    finally:
         if "jobs.cluster.ray_backend" in sys.modules:
             backends.disconnect()
 

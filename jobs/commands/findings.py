@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from data.errors import ExitCode
 from data.files import size_text
 from jobs.commands.links import judge_links
-from jobs.commands.needs import Finding, Needs, counted, milliseconds
+from jobs.commands.needs import Finding, Needs
+from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.preflight.folder import FolderReport
 from pipeline.preflight.identity import and_more, named, other_code, other_devices, other_packages
 from pipeline.preflight.start import SKEW_S

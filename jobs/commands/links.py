@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from data.files import size_text
-from jobs.commands.needs import Finding, Needs, StageNeed, counted, milliseconds
+from jobs.commands.needs import Finding, Needs, StageNeed
+from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.preflight.network import Network, PairTime
 from pipeline.preflight.worker import WorkerReport
 

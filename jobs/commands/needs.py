@@ -50,17 +50,3 @@ class Needs:
     is_shared: bool = True  # the run directory; not of a run in an object store
     not_made: list[str] = field(default_factory=list)  # sets that an earlier stage will make
     unused_gpus: list[str] = field(default_factory=list)  # what session.warn_of_unused_gpus says
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a short time as people say it: 0.31 ms, 412 ms, 3.2 s."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    if seconds >= 0.01:
-        return f"{1000 * seconds:.0f} ms"
-    return f"{1000 * seconds:.2f} ms"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number of things as people say it: 1 node, 3 nodes."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

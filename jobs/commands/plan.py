@@ -19,6 +19,7 @@ from jobs import class_names
 from jobs.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
+from jobs.planning.outlook import Outlook, time_lines
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changes_since_half_done
 from jobs.stages import sweep
@@ -27,7 +28,9 @@ from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.planning import memory
 from pipeline.planning.memory_traces import TraceFailed
+from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.zero.buckets import reduction_line
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -42,8 +45,8 @@ class TrainingSet:
     weight: float  # its share of every batch, before all are scaled to sum to one
 
 
-def plan(campaign: Campaign) -> list[str]:
-    """Describe every stage in lines: whether it would run, its arithmetic, parameters and FLOPs."""
+def plan(campaign: Campaign, outlook: Outlook) -> list[str]:
+    """Describe every stage in lines: whether it would run, its arithmetic, parameters, FLOPs, time and money."""
     campaign = settled(campaign)
     cluster = campaign.cluster
     lines = [
@@ -75,7 +78,7 @@ def plan(campaign: Campaign) -> list[str]:
         for line in class_names.lines(campaign, stage):
             lines.append(f"  {line}")
         if isinstance(stage.config, TrainConfig):
-            lines += training_lines(campaign, stage, stage.config)
+            lines += training_lines(campaign, stage, stage.config, outlook)
     return lines
 
 
@@ -124,8 +127,8 @@ def model_line(stage: Stage) -> str:
 # ------------------------------------------------------------------------------------------------ a trained stage
 
 
-def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[str]:
-    """Describe batch, steps, data, compute, optimizer and memory of a trained stage, as far as its data is there."""
+def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: Outlook) -> list[str]:
+    """Describe batch, steps, data, compute, memory and time of a trained stage, as far as its data is there."""
     worlds = allowed_worlds(cfg, campaign.cluster)
     arithmetic = batch_arithmetic(cfg, worlds[0])
     # What a worker needs is the most where the workers are the fewest.
@@ -166,8 +169,25 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> list[s
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
+    cfg = memory.with_blocks(cfg, stage.model, is_gpu=campaign.cluster.gpus_per_worker > 0)
     lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
+    # With the tuning of the user's own DeepSpeed file in it.
+    tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
+    summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
+    if summed:
+        lines.append(f"  sums    {summed}")
+    lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
     return lines
+
+
+def judged_images(campaign: Campaign, cfg: TrainConfig) -> int:
+    """Return the images of one evaluation; 0 where the sets are not there yet."""
+    total = 0
+    for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
+        index = class_names.set_at(campaign, path) if path else None
+        if index is not None:
+            total += index.samples
+    return total
 
 
 def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:

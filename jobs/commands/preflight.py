@@ -17,8 +17,6 @@ import dataclasses
 import fcntl
 import json
 import secrets
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +34,7 @@ from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
+from jobs.planning.passing import folder_in
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.session import warn_of_unused_gpus
 from jobs.stage_run import missing_inputs
@@ -140,7 +139,7 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
             rate = None
             if cluster.gpus_per_worker and stage.model is not None and index.samples:
                 images_per_s = cluster.gpus_per_worker * GPU_FLOPS / models.training_flops(stage.model, 1)
-                rate = images_per_s * sum(shard.bytes for shard in index.shards) / index.samples
+                rate = images_per_s * index.bytes / index.samples
             sets[path] = rate
     unused_gpus: list[str] = []
     warn_of_unused_gpus(cluster, unused_gpus.append)
@@ -235,23 +234,6 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
                 is_shared=needs.is_shared,
             )
     return cast(PreflightReport, report)
-
-
-@contextmanager
-def folder_in(run: Path) -> Iterator[Path]:
-    """Make a folder in the run directory for the length of the block; a directory that was not there goes again."""
-    was_there = run.exists()
-    run.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run))
-    # Workers may be of another user than the driver: they write here where they may write into the run.
-    folder.chmod(run.stat().st_mode & 0o777)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not was_there:
-            with suppress(OSError):
-                run.rmdir()
 
 
 @contextmanager

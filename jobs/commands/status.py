@@ -16,6 +16,7 @@ from pipeline.evaluation import beside
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import amount, duration, last_metrics
+from pipeline.planning.kept_forecast import short_text
 
 
 class Outcome(TypedDict):
@@ -111,10 +112,13 @@ def stage_line(folder: Path) -> str:
     to_judge = f"to be judged: {', '.join(map(str, steps))}  " if steps else ""
     # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)
+    forecast = short_text(folder, last)
+    if forecast:
+        forecast += "  "
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"eta {duration(last['eta_s'])}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
-        f"{to_judge}{account_rows(MetricsIndex(folder).rows).line()}"
+        f"{forecast}{to_judge}{account_rows(MetricsIndex(folder).rows).line()}"
     )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import models
 from data.errors import DataError
 from data.files import write_whole
+from data.images.preprocess import corrections
 from data.shards.index import load_index
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.cluster.worker_group import Task
@@ -148,12 +149,17 @@ def say_what_to_know(cfg: EvaluationConfig, context: Context, results: Iterable[
 
 def questions_of(cfg: EvaluationConfig, context: Context, leaks: LeaksFile | None) -> list[Question]:
     """Return what is asked, set by set and protocol by protocol, in the order of the recipe."""
-    common = {
-        "preprocess": cfg.preprocess or f"resize({context.model.image_size})",
+    preprocess = cfg.preprocess or f"resize({context.model.image_size})"
+    common: dict[str, Any] = {
+        "preprocess": preprocess,
         "precision": cfg.precision,
         "micro_batch": cfg.micro_batch,
         "max_labels": cfg.max_labels,
     }
+    # A protocol's digest stands for its values: an answer from before a correction is none to the question of now.
+    corrected = corrections(preprocess)
+    if corrected:
+        common["corrected"] = corrected
     options = {"fewshot": cfg.fewshot, "linear": cfg.linear, "knn": cfg.knn, "logistic": cfg.logistic}
     protocols = protocols_of(cfg.protocols, options, common)
     learns = any(not protocol.best for protocol in protocols)

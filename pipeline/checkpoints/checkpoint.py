@@ -9,10 +9,13 @@ On disk, under `<stage>/checkpoints/`:
     bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
 
 `pipeline/checkpoints/saver.py` writes them. Loading, in order:
-1. rank 0 sweeps what died and reads every byte of the newest checkpoint (`choose`, `verify`);
-2. one that is not whole is renamed to `bad-…`, and the one before it is tried;
-3. all workers are told which it is (`choose_together`), and each reads the fragments that it needs (`load`, `Reader`):
-   they know nothing of world size or ZeRO stage, so any topology loads what any other has saved.
+1. rank 0 sweeps what died, takes the newest checkpoint whose manifest is whole and whose files are all there in their
+   sizes, and tells all workers (`choose`, `choose_together`);
+2. each reads the fragments that it needs, compared with their digests as they are read (`load_together`, `Reader`):
+   they know nothing of world size or ZeRO stage, so any topology loads what any other has saved;
+3. where a worker has read bytes that were not committed, rank 0 reads them all: a checkpoint that is bad is renamed to
+   `bad-…`, and all load the one before it.
+Steps 2 and 3 are in restore.py.
 
 In:  step-0000001200/rank-00000.safetensors with "head.bias|master|0", five numbers, and rank-00001 with
      "head.bias|master|5", five more
@@ -21,33 +24,50 @@ Out: reader("head.bias", "master", 3, 4) → elements 3, 4, 5 and 6 of that para
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError
 from data.files import sync
+from pipeline.checkpoints.fragment_file import FragmentFile
 from pipeline.checkpoints.manifest import (
     MANIFEST,
+    Damaged,
+    FileRecord,
     Manifest,
     NewerSchema,
+    check_size,
     committed,
     read_manifest,
     step_of,
     verify_file,
 )
-from pipeline.engine import Engine
+
+MOST_OPEN = 256  # files of a Reader at a time; a process may open 1,024 of all kinds on most systems
 
 # ------------------------------------------------------------------------ which one to load
 
 
 def verify(checkpoint: Path) -> Manifest:
     """Read every byte of a checkpoint and compare it with the manifest.
+
+    Raises CheckpointError naming the file and what differs, OSError where the storage fails.
+    """
+    manifest = look_at(checkpoint)
+    for name, record in manifest.files.items():
+        actual = verify_file(checkpoint / name, record)
+        # The head too: a digest may be right for a file that never was a checkpoint, such as a pickle.
+        FragmentFile(checkpoint / name, actual).close()
+    return manifest
+
+
+def look_at(checkpoint: Path) -> Manifest:
+    """Read the manifest, and look whether the folder holds the files that it names, in their sizes, and no others.
 
     Raises CheckpointError naming the file and what differs, OSError where the storage fails.
     """
@@ -58,11 +78,9 @@ def verify(checkpoint: Path) -> Manifest:
     if present != expected:
         missing = sorted(expected - present)
         extra = sorted(present - expected)
-        raise CheckpointError(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+        raise Damaged(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
     for name, record in manifest.files.items():
-        verify_file(checkpoint / name, record)
-    # The headers too: a digest may be right for a file that never was a checkpoint, such as a pickle.
-    Reader(checkpoint, manifest.files)
+        check_size(checkpoint / name, record)
     return manifest
 
 
@@ -73,50 +91,58 @@ class Chosen(NamedTuple):
     manifest: Manifest
 
 
-def choose(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
-    """Return the newest checkpoint whose every file verifies; bad ones are renamed out of the way and named.
+def choose(folder: Path, attempt: int, say: Callable[[str], None], refused: int = 0) -> Chosen | None:
+    """Return the newest checkpoint that is there with all its files; bad ones are renamed out of the way and named.
 
     None where nothing was ever committed. Leftovers of saves that never committed are swept here, before anything
-    is written. Raises CheckpointError where the storage fails, where a checkpoint is of a newer schema, and where
-    all are bad: to start from nothing again is a person's decision.
+    is written. `refused` counts those that this start has renamed before. Raises CheckpointError where the storage
+    fails, where a checkpoint is of a newer schema, and where all are bad: to start from nothing again is a person's
+    decision.
     """
     # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run.
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    checkpoints = committed(folder)
     try:
-        for checkpoint in checkpoints:
+        for checkpoint in committed(folder):
             try:
-                return Chosen(checkpoint, verify(checkpoint))
+                return Chosen(checkpoint, look_at(checkpoint))
             except NewerSchema:
                 raise
             except CheckpointError as error:
-                # Renamed, not deleted: a person may still want to read it, and no later attempt tries it again.
-                aside = folder / f"bad-{checkpoint.name.removeprefix('step-')}-{attempt:06d}"
-                os.rename(checkpoint, aside)
-                say(f"checkpoint refused: {error}; kept as {aside.name}, trying the one before it")
+                refuse(checkpoint, attempt, error, say)
+                refused += 1
     except OSError as error:
+        raise cannot_read(error) from None
+    if refused:
         raise CheckpointError(
-            f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage"
-        ) from None
-    if checkpoints:
-        raise CheckpointError(
-            f"none of {len(checkpoints)} checkpoints in {folder} is whole; they are kept as bad-*\n"
+            f"none of {refused} checkpoints in {folder} is whole; they are kept as bad-*\n"
             "  bring one back from a copy as step-*, or run the same command again to start from step 0"
         )
     return None
 
 
-def choose_together(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
-    """Collective: rank 0 verifies and decides, every worker is told; None where there is nothing to load.
+def refuse(checkpoint: Path, attempt: int, problem: object, say: Callable[[str], None]) -> None:
+    """Rename a checkpoint out of the way: a person may still want to read it, and no later attempt tries it again."""
+    aside = checkpoint.with_name(f"bad-{checkpoint.name.removeprefix('step-')}-{attempt:06d}")
+    os.rename(checkpoint, aside)
+    say(f"checkpoint refused: {problem}; kept as {aside.name}, trying the one before it")
+
+
+def cannot_read(error: Exception) -> CheckpointError:
+    """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
+    return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")
+
+
+def choose_together(folder: Path, attempt: int, say: Callable[[str], None], refused: int = 0) -> Chosen | None:
+    """Collective: rank 0 decides, every worker is told; None where there is nothing to load.
 
     Raises CheckpointError on every worker alike, with what `choose` found on rank 0.
     """
-    # One decision before anything is built on it: no worker may find out half-way that the rest cannot be read.
+    # One decision before anything is built on it: no worker may start anew while the others resume.
     decision: list[Chosen | CheckpointError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            decision = [choose(folder, attempt, say)]
+            decision = [choose(folder, attempt, say, refused)]
         except CheckpointError as error:
             decision = [error]
     dist.broadcast_object_list(decision, src=0)
@@ -140,16 +166,17 @@ class Piece(NamedTuple):
 class Reader:
     """Gives random access to the fragments of one checkpoint, whatever world size and stage wrote it."""
 
-    def __init__(self, checkpoint: Path, files: Iterable[str], share: float | None = None) -> None:
-        """Open all files; or, with a `share`, each when something is not found in those before it.
+    def __init__(self, checkpoint: Path, files: Mapping[str, FileRecord], share: float | None = None) -> None:
+        """Open all files of a manifest; or, with a `share`, each when something is not found in those before it.
 
         `share`, from 0 to 1, tells where among the files lies what will be asked for: near 0 for the first worker, near
         1 for the last. A worker of the world that saved them needs one file, of any other a few, and not those of all.
 
-        Raises CheckpointError where a file that is opened is no safetensors file of fragments.
+        Raises Damaged where a file that is opened is not that of its record, or none of fragments.
         """
         self.checkpoint = checkpoint
-        self.handles: dict[str, Any] = {}  # safetensors.safe_open has no type of its own
+        self.records = files
+        self.opened: dict[str, FragmentFile] = {}
         self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by (parameter name, kind)
         self.unopened = sorted(files, reverse=True)  # the next one last
         if share is None:
@@ -162,27 +189,25 @@ class Reader:
         self.unopened = [file for _, file in numbered]
 
     def open_next(self) -> None:
-        """Open one more file. Raises CheckpointError where it holds no fragments."""
+        """Open one more file, and note which pieces it holds; their data is read when it is asked for."""
         file = self.unopened.pop()
-        try:
-            self.add_file(file)
-        except (safetensors.SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{self.checkpoint / file} holds no fragments: {error}") from None
-
-    def add_file(self, file: str) -> None:
-        """Note which pieces a file holds; their data is read when it is asked for."""
-        handle = safetensors.safe_open(self.checkpoint / file, "pt")
-        self.handles[file] = handle
-        for key in handle.keys():  # noqa: SIM118 (not a mapping)
+        fragments = FragmentFile(self.checkpoint / file, self.records[file])
+        self.opened[file] = fragments
+        for key, (_, count) in fragments.places.items():
             # From the right: a parameter's name may hold the separator, the other two cannot.
             name, kind, start = key.rsplit("|", 2)
-            count = handle.get_slice(key).get_shape()[0]
             self.pieces.setdefault((name, kind), []).append(Piece(int(start), count, file, key))
+
+    @property
+    def hashed_bytes(self) -> int:
+        """Count the bytes that were compared with digests."""
+        return sum(fragments.hashed_bytes for fragments in self.opened.values())
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Return elements [start, start + count) of one parameter's master or moment, flat fp32.
 
-        Raises CheckpointError where the checkpoint holds no such parameter or not all of the range.
+        Raises CheckpointError where the checkpoint holds no such parameter or not all of the range, Damaged where it is
+        not what was committed.
         """
         # The range may lie across files of several workers, wherever the world that saved it made its cuts.
         wanted = torch.empty(count)
@@ -194,31 +219,51 @@ class Reader:
                 first = max(start, piece.start)
                 stop = min(start + count, piece.start + piece.length)
                 if first < stop:
-                    stored = self.handles[piece.file].get_slice(piece.key)
-                    wanted[first - start : stop - start] = stored[first - piece.start : stop - piece.start]
+                    self.read(piece, first, wanted[first - start : stop - start])
                     filled += stop - first
             looked_at = len(pieces)
             if filled >= count or not self.unopened:
                 break
             self.open_next()
-        # What is missing would be memory that was never set: weights of noise, and no error.
-        if filled != count:
-            raise CheckpointError(
-                f"the checkpoint holds {filled} of {count} elements of {name} ({kind}); it belongs to another model"
-            )
+        check_complete(filled, count, name, kind)
         return wanted
 
+    def read(self, piece: Piece, first: int, wanted: Tensor) -> None:
+        """Fill a flat tensor with the elements of a parameter from its element `first` on, which lie in one piece."""
+        fragments = self.opened[piece.file]
+        if fragments.handle is None:
+            in_use = [other for other in self.opened.values() if other.handle is not None]
+            if len(in_use) >= MOST_OPEN:
+                for other in in_use:
+                    other.close()
+        fragments.read(piece.key, first - piece.start, wanted)
+
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
-        """Return whole fp32 parameters (or their "average"), of no world size: what the next stage starts from."""
-        return {name: self(name, kind, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
+        """Return whole fp32 parameters (or their "average"), of no world size: what the next stage starts from.
+
+        Raises CheckpointError as a call does; all files must be open.
+        """
+        flats = {name: torch.empty(shape.numel()) for name, shape in shapes.items()}
+        wanted: dict[str, list[tuple[str, Piece]]] = {file: [] for file in self.opened}
+        for name, flat in flats.items():
+            pieces = self.pieces.get((name, kind), [])
+            check_complete(sum(piece.length for piece in pieces), flat.numel(), name, kind)
+            for piece in pieces:
+                wanted[piece.file].append((name, piece))
+        # File by file: by parameter, the files of a thousand workers would be opened again for each.
+        for of_file in wanted.values():
+            for name, piece in of_file:
+                self.read(piece, piece.start, flats[name][piece.start : piece.start + piece.length])
+        return {name: flats[name].view(shape) for name, shape in shapes.items()}
 
 
-def load(engine: Engine, chosen: Chosen) -> None:
-    """Collective: fill the engine with what every worker reads of the checkpoint."""
-    share = (dist.get_rank() + 0.5) / dist.get_world_size()
-    engine.restore(Reader(chosen.folder, chosen.manifest.files, share))
-    # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
-    engine.updates = chosen.manifest.updates
+def check_complete(count: int, expected: int, name: str, kind: str) -> None:
+    """Raise CheckpointError where a checkpoint holds fewer elements of a parameter than are asked for, or more."""
+    # What is missing would be memory that was never set: weights of noise, and no error.
+    if count != expected:
+        raise CheckpointError(
+            f"the checkpoint holds {count} of {expected} elements of {name} ({kind}); it belongs to another model"
+        )
 
 
 def prune(folder: Path, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[Path]:

@@ -3,7 +3,8 @@
 A save, in order:
 1. `Saver.begin`: every worker copies its fragments into host memory, the only part the training loop waits for, and
    rank 0 looks whether the disk has room: a save that cannot fit has failed before a byte of rank 0 is written;
-2. a thread of each worker writes its file under `.tmp-<step>-<attempt>/`, fsyncs it and takes its sha256;
+2. a thread of each worker writes its file under `.tmp-<step>-<attempt>/` and fsyncs it; while the disk works, another
+   takes the digests of the same memory;
 3. the loop's per-step status tells every worker that all threads have ended (`Saver.written`);
 4. `Saver.finish`: sizes and digests are gathered, and rank 0 alone commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent;
@@ -18,13 +19,13 @@ Where the nodes share no folder, the thread of step 2 puts the file into an obje
 (stored.py, `commit_in_store`).
 """
 
-import hashlib
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
-from data.files import make_folder, refusal, sync, write_durably
+from data.files import DISK_BLOCK, make_folder, refusal, sync, write_durably
 from pipeline.checkpoints.checkpoint import prune
-from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, committed, newest_attempt, seal
+from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, committed, digest, newest_attempt, seal
 from pipeline.checkpoints.room import shortage
 from pipeline.checkpoints.sight import WrittenFile, unseen_files
 from pipeline.checkpoints.stored import StoredCheckpoints, newest_attempt_in
@@ -131,7 +132,7 @@ class Saver:
         total_bytes = header_bytes + sum(view.nbytes for view in views.values())
         # The memory is kept from save to save; on a GPU it is pinned, so that the copy is not staged once more.
         if self.snapshot.numel() != total_bytes:
-            self.snapshot = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self.snapshot = host_memory(total_bytes)
         self.snapshot[:header_bytes] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         data = self.snapshot[header_bytes:].view(torch.float32)
         for key, view in views.items():
@@ -148,13 +149,16 @@ class Saver:
             if missing:
                 self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
                 return
-            if self.remote is None:
-                # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
-                path.parent.mkdir(exist_ok=True)
-                write_durably(path, content)
-            else:
-                self.remote.put(path.name, content, self.manifest, is_first=dist.get_rank() == 0)
-            self.result = WrittenFile(path.name, len(content), hashlib.sha256(content).hexdigest())
+            # Both read the same memory, which nobody changes until the next save, and do without Python's lock.
+            with ThreadPoolExecutor(1, "digest") as beside:
+                digesting = beside.submit(digest, content)
+                if self.remote is None:
+                    # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
+                    path.parent.mkdir(exist_ok=True)
+                    write_durably(path, content)
+                else:
+                    self.remote.put(path.name, content, self.manifest, is_first=dist.get_rank() == 0)
+            self.result = WrittenFile(path.name, digesting.result())
         except OSError as error:
             self.result = WrittenFile(path.name, error=f"{path.name}: {refusal(error)}")
         except StorageError as error:
@@ -252,6 +256,13 @@ class Saver:
         return self.remote.fetch_newest().folder
 
 
+def host_memory(size: int) -> Tensor:
+    """Return so many bytes of host memory, pinned where there is a GPU, from which a disk can be written directly."""
+    memory = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    first = -memory.data_ptr() % DISK_BLOCK
+    return memory[first : first + size]
+
+
 def bytes_of(manifest: Manifest) -> int:
     """Return the size of a checkpoint's files."""
     return sum(file["bytes"] for file in manifest.files.values())
@@ -313,11 +324,8 @@ def commit(
             shutil.rmtree(temporary, ignore_errors=True)
             return Decision(None, unseen)
 
-        files: dict[str, FileRecord] = {}
-        for result in results:
-            files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
         # The manifest is written last of all files, and fsynced: where it is valid, what it names is on the disk.
-        manifest = replace(manifest, files=files)
+        manifest = replace(manifest, files=records_of(results))
         write_durably(temporary / MANIFEST, seal(manifest).encode())
         sync(temporary)
         final = folder / f"step-{manifest.step:010d}"
@@ -350,10 +358,7 @@ def commit_in_store(remote: StoredCheckpoints, manifest: Manifest, results: Sequ
         if errors:
             remote.discard(manifest)
             return Decision(None, "; ".join(errors))
-        files: dict[str, FileRecord] = {}
-        for result in results:
-            files[result.name] = {"bytes": result.bytes, "sha256": result.sha256}
-        manifest = replace(manifest, files=files)
+        manifest = replace(manifest, files=records_of(results))
         if not remote.commit(manifest):
             return newer_owner(manifest, "a newer attempt has taken its place")
     except CheckpointError as error:
@@ -363,6 +368,15 @@ def commit_in_store(remote: StoredCheckpoints, manifest: Manifest, results: Sequ
         # Nothing is deleted: the manifest may be there, and only the answer was lost.
         return Decision(None, str(error))
     return Decision(manifest)
+
+
+def records_of(results: Sequence[WrittenFile]) -> dict[str, FileRecord]:
+    """Return what a manifest says of the files that were written, by name."""
+    records: dict[str, FileRecord] = {}
+    for result in results:
+        assert result.record is not None, "a save with an error is not committed"
+        records[result.name] = result.record
+    return records
 
 
 def newer_owner(manifest: Manifest, reason: str) -> Decision:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.files import size_text
+from pipeline.checkpoints.manifest import FileRecord
 
 SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
 POLL_S = 0.1
@@ -23,13 +24,17 @@ SAME_STORAGE = "expected: a run directory on storage that every node mounts at t
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Describes what one worker's thread has left: a file with its size and sha256, or an error."""
+    """Describes what one worker's thread has left: a file with its size and digests, or an error."""
 
     name: str
-    bytes: int = 0
-    sha256: str = ""
+    record: FileRecord | None = None  # None where there is an error
     error: str = ""
     node: str = field(default_factory=socket.gethostname)  # where it was written
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the file; 0 where none was written."""
+        return self.record["bytes"] if self.record else 0
 
 
 def unseen_files(folder: Path, written: Sequence[WrittenFile], say: Callable[[str], None]) -> str:

@@ -19,7 +19,7 @@ Loading, in order (`choose_together`):
 1. rank 0 sweeps, and lists what is committed;
 2. on every node one worker fetches the newest into the stage's local folder and reads every byte (`fetch`);
 3. where it is bad on every node, though fetched twice, rank 0 marks it, and the one before it is tried;
-4. all workers read the local copy as they would read any checkpoint on disk.
+4. all workers read the local copy as they would read any checkpoint on disk (restore.py).
 """
 
 import json
@@ -35,7 +35,8 @@ import torch.distributed as dist
 from data.errors import CheckpointError, DataError, StorageError
 from data.files import locked, naming, write_whole
 from data.store import Store, each
-from pipeline.checkpoints.checkpoint import Chosen, verify
+from pipeline.checkpoints import restore
+from pipeline.checkpoints.checkpoint import Chosen, cannot_read, verify
 from pipeline.checkpoints.manifest import (
     MANIFEST,
     NAME,
@@ -48,6 +49,7 @@ from pipeline.checkpoints.manifest import (
     seal,
     step_of,
 )
+from pipeline.engine import Engine
 
 REFUSED = "REFUSED.json"
 SWEPT = "SWEPT.json"
@@ -324,6 +326,19 @@ class StoredCheckpoints:
             )
         return problem
 
+    def load(self, engine: Engine, chosen: Chosen) -> None:
+        """Collective: fill the engine with what every worker reads of its node's copy.
+
+        Raises CheckpointError, on every worker alike, where a copy has changed since it was fetched or cannot be read.
+        """
+        problem = restore.load(engine, chosen)
+        if problem:
+            raise CheckpointError(
+                f"{problem}; it was whole when it was fetched\n"
+                "  nothing was changed in the store; look at that node's disk, or take the node out;\n"
+                "  then run the same command again"
+            )
+
     def forget_others(self, checkpoint: str) -> None:
         """Delete local copies of other checkpoints, and what is left of saves: the store has all that counts."""
         if self.folder.is_dir():
@@ -360,11 +375,6 @@ def attempt_of(checkpoint: str) -> int:
     """Return the attempt in a checkpoint's name; 0 for one that was copied here from a folder and has none."""
     _, _, attempt = checkpoint.removeprefix("step-").partition("-")
     return int(attempt or 0)
-
-
-def cannot_read(error: Exception) -> CheckpointError:
-    """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
-    return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")
 
 
 def say_once(say: Callable[[str], None], text: str) -> None:

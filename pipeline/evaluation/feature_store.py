@@ -40,7 +40,7 @@ class FeatureStore:
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index
         self.folder = folder  # where the file without a name takes its room
-        self.starts = np.cumsum([0, *index.shard_samples])
+        self.starts = np.append(0, np.cumsum(index.shard_samples))
         self.is_there = np.zeros(index.samples, bool)
         self.all_labels: np.ndarray | None = None  # (N, L), padded with −1
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first

@@ -75,6 +75,20 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
+def milliseconds(seconds: float) -> str:
+    """Return a short time as people say it: 0.31 ms, 412 ms, 3.2 s."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 0.01:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{1000 * seconds:.2f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as people say it: 1 node, 3 nodes."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def log_line(report: Record) -> str:
     """Return a report as one line, always in the same order."""
     images_per_s = report["images_per_s"]

@@ -1,1 +1,1 @@
-"""What a training run will need and take, known before it starts."""
+"""What a stage will need before it runs: memory, time, money."""

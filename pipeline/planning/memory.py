@@ -18,7 +18,7 @@ from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.planning.live_bytes import Kind
-from pipeline.planning.memory_traces import step_to_trace, traces_of
+from pipeline.planning.memory_traces import is_kept, step_to_trace, traces_of
 from pipeline.training_config import TrainConfig
 
 GIB = 2**30
@@ -81,6 +81,16 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     )
 
 
+def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
+    """Return `memory_need` where the step has been traced before; None where that would have to be done."""
+    accumulation = batch_arithmetic(cfg, world).accumulation
+    recomputed = min(cfg.checkpoint_blocks, blocks_of(model))
+    step = step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)
+    if cfg.activation_gb is not None or not is_kept(step):
+        return None
+    return memory_need(cfg, model, world, is_gpu=is_gpu)
+
+
 def blocks_of(model: ModelConfig) -> int:
     """Return how many blocks of a model can recompute their activations."""
     if isinstance(model, models.ViTConfig):
@@ -121,6 +131,13 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> 
             f"{int(limit * cfg.micro_batch / least)}"
         )
     return blocks
+
+
+def with_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> TrainConfig:
+    """Return the config with a number of blocks in the place of `activation_gb`. Raises as `recomputed_blocks`."""
+    if cfg.activation_gb is None:
+        return cfg
+    return replace(cfg, checkpoint_blocks=recomputed_blocks(cfg, model, is_gpu=is_gpu), activation_gb=None)
 
 
 def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> int | None:

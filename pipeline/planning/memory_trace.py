@@ -155,8 +155,8 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
     """Take a step as `pipeline.train` does, with `images` in every micro-batch; `enter` hears where it is."""
     cfg = worker.cfg
     size = worker.model_config.image_size
-    loss_sum = torch.zeros(())
-    for _ in range(accumulation):
+    loss_sum = torch.zeros((), device=worker.device)
+    for number in range(accumulation):
         enter("batch")
         pixels = torch.zeros(images, 3, *size, dtype=torch.uint8)
         labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64)
@@ -169,7 +169,11 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         loss_sum = loss_sum + loss.detach()
         del inputs, loss
         enter("update")
-        worker.engine.end_micro_batch(cfg.optim.lr)
+        numbers = None
+        if number + 1 == accumulation:
+            of_host = torch.zeros(3, dtype=torch.float64, device=worker.device)
+            numbers = torch.cat([loss_sum.double().reshape(1), of_host])
+        worker.engine.end_micro_batch(cfg.optim.lr, numbers)
 
 
 def events_of_step(live: LiveBytes, worker: TracedWorker, accumulation: int, images: int) -> list[Event]:

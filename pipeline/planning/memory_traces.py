@@ -132,6 +132,11 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
     return traces
 
 
+def is_kept(step: StepToTrace) -> bool:
+    """Return whether the step has been traced before."""
+    return kept(state_folder() / "memory" / f"{key_of(step)}.json") is not None
+
+
 def kept(path: Path) -> Trace | None:
     """Return a kept trace; None where there is none, or where it is no trace."""
     try:

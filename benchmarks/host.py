@@ -1,0 +1,260 @@
+"""What a training step costs the host: process CPU time of a step with H/14's 392 parameters and next to no arithmetic.
+
+    OMP_NUM_THREADS=1 python benchmarks/host.py [--zero 1 2 3] [--precision bf16] [--before CHECKOUT] [--rounds 15]
+
+The model is H/14 at width 32 on one image of 28 px, on one worker: what is left of a step is hooks, buckets, norms,
+gathering, the optimizer's calls. Contenders are processes of their own, which take turns in rotated order:
+    torch    the same model, AdamW and clipping in plain torch
+    stock    DeepSpeed by its own defaults, with the same optimizer
+    ours     the engine of this checkout
+    before   the engine of another checkout, where `--before` names one
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).parents[1]
+STEPS_A_TURN = 3
+# At ZeRO 3 DeepSpeed gathers what has fewer elements once and for all, by default 100,000: H/14's vectors, and none of
+# its matrices. At width 32 this number parts them alike.
+PERSISTENT = 500
+
+Step = Callable[[], None]
+
+
+class Contender:
+    """A process that takes steps when it is told to."""
+
+    def __init__(self, kind: str, checkout: Path, options: argparse.Namespace, zero: int, port: int) -> None:
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(checkout),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+        }
+        words = [__file__, "--worker", kind, "--zero", str(zero), "--precision", options.precision]
+        words += ["--accumulation", str(options.accumulation)]
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            env=self.environment,
+            cwd=checkout,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if options.verbose else subprocess.DEVNULL,
+        )
+        self.answer()
+
+    def answer(self) -> float:
+        """Return the seconds that the worker says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker has ended; --verbose shows what it says")
+        return float(line)
+
+    def take_turn(self) -> float:
+        """Return the CPU seconds of a step, the mean over a few."""
+        assert self.process.stdin is not None
+        print("go", file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def end(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# ------------------------------------------------------------------------ what a worker does
+
+
+def work(kind: str, zero: int, precision: str, accumulation: int) -> None:
+    """Make the contender, then take some steps for every line that comes in, and say what one of them cost."""
+    # What DeepSpeed prints goes where errors go: our own words are read by a program.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+
+    from pipeline.process_group import import_deepspeed, join_group
+
+    torch.set_num_threads(1)
+    join_group(600)
+    import_deepspeed()
+    step = STEPS[kind](zero, precision, accumulation)
+    for _ in range(4):  # warm-up, and the trace of ZeRO 3
+        step()
+    say(answers, 0.0)
+    for _ in sys.stdin:
+        began = time.process_time()
+        for _ in range(STEPS_A_TURN):
+            step()
+        say(answers, (time.process_time() - began) / STEPS_A_TURN)
+
+
+def say(answers: TextIO, seconds: float) -> None:
+    print(seconds, file=answers, flush=True)
+
+
+def parts(precision: str) -> tuple[Any, Any, Any]:
+    """The model, and images and labels of a step."""
+    import torch
+
+    import models
+
+    generator = torch.Generator().manual_seed(0)
+    config = models.config_of("H/14", image_size=28, classes=10, width=32, mlp=128, heads=2)
+    model = models.from_config(config, generator).train()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return model, torch.randn(1, 3, 28, 28, generator=generator, dtype=dtype), torch.tensor([3])
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    """The optimizer's two groups, with and without decay."""
+    import models
+
+    decayed = models.decayed(model)
+    decays = [p for name, p in model.named_parameters() if name in decayed]
+    rest = [p for name, p in model.named_parameters() if name not in decayed]
+    return [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def torch_step(zero: int, precision: str, accumulation: int) -> Step:
+    import torch
+    import torch.nn.functional as F
+
+    model, images, labels = parts(precision)
+    model.to(images.dtype)
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-4, foreach=True)
+
+    def step() -> None:
+        for _ in range(accumulation):
+            F.cross_entropy(model(images).float(), labels).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        float(norm)
+
+    return step
+
+
+def stock_step(zero: int, precision: str, accumulation: int) -> Step:
+    import deepspeed
+    import torch
+    import torch.nn.functional as F
+
+    model, images, labels = parts(precision)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    if precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if zero == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+
+    def step() -> None:
+        for _ in range(accumulation):
+            loss = F.cross_entropy(engine(images).float(), labels)
+            engine.backward(loss)
+            engine.step()
+        engine.get_global_grad_norm()
+
+    return step
+
+
+def our_step(zero: int, precision: str, accumulation: int) -> Step:
+    import torch.nn.functional as F
+
+    import models
+    from pipeline.engine import Engine, deepspeed_config
+    from pipeline.optimization.optimizer import OptimConfig
+
+    model, images, labels = parts(precision)
+    settings = deepspeed_config(
+        zero=zero, precision=precision, micro_batch=1, accumulation=accumulation, clip=1.0, user_file=None
+    )
+    if zero == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
+    engine = Engine(model, models.decayed(model), OptimConfig(), settings)
+
+    def step() -> None:
+        for _ in range(accumulation):
+            engine.backward(F.cross_entropy(engine.forward(images).float(), labels))
+            engine.end_micro_batch(1e-4)
+        engine.gradient_norm()
+
+    return step
+
+
+STEPS: dict[str, Callable[[int, str, int], Step]] = {
+    "torch": torch_step,
+    "stock": stock_step,
+    "ours": our_step,
+    "before": our_step,
+}
+
+
+# ------------------------------------------------------------------------ the table
+
+
+def measure(options: argparse.Namespace, zero: int) -> dict[str, list[float]]:
+    """CPU seconds of a step of every contender in every round."""
+    checkouts = {"torch": ROOT, "stock": ROOT, "ours": ROOT}
+    if options.before is not None:
+        checkouts["before"] = options.before.resolve()
+    contenders = {}
+    for number, (kind, checkout) in enumerate(checkouts.items()):
+        contenders[kind] = Contender(kind, checkout, options, zero, options.port + number)
+    taken: dict[str, list[float]] = {kind: [] for kind in contenders}
+    order = list(contenders)
+    for _ in range(options.rounds):
+        for kind in order:
+            taken[kind].append(contenders[kind].take_turn())
+        order = [*order[1:], order[0]]  # each comes after each: none has a better place in the round
+    for contender in contenders.values():
+        contender.end()
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zero", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--before", type=Path, help="another checkout, whose engine takes part")
+    parser.add_argument("--port", type=int, default=29_640)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--worker", choices=list(STEPS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options.worker, options.zero[0], options.precision, options.accumulation)
+        return
+    print("| ZeRO | contender | ms a step, median (least) | of stock |\n|---|---|--:|--:|")
+    for zero in options.zero:
+        taken = measure(options, zero)
+        for kind, seconds in taken.items():
+            ratio = statistics.median(mine / stock for mine, stock in zip(seconds, taken["stock"], strict=True))
+            cells = f"{1000 * statistics.median(seconds):.0f} ({1000 * min(seconds):.0f}) | {ratio:.2f}"
+            print(f"| {zero} {options.precision} | {kind} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

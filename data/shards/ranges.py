@@ -1,0 +1,104 @@
+"""Samples of remote shards that are not here yet, read by byte range: a cold start waits for these, not for shards.
+
+The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a few dozen of each. What becomes of them:
+1. a decoding process asks for all samples of its task at once, `AT_ONCE` at a time (`Ranges.ask`); image and label
+   are one range where they lie together in the tar, as they do in nearly all;
+2. the reader takes them one by one (`Ranges.take`), and compares each with its digest in the shard's table;
+3. the shards come whole in the background (`data.shards.cache`); whichever is here is read instead;
+4. where a range does not come, or is not the sample that was indexed, this process reads no more of them and waits
+   for whole shards, which the worker says once. Whatever is wrong with the store is then met, and said, there.
+
+    ranges.take((7, 508), Span("s3://bucket/train-000007.tar", 6656, 108211, 115200, 3))   →   image, label
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from data.errors import StorageError
+from data.shards.cache import PIECE, Cache
+from data.shards.remote import redacted
+
+AT_ONCE = 8  # requests of a process
+ATTEMPTS = 3  # at a range, before whole shards are waited for
+SMALLEST = PIECE  # bytes of a shard: what comes in one piece is not worth ranges
+LARGEST_GAP = 1 << 16  # bytes between image and label that are read along rather than asked for apart
+
+Place = tuple[int, int]  # a shard's number, and that of a sample in it
+
+
+class Span(NamedTuple):
+    """Where the bytes of one sample lie: offsets and sizes in bytes, 0 and 0 where there is no member."""
+
+    url: str
+    image: int
+    image_size: int
+    label: int
+    label_size: int
+
+
+class Ranges:
+    """Reads samples by range, several at once; `given_up` says why it does so no more, "" while it does."""
+
+    def __init__(self, cache: Cache):
+        self.given_up = ""
+        self.stopped = False
+        self.cache = Cache(replace(cache.cfg, attempts=min(ATTEMPTS, cache.cfg.attempts)), self.is_stopped)
+        self.asked: dict[Place, Future[tuple[bytes, bytes]]] = {}
+        self.pool: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Itself without threads and what they have read, for another process."""
+        return self.__dict__ | {"asked": {}, "pool": None}
+
+    def is_stopped(self) -> bool:
+        """Whether nobody waits for samples any more."""
+        return self.stopped
+
+    def stop(self) -> None:
+        """Read nothing more; what is on its way still arrives."""
+        self.stopped = True
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def ask(self, place: Place, span: Span) -> None:
+        """Begin to read a sample."""
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(AT_ONCE, "ranges")
+        if place not in self.asked and not self.stopped:
+            self.asked[place] = self.pool.submit(self.read, span)
+
+    def take(self, place: Place, span: Span) -> tuple[bytes, bytes]:
+        """The image and label of a sample, asked for before or now; raises DataError and StorageError."""
+        self.ask(place, span)
+        if place not in self.asked:
+            raise StorageError(f"{redacted(span.url)}: left where it was")
+        return self.asked.pop(place).result()
+
+    def give_up(self, place: str, reason: str) -> None:
+        """Read nothing by range from here on; of what was asked for, nothing is taken any more."""
+        self.given_up = f"{redacted(place)}: a sample could not be read by range ({reason}); waiting for whole shards"
+        for future in self.asked.values():
+            future.cancel()
+        self.asked = {}
+
+    def read(self, span: Span) -> tuple[bytes, bytes]:
+        """The image and label of a sample, in one request where they lie close together."""
+        image_stop = span.image + span.image_size
+        label_stop = span.label + span.label_size
+        gap = max(span.image, span.label) - min(image_stop, label_stop)
+        if not span.image_size or not span.label_size or gap > LARGEST_GAP:
+            image = self.bytes_of(span.url, span.image, image_stop)
+            return image, self.bytes_of(span.url, span.label, label_stop)
+        start = min(span.image, span.label)
+        both = self.bytes_of(span.url, start, max(image_stop, label_stop))
+        return both[span.image - start : image_stop - start], both[span.label - start : label_stop - start]
+
+    def bytes_of(self, url: str, start: int, stop: int) -> bytes:
+        """All bytes from `start` to `stop` − 1; where an answer breaks off, the rest is asked for."""
+        content = b""
+        while start + len(content) < stop:
+            content += self.cache.read(url, start + len(content), stop)
+        return content

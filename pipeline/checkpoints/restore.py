@@ -1,0 +1,143 @@
+"""Filling the engines of all workers with one checkpoint, of which each reads and verifies what it needs alone.
+
+1. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read. At ZeRO 0,
+   where all hold everything, each reads an equal part, and they tell each other.
+2. All hear whether somebody has read bytes that were not committed, or could not read (`load`).
+3. Where bytes were bad, rank 0 reads the whole checkpoint. What is bad for rank 0 too is refused, and all workers begin
+   again with the one before it (`load_together`); what is whole for rank 0 is the fault of the other's node.
+
+In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensors; step-0000001100
+Out: bad-0000001200-000007, and engines that hold step 1100, on whatever number of workers
+"""
+
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.errors import CheckpointError
+from pipeline.checkpoints.checkpoint import Chosen, Reader, cannot_read, choose_together, refuse, verify
+from pipeline.checkpoints.manifest import Damaged
+from pipeline.engine import Engine, ReadState
+
+
+def load_together(engine: Engine, folder: Path, chosen: Chosen, attempt: int, say: Callable[[str], None]) -> Chosen:
+    """Collective: fill the engine with the checkpoint, or with the newest before it that is whole; returns which.
+
+    Raises CheckpointError on every worker alike: for the reasons of `choose`, where a worker reads other bytes than
+    rank 0 does, and where the checkpoint is of another model.
+    """
+    refused = 0
+    while True:
+        problem = load(engine, chosen)
+        if not problem:
+            return chosen
+        condemn(chosen, problem, attempt, say)
+        refused += 1
+        next_chosen = choose_together(folder, attempt, say, refused)
+        assert next_chosen is not None, "choose raises where the last one was refused"
+        chosen = next_chosen
+
+
+def load(engine: Engine, chosen: Chosen) -> str:
+    """Collective: fill the engine with what every worker reads of the checkpoint.
+
+    Returns in which file somebody has read other bytes than were committed, and who; "" where nobody has. After a
+    problem the engine is of no use until it is filled from another checkpoint. Raises CheckpointError, on every worker
+    alike, where one cannot read.
+    """
+    reading = Reading(chosen)
+    # At stage 0 every worker has everything, and would read it all.
+    is_shared = engine.zero == 0 and dist.get_world_size() > 1
+    engine.restore(shared(reading, engine) if is_shared else reading)
+    # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
+    engine.updates = chosen.manifest.updates
+
+    outcomes: list[tuple[CheckpointError | None, str]] = [(None, "")] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (reading.failure, socket.gethostname()))
+    problem = ""  # the first
+    for rank, (failure, node) in enumerate(outcomes):
+        if failure is None:
+            continue
+        if not isinstance(failure, Damaged):
+            raise failure
+        if not problem:
+            problem = f"{failure} (read by worker {rank} on {node})"
+    return problem
+
+
+class Reading:
+    """Reads for one worker and raises nothing: what went wrong first is kept, and zeros are returned from then on.
+
+    To fill an engine ends with a collective, in which the others would wait for a worker that has raised.
+    """
+
+    def __init__(self, chosen: Chosen) -> None:
+        self.chosen = chosen
+        self.reader: Reader | None = None
+        self.failure: CheckpointError | None = None
+
+    def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
+        """Return elements [start, start + count) of one parameter's master or moment, flat fp32."""
+        if self.failure is None:
+            try:
+                if self.reader is None:
+                    share = (dist.get_rank() + 0.5) / dist.get_world_size()
+                    self.reader = Reader(self.chosen.folder, self.chosen.manifest.files, share)
+                return self.reader(name, kind, start, count)
+            except CheckpointError as error:
+                self.failure = error
+            except OSError as error:
+                self.failure = cannot_read(error)
+        return torch.zeros(count)
+
+
+def shared(read: ReadState, engine: Engine) -> ReadState:
+    """Return a collective function that gives every worker what `read` gives, of which each reads an equal part."""
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    device = next(engine.model.parameters()).device
+
+    def read_a_part(name: str, kind: str, start: int, count: int) -> Tensor:
+        part = math.ceil(count / world)
+        first = min(rank * part, count)
+        stop = min(first + part, count)
+        # The last parts may be shorter, and a collective wants all of one length.
+        mine = torch.zeros(part, device=device)
+        if first < stop:
+            mine[: stop - first] = read(name, kind, start + first, stop - first)
+        whole = torch.empty(part * world, device=device)
+        dist.all_gather_into_tensor(whole, mine)
+        return whole[:count]
+
+    return read_a_part
+
+
+def condemn(chosen: Chosen, problem: str, attempt: int, say: Callable[[str], None]) -> None:
+    """Collective: rank 0 reads every byte of a checkpoint that a worker has found bad, and refuses it.
+
+    Raises CheckpointError on every worker alike where it is whole for rank 0: one node with a bad disk or mount must
+    not condemn checkpoint after checkpoint for all.
+    """
+    failure: list[CheckpointError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            verify(chosen.folder)
+            failure = [
+                CheckpointError(
+                    f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
+                    "  nothing was changed; look at the disk, the mount and the memory of that node, or take it out,\n"
+                    "  then run the same command again"
+                )
+            ]
+        except CheckpointError:
+            refuse(chosen.folder, attempt, problem, say)
+        except OSError as error:
+            failure = [cannot_read(error)]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]

@@ -1,0 +1,1 @@
+"""What DeepSpeed is given and how it is told from outside: parameters, norms."""

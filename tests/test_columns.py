@@ -1,0 +1,198 @@
+"""A large index is mapped, not read; what is mapped is what its JSON says, or it is not believed."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.loader import TrainLoader
+from data.order import Mixture, Order
+from data.shards import columns, index
+from data.shards.columns import MappedShards
+from data.shards.index import Index, Shard, join, load_index, without
+from data.shards.packing import pack
+from data.shards.sources import digits
+
+ROWS = [
+    [f"größe/train-{number:06d}.tar", 10 + number % 7, 1000 * number, f"{number:064x}", f"{number + 1:064x}"]
+    for number in range(6000)
+]
+COUNTS = [20_000, sum(row[1] for row in ROWS) - 20_000]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch) -> Path:
+    """The node's state folder."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "state"))
+    return tmp_path / "state" / "patchline" / "indexes"
+
+
+@pytest.fixture
+def path(tmp_path) -> Iterator[Path]:
+    """An index of 6,000 shards, written by hand as schema 2 has it."""
+    tars = [row[:4] for row in ROWS]
+    content = {"schema": 2, "directory": "tars", "class_counts": COUNTS, "shards": ROWS}
+    content["digest"] = sha256(json.dumps([1, tars, COUNTS]).encode()).hexdigest()
+    content["seal"] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path = tmp_path / "train.index.json"
+    path.write_text(json.dumps(content, indent=1))
+    return path
+
+
+def held(path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """The same index as Python objects, as that of a small set is."""
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "LARGE", 1 << 30)
+        read = load_index(path)
+    assert isinstance(read.shards, tuple)
+    return read
+
+
+def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkeypatch):
+    mapped = load_index(path)
+    assert isinstance(mapped.shards, MappedShards)
+    assert [[s.name, s.samples, s.bytes, s.sha256, s.table] for s in mapped.shards] == ROWS
+    assert mapped.shards[-1] == Shard(*ROWS[-1]) and mapped.shards[7:9] == (Shard(*ROWS[7]), Shard(*ROWS[8]))
+    assert mapped.shard_samples.tolist() == [row[1] for row in ROWS]
+    assert (mapped.samples, mapped.bytes) == (sum(row[1] for row in ROWS), sum(row[2] for row in ROWS))
+    assert mapped.location(3) == f"{path.parent}/tars/größe/train-000003.tar" and not mapped.remote and mapped.sees_rot
+    assert mapped == held(path, monkeypatch) and load_index(path) == mapped
+    with pytest.raises(IndexError):
+        mapped.shards[6000]
+    # Half of the file's bytes are digests: what is asked of all shards is not a copy.
+    assert not mapped.shard_samples.flags.owndata and len(list(state.glob("*.columns"))) == 1
+
+
+def test_an_index_that_changed_is_mapped_anew(path, state):
+    before = load_index(path)
+    content = json.loads(path.read_text())
+    content["shards"] = [["s3://b/x.tar", 1, 2, "0" * 64, ""], *content["shards"]]
+    content["digest"] = sha256(json.dumps([1, [row[:4] for row in content["shards"]], COUNTS]).encode()).hexdigest()
+    del content["seal"]
+    content["seal"] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content, indent=1))
+    after = load_index(path)
+    assert after.digest == content["digest"] != before.digest and len(after.shards) == 6001
+    assert after.remote and not after.sees_rot and len(list(state.glob("*.columns"))) == 2
+    path.write_text(path.read_text().replace('"größe/train-000004.tar"', '"größe/train-999999.tar"'))
+    path.write_text(path.read_text().replace("\\u00f6", "o", 1))
+    with pytest.raises(DataError, match="its digest does not match its contents"):
+        load_index(path)
+
+
+@pytest.mark.parametrize("at", [40, -200])
+def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
+    mapped = load_index(path)
+    (file,) = state.glob("*.columns")
+    whole = file.read_bytes()
+    altered = bytearray(whole)
+    altered[at] ^= 1
+    for content in (altered, whole[:-7], b""):
+        file.write_bytes(content)
+        caplog.clear()
+        assert list(load_index(path).shards) == [Shard(*row) for row in ROWS]
+        assert "torn or altered; it is made anew from" in caplog.text and file.read_bytes() == whole
+    assert mapped.shards[0].name == ROWS[0][0]
+
+
+def test_another_process_is_sent_where_the_columns_are(path, state):
+    mapped = without([load_index(path)], ["train-000005.tar"])[0]
+    order = Order(mapped.shard_samples, seed=0, batch_size=64)
+    sent = pickle.dumps(mapped)
+    assert len(sent) < 2000
+    code = (
+        "import pickle, sys; from data.order import Order; index = pickle.loads(sys.stdin.buffer.read());"
+        "order = Order(index.shard_samples, seed=0, batch_size=64);"
+        "print(index.shards[5].samples, index.shards[6].name, order.batch(9).shard.tolist())"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True).stdout.decode()
+    assert answer == f"0 {ROWS[6][0]} {order.batch(9).shard.tolist()}\n"
+    # Somebody cleans the folder: the next process still gets them. Another file of that name is refused.
+    (file,) = state.glob("*.columns")
+    file.unlink()
+    sent = pickle.dumps(mapped)
+    assert pickle.loads(sent) == mapped
+    file.write_bytes(b"x" * 100)
+    with pytest.raises(DataError, match="gone, or not what the worker has read"):
+        pickle.loads(sent)
+
+
+def test_many_processes_at_once_read_the_json_once(path, monkeypatch):
+    read, calls = index.read_json, []
+    monkeypatch.setattr(index, "read_json", lambda *args: calls.append(args) or read(*args))
+    with ThreadPoolExecutor(8) as pool:
+        loaded = list(pool.map(load_index, [path] * 8))
+    assert len(calls) == 1 and all(other == loaded[0] for other in loaded)
+
+
+def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, monkeypatch, caplog):
+    monkeypatch.setenv("PATCHLINE_CACHE", "/proc/x")
+    read = load_index(path)
+    assert isinstance(read.shards, tuple) and [shard.name for shard in read.shards] == [row[0] for row in ROWS]
+    assert "its columns cannot be kept in /proc/x/patchline/indexes" in caplog.text
+    assert "give PATCHLINE_CACHE a folder" in caplog.text
+
+
+def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypatch):
+    small = held(path, monkeypatch)
+    names = ["train-000007.tar", "train-005999.tar"]
+    (dropped,) = without([load_index(path)], names)
+    assert dropped == without([small], names)[0] and dropped.digest != small.digest
+    assert (dropped.shards[7].samples, dropped.shards[7].bytes, dropped.shard_samples[5999]) == (0, 0, 0)
+    joined = join([dropped, small], [1.0, 2.0])
+    places = [small.location(number) for number in range(6000)] * 2
+    assert [shard.name for shard in joined.shards] == places == [joined.location(n) for n in range(12_000)]
+    assert joined.shard_samples.tolist() == [*dropped.shard_samples, *small.shard_samples]
+    options = {"groups": [6000, 6000], "weights": [1, 2], "seed": 1, "batch_size": 60}
+    mixture = Mixture(joined.shard_samples, **options)
+    sent = mixture.without_sizes()
+    assert len(pickle.dumps(sent)) < 4000
+    sent.with_sizes(pickle.loads(pickle.dumps(joined)).shard_samples)
+    assert all(np.array_equal(*pair) for pair in zip(sent.batch(8), mixture.batch(8), strict=True))
+
+
+def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypatch):
+    made = pack(islice(digits(True), 120), tmp_path / "set", shard_samples=20)
+    assert isinstance(made.shards, tuple)
+    monkeypatch.setattr(index, "LARGE", 0)
+    mapped = load_index(tmp_path / "set")
+    assert isinstance(mapped.shards, MappedShards)
+    taken = []
+    for each, processes in ((made, 0), (mapped, 1)):
+        order = Order(each.shard_samples, seed=0, batch_size=50)
+        loader = TrainLoader(each, order, image_size=16, slots=range(50), micro_batch=50, processes=processes)
+        batches = iter(loader)
+        taken.append([next(batches) for _ in range(3)])
+        batches.close()
+    for small, large in zip(*taken, strict=True):
+        assert torch.equal(small.images, large.images) and torch.equal(small.ids, large.ids)
+
+
+def test_a_decoding_process_that_cannot_map_the_index_says_so(path, monkeypatch):
+    mapped = load_index(path)
+    monkeypatch.setattr(columns.MappedShards, "__reduce__", lambda self: (columns.reopened, (Path("/x"), "", [])))
+    order = Order(mapped.shard_samples, seed=0, batch_size=8)
+    loader = TrainLoader(mapped, order, image_size=16, slots=range(8), micro_batch=8, processes=1)
+    with pytest.raises(DataError, match="/x: gone, or not what the worker has read"):
+        next(iter(loader))
+
+
+def test_a_process_keeps_two_epochs_of_the_order_and_nothing_of_the_index(path):
+    mapped = load_index(path)
+    order = Order(mapped.shard_samples, seed=0, batch_size=1024)
+    for step in range(200):  # three epochs
+        order.batch(step)
+    kept = [array for arrays in order._starts.values() for array in arrays]
+    assert sum(array.nbytes for array in kept) == 2 * 6000 * (4 + 8) and order.shard_samples.base is not None
+    assert os.path.getsize(mapped.shards.path) > 6000 * (3 * 8 + 2 * 64)

@@ -1,0 +1,65 @@
+"""The gradient's norm over flat pieces, against numpy in float64; and what `plan` says of the sums over workers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine import deepspeed_config
+from pipeline.zero.buckets import reduction_line
+from pipeline.zero.norm import ROW, clipping, sum_of_squares
+
+SIZES = {"one": [1], "a row": [ROW], "rows and a tail": [3 * ROW + 5], "many": [7, ROW - 1, 2 * ROW, 0, 33 * 12]}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_sum_of_squares_is_numpys_in_float64_however_the_gradient_is_cut(sizes: list[int]):
+    values = np.random.default_rng(0).normal(scale=1e-3, size=sum(sizes)).astype(np.float32)
+    gradients = list(torch.from_numpy(values).split(sizes))
+    found = sum_of_squares(gradients)
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(float(np.square(values.astype(np.float64)).sum()), rel=1e-6)
+
+
+def test_the_norm_of_a_long_gradient_is_as_right_as_that_of_a_short_one():
+    """Torch adds 16 million squares on a CPU in a few running fp32 sums: it is off by 7e-4."""
+    gradient = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
+    expected = float(np.linalg.norm(gradient.numpy().astype(np.float64)))
+    assert math.sqrt(float(sum_of_squares([gradient]))) == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, ROW, 2 * ROW + 2])
+def test_one_element_that_is_not_finite_makes_the_sum_not_finite(value: float, place: int):
+    gradient = torch.ones(2 * ROW + 3)
+    gradient[place] = value
+    assert not math.isfinite(float(sum_of_squares([torch.ones(3), gradient])))
+
+
+def test_a_gradient_is_clipped_to_the_limit_and_never_enlarged():
+    assert 5.0 * clipping(5.0, 1.0) == pytest.approx(1.0, rel=1e-6)
+    assert (clipping(0.5, 1.0), clipping(1e9, 0.0)) == (1.0, 1.0), "clip: 0 is off"
+
+
+@pytest.mark.parametrize(
+    ("zero", "tuning", "world", "parts", "line"),
+    [
+        (2, {}, 8, 0, "13 buckets of 50 million gradients, 0.2 GiB each; the backward pass waits for each"),
+        (3, {}, 8, 0, "13 buckets of 50 million gradients, 0.2 GiB each; while the backward pass goes on"),
+        (1, {"overlap_comm": True, "reduce_bucket_size": 5e8}, 8, 0, "2 buckets of 500 million gradients, 1.9 GiB"),
+        (1, {"overlap_comm": True}, 8, 0, "while the backward pass goes on (overlap_comm on)"),
+        (3, {"overlap_comm": False}, 8, 0, "the backward pass waits for each (overlap_comm off)"),
+        (0, {}, 8, 0, "all gradients at once behind the backward pass (ZeRO 0)"),
+        (2, {}, 8, 16, "all gradients at once behind the backward pass, in a fixed order (exact_parts)"),
+    ],
+)
+def test_plan_says_in_what_pieces_and_when_gradients_are_summed(zero, tuning, world, parts, line):
+    settings = deepspeed_config(zero=zero, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None)
+    section = {**settings["zero_optimization"], **tuning}
+    assert line in reduction_line(section, 632_045_800, world, parts)
+
+
+def test_a_small_model_is_one_bucket_and_one_worker_has_nothing_to_sum():
+    assert "one bucket of 22 million gradients" in reduction_line({"stage": 2}, 22_000_000, 4)
+    assert reduction_line({"stage": 2}, 22_000_000, 1) == ""

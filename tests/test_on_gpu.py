@@ -1,0 +1,205 @@
+"""What only a GPU can show, for whoever has one: `make gpu`. Each test is rehearsed on the CPU, as far as that goes.
+
+A test marked `gpu` is skipped where torch sees no GPU. Its twin on the CPU runs the same lines with what a CPU has in
+the place of NCCL, fused kernels and pinned memory: it shows that the test can run, and nothing about a GPU.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import models
+from jobs import campaign, supervisor
+from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.worker_group import WorkerGroupError
+from jobs.session import run_campaign
+from models.layers import attend
+from pipeline.monitoring.telemetry import read_metrics
+from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from tests import on_device
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = [GPU, "cpu"]
+DEVICES_SLOW = [GPU, pytest.param("cpu", marks=pytest.mark.slow)]  # what starts workers or compiles
+# Without it cuBLAS may add up in another order each time, and torch refuses to be deterministic.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def workers_on(device: str) -> int:
+    """Every GPU of this machine, as far as they share a batch of 8; two processes on a CPU."""
+    if device == "cpu":
+        return 2
+    count = 1
+    while 2 * count <= min(torch.cuda.device_count(), on_device.BATCH):
+        count *= 2
+    return count
+
+
+def cluster_of(device: str, workers: int, **options: Any) -> ClusterConfig:
+    return ClusterConfig(workers=workers, backend="processes", gpus_per_worker=int(device == "cuda"), **options)
+
+
+class Operators(TorchDispatchMode):
+    """Remembers the names of the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(operator._schema.name)
+        return operator(*args, **(kwargs or {}))
+
+
+# cuDNN's is the same algorithm; which of the two torch takes depends on the GPU.
+FLASH = {
+    "cuda": {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"},
+    "cpu": {"aten::_scaled_dot_product_flash_attention_for_cpu"},
+}
+
+
+@pytest.mark.parametrize("queries", [None, 1], ids=["all tokens", "class token alone"])
+@pytest.mark.parametrize("head", [64, 80], ids=["B/16 and L/16", "H/14"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_is_computed_by_a_flash_kernel_forward_and_backward(device, head, queries):
+    """On a CPU in float32: in bfloat16 two plain products are faster there (models/layers.py)."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 50, head, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    with Operators() as operators:
+        mixed = attend(q[:, :, :queries], k, v)
+        mixed.sum().backward()
+    chosen = {name for name in operators.names if "scaled_dot_product" in name}
+    forward = {name for name in chosen if "backward" not in name}
+    assert len(forward) == 1 and forward <= FLASH[device], chosen
+    assert len(chosen) == 2, "the backward pass has a kernel too"
+
+    exact_q, exact_k, exact_v = (tensor.detach().double().cpu() for tensor in (q[:, :, :queries], k, v))
+    weights = (exact_q @ exact_k.mT / head**0.5).softmax(-1)
+    tolerance = 2e-2 if device == "cuda" else 1e-5
+    torch.testing.assert_close(mixed.detach().double().cpu(), weights @ exact_v, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adamw_is_fused_on_a_gpu_alone_and_its_steps_are_those_of_the_formula(device):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 5, bias=False).to(device)
+    optimizer = build_optimizer(model, {"weight"}, OptimConfig(lr=0.01, weight_decay=0.1))
+    assert bool(optimizer.defaults["fused"]) == (device == "cuda")
+
+    weight = model.weight.detach().double().cpu()
+    mean = torch.zeros_like(weight)
+    square = torch.zeros_like(weight)
+    for step in range(1, 6):
+        gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        model.weight.grad = gradient.to(device)
+        optimizer.step()
+        # Loshchilov and Hutter 2019, algorithm 2, with torch's defaults for the betas and epsilon.
+        mean = 0.9 * mean + 0.1 * gradient.double()
+        square = 0.999 * square + 0.001 * gradient.double() ** 2
+        update = (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+        weight = weight * (1 - 0.01 * 0.1) - 0.01 * update
+    torch.testing.assert_close(model.weight.detach().double().cpu(), weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES_SLOW)
+def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, on_device.SIDE, on_device.SIDE, device=device)
+    results = []
+    for is_compiled in (False, True):
+        model = on_device.small_vit().to(device)
+        if is_compiled:
+            models.compile_blocks(model)
+        logits = model(images)
+        logits.square().sum().backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=DEVICES_SLOW)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """The device, and what every worker of a group has seen that trained, saved and restored there."""
+    folder = tmp_path_factory.mktemp("trained")
+    seen = run_worker_group(
+        on_device.train_save_and_restore,
+        {"folder": str(folder)},
+        cluster=cluster_of(request.param, workers_on(request.param)),
+        name="group",
+        directory=folder,
+    )
+    return request.param, seen
+
+
+def test_the_workers_talk_over_nccl_each_on_a_gpu_of_its_own(trained):
+    device, seen = trained
+    world = len(seen)
+    expected_sum = [world * (world + 1) / 2] * 3
+    for rank, worker in enumerate(seen):
+        assert worker["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
+        assert worker["device"] == {"cuda": f"cuda:{rank}", "cpu": "cpu"}[device]
+        assert worker["sum"] == expected_sum
+
+
+@pytest.mark.parametrize("zero", ["1", "2", "3"])
+def test_every_zero_stage_trains_with_the_fused_optimizer_and_restores_what_it_saved_through_pinned_memory(
+    trained, zero
+):
+    device, seen = trained
+    for worker in seen:
+        stage = worker["stages"][zero]
+        assert stage["is_restored"], "every master and moment to the bit"
+        assert stage["is_fused"] == stage["is_pinned"] == (device == "cuda")
+        assert all(0 < loss < 20 for loss in stage["losses"])
+    assert seen[0]["stages"][zero]["losses"] == pytest.approx(seen[0]["stages"]["1"]["losses"], rel=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES_SLOW)
+def test_exact_parts_with_deterministic_kernels_give_the_same_bits_twice_and_at_every_world(device, tmp_path):
+    digests = set()
+    for world in {1, workers_on(device)}:
+        seen: Any = run_worker_group(
+            on_device.train_exactly,
+            {"zero": 2},
+            cluster=cluster_of(device, world, environment=DETERMINISTIC),
+            name=f"world-{world}",
+            directory=tmp_path,
+        )
+        assert seen["device"] == device
+        digests |= set(seen["digests"])
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES_SLOW)
+def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_path):
+    """By this the driver adds what to lower (`supervisor.LESS_MEMORY`; whole runs: test_checkpoint_runs.py)."""
+    with pytest.raises(WorkerGroupError) as error:
+        run_worker_group(
+            on_device.run_out_of_memory, {}, cluster=cluster_of(device, 1), name="group", directory=tmp_path
+        )
+    assert any(word in error.value.cause for word in supervisor.OUT_OF_MEMORY), error.value.cause
+    if device == "cuda":
+        assert error.value.kind == "OutOfMemoryError"
+
+
+@pytest.mark.parametrize("device", DEVICES_SLOW)
+def test_a_campaign_trains_in_bf16_commits_and_is_judged(device, recipe):
+    overrides = [
+        "pretrain.precision=bf16",
+        "pretrain.zero=2",
+        f"cluster.gpus_per_worker={int(device == 'cuda')}",
+        f"cluster.workers={min(workers_on(device), 4)}",
+        f"pretrain.compile={str(device == 'cuda').lower()}",
+    ]
+    loaded = campaign.load(recipe, overrides)
+    run_campaign(loaded, only="pretrain", quiet=True)
+    folder = loaded.directory(loaded.stage("pretrain"))
+    losses = [loss for record in read_metrics(folder) for loss in record["losses"]]
+    assert len(losses) == 24 and losses[-1] < losses[0]
+    assert read_metrics(folder, "evaluate")[-1]["accuracy"] > 0.1
+    said = (folder / "log.txt").read_text()
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    assert f"workers on {name}" in said and "checkpoint step 24 committed" in said

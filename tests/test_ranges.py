@@ -1,0 +1,236 @@
+"""A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
+
+import re
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards import cache as cache_module
+from data.shards import ranges, reader, remote
+from data.shards.cache import Ahead, Cache, CacheConfig, waited_for
+from data.shards.index import Index
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.reader import Reader
+from data.shards.sources import digits
+from tests.stores import store
+
+PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}
+BATCH = 20
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Index:
+    return pack(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
+
+
+@pytest.fixture(scope="module")
+def s3(local, tmp_path_factory):
+    """moto, which speaks S3's protocol, behind a proxy that counts and can fail."""
+    files = {f"set/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
+    with store("s3", files) as proxy:
+        at = "s3://images/set"
+        proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=at)
+        yield proxy
+    remote.forget_credentials()
+
+
+@pytest.fixture
+def faulty(s3, monkeypatch):
+    """The store; shards of any size are worth reading by range, and nothing is fetched in the background."""
+    s3.gets.clear()
+    remote.forget_credentials()
+    monkeypatch.setattr(reader, "SMALLEST", 0)
+    monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
+    yield s3
+    s3.fault = lambda path: None
+
+
+def take(index: Index, cfg: CacheConfig | None, steps: int = 3, **options) -> list:
+    order = Order(index.shard_samples, seed=0, batch_size=BATCH)
+    loader = TrainLoader(index, order, image_size=16, slots=range(BATCH), micro_batch=BATCH, cache=cfg, **options)
+    batches = iter(loader)
+    taken = list(islice(batches, steps))
+    batches.close()
+    return taken
+
+
+def assert_same(taken: list, expected: list) -> None:
+    for ours, theirs in zip(taken, expected, strict=True):
+        assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.ids, theirs.ids) and not ours.bad
+
+
+def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every range that is read, in this process."""
+    asked: list[int] = []
+    read_range = remote.read_range
+
+    def counting(url, start, stop, timeout_s):
+        asked.append(stop - start)
+        return read_range(url, start, stop, timeout_s)
+
+    monkeypatch.setattr(cache_module, "read_range", counting)
+    return asked
+
+
+def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, local, tmp_path, monkeypatch):
+    asked = lengths_asked(monkeypatch)
+    by_range = take(faulty.index, CacheConfig(str(tmp_path / "a"), **PATIENT), steps=1)
+    assert_same(by_range, take(local, None, steps=1))
+    # What the tables say that these samples take: image, label, and the header and padding between them.
+    expected = 0
+    for _, shard, sample in by_range[0].ids.tolist():
+        row = local.table(shard)[sample]
+        ends = [int(row[name]) + int(row[f"{name}_size"]) for name in ("image", "label")]
+        expected += max(ends) - min(int(row["image"]), int(row["label"]))
+    assert len(asked) == len(faulty.gets) == BATCH and sum(asked) == expected
+    assert not list((tmp_path / "a").glob("*.tar"))
+
+    faulty.gets.clear()
+    asked.clear()
+    monkeypatch.setattr(reader, "SMALLEST", 1 << 40)
+    assert_same(take(faulty.index, CacheConfig(str(tmp_path / "b"), **PATIENT), steps=1), by_range)
+    shards = {int(shard) for shard in by_range[0].ids[:, 1]}
+    assert sum(asked) == sum(local.shards[shard].bytes for shard in shards) > 10 * expected
+    assert len(faulty.gets) == len(shards)
+
+
+def test_failing_and_short_answers_change_nothing(faulty, local, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranges, "ATTEMPTS", 12)
+    faults = iter(range(10_000))
+    faulty.fault = lambda path: [500, None, "short", None, None][next(faults) % 5]
+    assert_same(take(faulty.index, CacheConfig(str(tmp_path), **PATIENT)), take(local, None))
+    assert len(faulty.gets) > 3 * BATCH
+
+
+def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
+    cfg = CacheConfig(str(tmp_path), **PATIENT)
+    for number, shard in enumerate(faulty.index.shards):
+        Cache(cfg).path(faulty.index.location(number), shard)
+    faulty.gets.clear()
+    assert_same(take(faulty.index, cfg), take(local, None))
+    assert not faulty.gets
+
+
+def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
+    """As from a store that ignores ranges: what comes is something else."""
+    read_range = remote.read_range
+    wrong = []
+
+    def shifting(url, start, stop, timeout_s):
+        content = read_range(url, start, stop, timeout_s)
+        is_sample = start > 0
+        if is_sample:
+            wrong.append(url)
+            return content[1:] + b"x"
+        return content
+
+    monkeypatch.setattr(cache_module, "read_range", shifting)
+    taken = take(faulty.index, CacheConfig(str(tmp_path), **PATIENT))
+    assert_same(taken, take(local, None))
+    said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
+    pattern = r"s3://images/set/train-00000\d.tar: a sample could not be read by range \(sample '\S+' is not what "
+    assert len(said) == 1 and re.match(pattern, said[0]) and said[0].endswith("waiting for whole shards")
+    # No range is asked for once that is known: only those that were on their way.
+    assert len(wrong) <= BATCH
+
+
+def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
+    faulty, local, tmp_path, caplog, monkeypatch
+):
+    read_range = remote.read_range
+
+    def without_small_ones(url, start, stop, timeout_s):
+        if stop - start < 10_000:
+            raise TimeoutError
+        return read_range(url, start, stop, timeout_s)
+
+    monkeypatch.setattr(cache_module, "read_range", without_small_ones)
+    taken = take(faulty.index, CacheConfig(str(tmp_path), **PATIENT), steps=2)
+    assert_same(taken, take(local, None, steps=2))
+    said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
+    assert len(said) == 1 and "no answer after 3 attempts, last TimeoutError" in said[0]
+    assert len(faulty.gets) == len(list(tmp_path.glob("*.tar"))), "each shard once, and nothing else"
+
+
+def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
+    gone = replace(faulty.index, directory="s3://images/elsewhere")
+    with pytest.raises(DataError, match=r"s3://images/elsewhere/train-00000\d.tar: there is no such shard"):
+        take(gone, CacheConfig(str(tmp_path / "a"), **PATIENT))
+    # Another shard under the name: of the same size, so that only digests tell.
+    swapped = [replace(shard, name=faulty.index.shards[number ^ 1].name) for number, shard in enumerate(local.shards)]
+    other = Index(tuple(swapped), 10, (), "", "s3://images/set", faulty.index.tables)
+    tables = [local.table(number) for number in range(len(local.shards))]
+    monkeypatch.setattr(Index, "table", lambda self, number: tables[number])
+    with pytest.raises(DataError, match=r"train-00000\d.tar: its sha256 is not the one in the index"):
+        take(other, CacheConfig(str(tmp_path / "b"), **PATIENT))
+
+
+def test_an_index_without_digests_of_samples_is_read_by_whole_shards(faulty, tmp_path):
+    blind = replace(faulty.index, shards=tuple(replace(shard, table="") for shard in faulty.index.shards))
+    assert Reader(blind, by_range=True).ranges is None and Reader(faulty.index, by_range=True).ranges is not None
+    assert Reader(faulty.index).ranges is None, "whoever reads all samples of a shard waits for it"
+
+
+@pytest.mark.parametrize("far", [0, 100, 1 << 17])
+def test_image_and_label_are_one_request_where_they_lie_close(tmp_path, monkeypatch, far):
+    content = bytes(np.random.default_rng(0).integers(0, 256, 300_000, np.uint8))
+    asked = []
+
+    def read(url, start, stop, timeout_s):
+        asked.append((start, stop))
+        return content[start : min(stop, start + 1000)]  # never more than 1,000 bytes
+
+    monkeypatch.setattr(cache_module, "read_range", read)
+    label = 1500 + far
+    for span in (
+        ranges.Span("s3://b/x.tar", 500, 1000, label, 3),
+        ranges.Span("s3://b/x.tar", label, 1000, 500, 1000),  # the label first
+        ranges.Span("s3://b/x.tar", 500, 1000, 0, 0),
+    ):
+        image, text = ranges.Ranges(Cache(CacheConfig(str(tmp_path)))).take((0, 0), span)
+        assert image == content[span.image : span.image + span.image_size]
+        assert text == content[span.label : span.label + span.label_size]
+    assert ((500, 1500) in asked[:1]) == (far > 1 << 16)
+
+
+def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.undo()
+    order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
+    shards_of = cache_module.shards_of
+    monkeypatch.setattr(cache_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
+    entered, may_go = threading.Event(), threading.Event()
+    monkeypatch.setattr(Ahead, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
+    ahead = Ahead(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
+    assert entered.wait(30)
+    ahead.reached(40)
+    may_go.set()
+    ends_at = time.monotonic() + 30
+    while asked[-1] < 42 and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    ahead.stop()
+    ahead.thread.join(30)
+    assert asked == [5, 40, 41, 42]
+
+
+def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
+    order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
+    cfg = CacheConfig(str(tmp_path), **PATIENT)
+    shards = np.unique(order.batch(0).shard).tolist()
+    line = waited_for(faulty.index, order, range(BATCH), 0, cfg)
+    assert line.startswith(f"{BATCH} samples of {len(shards)} shards; 0 of them are here, {len(shards)} (")
+    assert line.endswith("GiB) are not: s3://images/set/train-000000.tar …")
+    Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
+    assert f"; 1 of them are here, {len(shards) - 1} (" in waited_for(faulty.index, order, range(BATCH), 0, cfg)
+    assert waited_for(local, order, range(BATCH), 0, cfg).endswith(f"{len(shards)} shards, all of which are here")

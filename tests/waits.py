@@ -1,0 +1,210 @@
+"""Counts the points of a training step at which the host would wait for the device; workers import it by name.
+
+There is no device here. So what a GPU's host does is seen from outside:
+1. reads of a number that the device has computed: `item`, `float`, `bool` (they end in `_local_scalar_dense`),
+   `tolist`, `cpu`, `numpy`, and operations whose result has a shape that depends on values;
+2. copies to the device of what lies in host memory, where they are not `non_blocking`, and tensors that are made on the
+   device from the host's numbers;
+3. `synchronize` of a device, a stream or an event. DeepSpeed takes other ways on a CPU than on a GPU: here its
+   accelerator says what a GPU's does, with streams and events that only count.
+
+What lies in host memory on a GPU too is marked, and reading it is no wait: tensors that are made without a device, what
+is computed from them alone, the loader's batches, and the step that AdamW counts, which its fused CUDA kernel reads on
+the device. A copy to host memory that is written `to(…)` is not seen: here it is like one to the device.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline import start, train
+from pipeline.engine import Engine
+from pipeline.process_group import import_deepspeed
+
+READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+BY_VALUE = ("nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal")
+FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.from_numpy)
+
+
+class Seen(Exception):
+    """Enough steps have been seen: ends the loop without what a stage does at its end."""
+
+
+class Waits:
+    """Lists, for every step, the places in the code at which the host would have waited."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last  # step whose waits are wanted
+        self.steps: list[list[str]] = []
+
+    def begin_step(self) -> None:
+        """What is noted from now on belongs to the next step."""
+        if len(self.steps) == self.last:
+            raise Seen
+        self.steps.append([])
+
+    def note(self, kind: str) -> None:
+        """Note that the host waits here, in the innermost function of the product or of DeepSpeed."""
+        if not self.steps:
+            return
+        for frame in reversed(traceback.extract_stack()):
+            path = Path(frame.filename)
+            if path.name == "waits.py" or "torch" in path.parts or "contextlib" in path.name:
+                continue
+            self.steps[-1].append(f"{kind} in {path.name}:{frame.name}")
+            return
+
+
+def mark(tensor: Tensor) -> Tensor:
+    """Note of a tensor that it lies in host memory on a GPU too."""
+    tensor.on_host = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_marked(value: object) -> bool:
+    return getattr(value, "on_host", False)
+
+
+class Calls(TorchFunctionMode):
+    """Sees what Python asks of torch."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        device = kwargs.get("device")
+        if function is Tensor.to:
+            device = device or next((value for value in args[1:] if isinstance(value, (torch.device, str))), None)
+            if is_marked(args[0]) and device is not None and not kwargs.get("non_blocking", False):
+                self.waits.note("to")
+        if function in READS and not is_marked(args[0]):
+            self.waits.note(function.__name__)
+        if function in FROM_NUMBERS and device is not None:
+            self.waits.note(function.__name__)
+
+        result = function(*args, **kwargs)
+        is_of_host = all(is_marked(tensor) for tensor in tensors) and device is None
+        if isinstance(result, Tensor) and is_of_host and (tensors or function in FROM_NUMBERS):
+            mark(result)
+        return result
+
+
+class Operations(TorchDispatchMode):
+    """Sees what torch does."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name == "_local_scalar_dense" and not is_marked(args[0]):
+            self.waits.note("item")
+        if name in BY_VALUE and not is_marked(args[0]):
+            self.waits.note(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Stream:
+    """Takes the place of a stream of a GPU."""
+
+    waits: Waits
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None:
+        self.waits.note("stream.synchronize")
+
+
+class Event:
+    """Takes the place of an event of a GPU; the device has always come to it."""
+
+    waits: Waits
+
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.waits.note("event.synchronize")
+
+
+def compute_as_on_a_gpu(waits: Waits) -> None:
+    """Have DeepSpeed take the ways that it takes on a GPU, in this process from now on."""
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    Stream.waits = waits
+    Event.waits = waits
+    stream = Stream()
+    accelerator = type(get_accelerator())
+    accelerator.is_synchronized_device = lambda self: False  # type: ignore[method-assign]
+    accelerator.synchronize = lambda self, index=None: waits.note("device.synchronize")  # type: ignore[method-assign]
+    accelerator.Stream = property(lambda self: Stream)  # type: ignore[assignment]
+    accelerator.Event = property(lambda self: Event)  # type: ignore[assignment]
+    accelerator.current_stream = lambda self, index=None: stream  # type: ignore[method-assign]
+    accelerator.default_stream = lambda self, index=None: stream  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def seen(waits: Waits) -> Iterator[None]:
+    """Within the block the training loop's waits are noted, step by step."""
+    learning_rate = train.learning_rate
+    start_state = Engine._start_state
+    once_the_first_is_there = start.once_the_first_is_there
+
+    def begin_step(*args: Any) -> float:
+        waits.begin_step()
+        return learning_rate(*args)
+
+    def mark_counts(engine: Engine) -> None:
+        start_state(engine)
+        for state in engine._optimizer.state.values():
+            if "step" in state:
+                mark(state["step"])
+
+    def mark_batches(*args: Any) -> Iterator[Any]:
+        for batch in once_the_first_is_there(*args):
+            for tensor in (batch.images, batch.labels, batch.ids):
+                mark(tensor)
+            yield batch
+
+    train.learning_rate = begin_step  # type: ignore[assignment]
+    Engine._start_state = mark_counts  # type: ignore[method-assign]
+    start.once_the_first_is_there = mark_batches
+    try:
+        with Calls(waits), Operations(waits):
+            yield
+    finally:
+        train.learning_rate = learning_rate
+        Engine._start_state = start_state  # type: ignore[method-assign]
+        start.once_the_first_is_there = once_the_first_is_there
+
+
+def count(task: dict[str, Any]) -> dict[str, list[str]]:
+    """Train every case for so many steps, and return the waits of the last, which reports and saves nothing."""
+    waits = Waits(task["steps"])
+    compute_as_on_a_gpu(waits)
+    counted = {}
+    for name, case in task["cases"].items():
+        waits.steps.clear()
+        with suppress(Seen), seen(waits):
+            train.train(case)
+        counted[name] = waits.steps[-1]
+    dist.destroy_process_group()
+    return counted
