@@ -39,12 +39,12 @@ import models
 from benchmarks import train_step
 from data.errors import PatchlineError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.arithmetic import memory_estimate
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.planning.calibration import calibration_file, read_calibration
 from pipeline.planning.forecast import forecast_step, passes_of
+from pipeline.planning.memory import memory_need
 from pipeline.process_group import import_deepspeed, join_group
 from pipeline.training_config import TrainConfig
 
@@ -134,7 +134,8 @@ def zero_part(plan: Plan, model: str, zero: int) -> list[dict[str, Any]]:
         if kind == "ours":
             cfg = config_of(plan, model, zero)
             row["forecast_s"] = forecast_step_s(cfg, models.config_of(model), plan.world)
-            row["forecast_gib"] = sum(memory_estimate(cfg, models.config_of(model), plan.world)) / 2**30
+            need = memory_need(cfg, models.config_of(model), plan.world, is_gpu=torch.cuda.is_available())
+            row["forecast_gib"] = need.device_bytes / 2**30
         rows.append(row)
     return rows
 

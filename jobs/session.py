@@ -35,7 +35,15 @@ from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
 from jobs.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stage_run import changed_warnings, check_finished, check_inputs, check_unfinished, facts_of, run_stage
+from jobs.stage_run import (
+    changed_warnings,
+    check_finished,
+    check_inputs,
+    check_memory,
+    check_unfinished,
+    facts_of,
+    run_stage,
+)
 from jobs.stages.sweep import DIVERGED
 from pipeline.evaluation.beside import without_single_seeds
 from pipeline.monitoring.telemetry import duration
@@ -138,6 +146,7 @@ def run_campaign(
             stages = [loaded.stage(name) for name in names]
             check_inputs(loaded, stages)
             check_unfinished(loaded, stages, fresh=fresh)
+            check_memory(loaded, stages)
             unverified = check_finished(loaded, stages, follower.say)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):

@@ -35,8 +35,11 @@ from jobs.stage_checks import check_stage
 from jobs.stage_inputs import MISSING
 from jobs.stages import evaluate, evaluation_config, fewshot, pack, sweep, training
 from jobs.supervisor import StageFailed
+from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
+from pipeline.planning.memory import GIB
+from pipeline.planning.memory_remedies import check_fits
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
@@ -152,6 +155,21 @@ def missing_inputs(campaign: Campaign, stages: Sequence[Stage]) -> list[str]:
         if campaign.done(stage) is None:
             messages += stage.missing
     return messages
+
+
+def check_memory(campaign: Campaign, stages: Sequence[Stage]) -> None:
+    """Raise ConfigError, with what to change, where a stage to be trained needs more than `cluster.gpu_memory_gb`.
+
+    Without that field nothing is traced, which takes some seconds for a step that never was.
+    """
+    limit = campaign.cluster.gpu_memory_gb
+    if limit is None or not campaign.cluster.gpus_per_worker:
+        return
+    for stage in stages:
+        if campaign.done(stage) is None and isinstance(stage.config, TrainConfig) and stage.model is not None:
+            # What a worker needs is the most where the workers are the fewest.
+            fewest = allowed_worlds(stage.config, campaign.cluster)[-1]
+            check_fits(stage.config, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
 
 
 def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool) -> None:

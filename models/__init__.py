@@ -12,7 +12,6 @@ from models.cost import (
     macs_of,
     parameter_count,
     parameters_of,
-    recomputed_blocks_for,
     training_flops,
 )
 from models.families import Model, ModelConfig
@@ -46,7 +45,6 @@ __all__ = [
     "masked",
     "parameter_count",
     "parameters_of",
-    "recomputed_blocks_for",
     "resize_positions",
     "save",
     "save_weights",

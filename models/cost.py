@@ -1,4 +1,4 @@
-"""What a model costs, computed from the model itself on the meta device: parameters, products, memory.
+"""What a model costs, computed from the model itself on the meta device: parameters and products.
 
 config = models.config_of("B/16")
 parameters_of(config)               86_567_656
@@ -9,7 +9,6 @@ training_flops(config, images=1)    105.4e9, by the rule of the paper's table 6
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import catalog
 from models.catalog import ImageSize
 from models.families import ModelConfig
-from models.vit import ViT, ViTConfig
+from models.vit import ViT
 
 COMPILER = "torch._dynamo"
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
@@ -97,42 +96,3 @@ def forward_macs(name: str, image_size: ImageSize = 224, classes: int = 1000, **
 def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:
     """Return the floating-point operations to train on `images` images, by the accounting rule of SPEC 2.8."""
     return FLOPS_PER_MAC_TRAINED * macs_of(config, kept_patches) * images
-
-
-def block_activation_bytes(config: ViTConfig, bytes_per_number: int = 2) -> tuple[int, int]:
-    """Return the bytes a block keeps of one image for the backward pass: of all activations, and of its input alone.
-
-    The second number is for a block that recomputes. Otherwise a token keeps both norms' inputs and outputs, q, k, v,
-    the mixed values, and the MLP's middle before and after GELU; fused attention keeps no matrix of T x T. An Axial
-    block is two of these.
-    """
-    tokens = math.prod(config.grid) + config.prefix_tokens
-    numbers_per_token = 8 * config.width + 2 * config.mlp
-    if config.family == "axial":
-        numbers_per_token *= 2
-    whole = tokens * numbers_per_token * bytes_per_number
-    recomputed = tokens * config.width * bytes_per_number
-    return whole, recomputed
-
-
-def recomputed_blocks_for(config: ViTConfig, micro_batch: int, budget_bytes: int, bytes_per_number: int = 2) -> int:
-    """Return the fewest blocks to recompute so that the activations of all fit: a value for `recomputed_blocks`.
-
-    Raises ValueError with the largest micro batch that fits where recomputing every block is not enough.
-    """
-    whole_of_image, recomputed_of_image = block_activation_bytes(config, bytes_per_number)
-    whole = micro_batch * whole_of_image
-    recomputed = micro_batch * recomputed_of_image
-    # Recomputing costs a second forward pass of a block, so that the answer is the fewest blocks that will do.
-    if config.depth * whole <= budget_bytes:
-        return 0
-    # In the backward pass one recomputed block at a time is whole again, so that one is counted with the kept ones.
-    for blocks in range(1, config.depth + 1):
-        kept = config.depth - blocks + 1
-        if kept * whole + blocks * recomputed <= budget_bytes:
-            return blocks
-    least = whole + config.depth * recomputed
-    raise ValueError(
-        f"activations of micro_batch {micro_batch} take {least / 2**30:.1f} GiB with all blocks recomputed, "
-        f"{budget_bytes / 2**30:.1f} GiB are free; largest that fits: {budget_bytes * micro_batch // least}"
-    )

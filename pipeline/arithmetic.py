@@ -1,4 +1,4 @@
-"""What follows from a trained stage's config: how batches fall on workers, steps, recomputed blocks, bytes.
+"""What follows from a trained stage's config: how batches fall on workers, steps, bytes of a gradient.
 
 In:  batch_size 4096, micro_batch 64, 16 workers
 Out: accumulation 4; the worker of rank 3 owns the slots 768 … 1023 of every global batch
@@ -7,14 +7,9 @@ Out: accumulation 4; the worker of rank 3 owns the slots 768 … 1023 of every g
 import math
 from dataclasses import dataclass
 
-import models
 from data.errors import ConfigError
-from models import ModelConfig
-from models.cost import block_activation_bytes
 from pipeline.config import require
-from pipeline.optimization.optimizer import STATE
 from pipeline.training_config import TrainConfig
-from pipeline.zero.buckets import bucket_size
 
 BYTES_FP32 = 4
 BYTES_BF16 = 2
@@ -91,21 +86,6 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
     return max(1, round(cfg.passes * samples / cfg.batch_size))
 
 
-def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
-    """Return `checkpoint_blocks`, or the fewest that fit `activation_gb`. Raises ConfigError where none does."""
-    if cfg.activation_gb is None:
-        return cfg.checkpoint_blocks
-    if not isinstance(model, models.ViTConfig):
-        raise ConfigError(
-            "activation_gb counts the activations of transformers; a ResNet's are not known: leave it out"
-        )
-    limit_bytes = int(cfg.activation_gb * 2**30)
-    try:
-        return models.recomputed_blocks_for(model, cfg.micro_batch, limit_bytes, bytes_of_a_number(cfg))
-    except ValueError as error:
-        raise ConfigError(f"activation_gb: {error}") from None
-
-
 def bytes_of_a_number(cfg: TrainConfig) -> int:
     """Return the bytes of a number in the weights and activations that compute."""
     return BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
@@ -121,60 +101,3 @@ def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
     sums = BYTES_FP32 * (1 + levels)
     optimizer_share = BYTES_FP32 / world
     return bytes_of_a_number(cfg) + sums + optimizer_share
-
-
-def bucket_bytes(cfg: TrainConfig) -> int:
-    """Return the bytes for each element of the bucket in which DeepSpeed sums gradients over the workers.
-
-    A `reduce_bucket_size` or a type of the sums in the user's own DeepSpeed file is not looked at.
-    """
-    # Stage 0 sums in place. Exact mode does not use the bucket, which only stage 3 sets apart in any case.
-    if cfg.zero == 0 or (cfg.exact_parts and cfg.zero < 3):
-        return 0
-    # Stage 2 collects gradients as they are, and sums a copy in fp32.
-    if cfg.zero == 2 and cfg.precision == "bf16":
-        return BYTES_BF16 + BYTES_FP32
-    return BYTES_FP32
-
-
-def memory_estimate(cfg: TrainConfig, model: ModelConfig, world: int) -> tuple[int, int]:
-    """Estimate the bytes a worker needs for (weights, gradients and optimizer state, activations of a micro-batch).
-
-    ZeRO 1 splits masters and moments over the workers, 2 also gradients, 3 also weights (Rajbhandari et al. 2020,
-    figure 1). With the gradients counts the bucket in which they are summed over the workers. Activations are
-    `models.cost`'s count. What comes on top: gathered weights of ZeRO 3, other buffers of libraries, allocators.
-    """
-    # Bytes a parameter: weights, gradients, and what is fp32 for each of masters, moments and average.
-    weights = float(bytes_of_a_number(cfg))
-    gradients = float(BYTES_FP32)
-    fp32_copies = len(STATE[cfg.optim.name])
-    # At stage 0 the weights themselves are the masters.
-    if cfg.zero > 0:
-        fp32_copies += 1
-    if cfg.polyak:
-        fp32_copies += 1
-    state = float(BYTES_FP32 * fp32_copies)
-
-    if cfg.zero >= 3:
-        weights /= world
-    # Exact mode keeps whole gradients on every worker, whatever the stage.
-    if cfg.exact_parts:
-        gradients = exact_gradient_bytes(cfg, world)
-    elif cfg.zero >= 2:
-        gradients /= world
-    if cfg.zero >= 1:
-        state /= world
-    parameters = models.parameters_of(model)
-    bucket = bucket_bytes(cfg) * bucket_size(parameters)
-    states = round(parameters * (weights + gradients + state)) + bucket
-
-    # Activations of a ResNet are not known: the count is of a transformer's block.
-    if not isinstance(model, models.ViTConfig):
-        return states, 0
-    whole, recomputed = block_activation_bytes(model, bytes_of_a_number(cfg))
-    recomputed_count = min(recomputed_blocks(cfg, model), model.depth)
-    per_image = (model.depth - recomputed_count) * whole + recomputed_count * recomputed
-    # In the backward pass one recomputed block at a time has all its activations again.
-    if recomputed_count > 0:
-        per_image += whole
-    return states, cfg.micro_batch * per_image

@@ -23,7 +23,6 @@ from data.evaluation import EvaluationBatch
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config
-from pipeline.arithmetic import recomputed_blocks
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
 from pipeline.evaluation.beside import unreadable_line
@@ -103,8 +102,7 @@ def model_of(cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest
     model = models.from_config(model_config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model.load_state_dict(checkpoint.Reader(folder, manifest.files).weights(shapes), strict=False)
-    # As `start.build_model` prepares it: compiled blocks may round differently.
-    model.recomputed_blocks = recomputed_blocks(cfg, model_config)
+    # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
     if cfg.compile:
         models.compile_blocks(model)
     return model.eval()

@@ -34,7 +34,7 @@ from data.order import Ledger, Mixture, Order
 from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, recomputed_blocks, steps_of
+from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
@@ -75,6 +75,7 @@ class Job:
     class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
     remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
+    device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
 
     @property
     def attempt_folder(self) -> Path:
@@ -160,6 +161,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         device=device,
         # A run in an object store leaves nothing on storage that nodes share.
         is_shared=job.remote is None,
+        device_bytes=job.device_bytes,
         say=telemetry.say,
     )
     # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
@@ -282,7 +284,8 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
             f"{len(report.dropped)} dropped",
         )
     # Neither changes a shape or a name: checkpoints and weights are the same with and without them.
-    model.recomputed_blocks = recomputed_blocks(cfg, model_config)
+    # The driver has put a number of blocks in the place of `activation_gb` (jobs/stages/training.py).
+    model.recomputed_blocks = cfg.checkpoint_blocks
     if cfg.thinning.image_sizes:
         model.smaller_sizes = tuple((size, size) for size in cfg.thinning.image_sizes)
     if cfg.compile and cfg.thinning.is_on:

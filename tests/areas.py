@@ -51,6 +51,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_forecast.py",
         "test_full_size.py",
         "test_handover.py",
+        "test_memory.py",
         "test_metrics_index.py",
         "test_norm.py",
         "test_gpu_table.py",

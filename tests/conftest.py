@@ -7,6 +7,7 @@ import pytest
 
 from data.shards.packing import pack
 from data.shards.sources import digits
+from pipeline.planning.memory_traces import Moment, Trace
 from tests.areas import AREAS, area_of
 
 RECIPE = """
@@ -53,6 +54,17 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
     return path
+
+
+@pytest.fixture(autouse=True)
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is traced to learn what memory it needs, which takes ten seconds: every step needs 1 GiB and its images.
+
+    tests/test_memory.py, which is about that, has a fixture of this name that changes nothing.
+    """
+    moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
+    trace = Trace(2**30, (moment,), (moment,))
+    monkeypatch.setattr("pipeline.planning.memory.traces_of", lambda steps: [trace] * len(steps))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

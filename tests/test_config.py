@@ -8,7 +8,6 @@ from typing import ClassVar, get_args, get_type_hints
 import pytest
 from omegaconf import OmegaConf
 
-import models
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.shards.cache import CacheConfig
@@ -16,7 +15,7 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.stages import fewshot, pack, resize, sweep
 from jobs.sweeps import SweepConfig
 from pipeline import config
-from pipeline.arithmetic import batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
@@ -238,35 +237,3 @@ def test_passes_become_steps_as_in_the_original():
     assert steps_of(TrainConfig(passes=14), 303_000_000) == 1_035_645  # H/14 on JFT
     assert steps_of(TrainConfig(passes=90), 14_197_122) == 311_948  # ImageNet-21k
     assert steps_of(TrainConfig(passes=300), 1_281_167) == 93_835  # ImageNet
-
-
-def test_a_memory_budget_recomputes_as_few_blocks_as_fit():
-    model = models.config_of("H/14")
-    cfg = TrainConfig(steps=1, micro_batch=64, activation_gb=8.0)
-    blocks = recomputed_blocks(cfg, model)
-    assert 0 < blocks < model.depth
-    assert memory_estimate(cfg, model, 8)[1] <= 8 * 2**30
-    fewer = dataclasses.replace(cfg, activation_gb=None, checkpoint_blocks=blocks - 1)
-    assert memory_estimate(fewer, model, 8)[1] > 8 * 2**30
-    with pytest.raises(ConfigError, match="largest that fits"):
-        recomputed_blocks(dataclasses.replace(cfg, activation_gb=0.1), model)
-
-
-def test_zero_splits_what_its_stage_says_but_not_the_bucket_that_gradients_are_summed_in():
-    model = models.config_of("S/16")  # is one bucket
-    states = [memory_estimate(TrainConfig(steps=1, zero=zero, precision="fp32"), model, 8)[0] for zero in range(4)]
-    count = models.parameters_of(model)
-    split = (4 + 4 + 8, 4 + 4 + 12 / 8, 4 + 4 / 8 + 12 / 8, 20 / 8)
-    assert states == [round(count * (each + bucket)) for each, bucket in zip(split, (0, 4, 4, 4), strict=True)]
-
-    large = models.config_of("H/14")  # has more parameters than a bucket holds: 50 million
-    in_bf16 = memory_estimate(TrainConfig(steps=1, zero=2), large, 8)[0]
-    expected = models.parameters_of(large) * (2 + 4 / 8 + 12 / 8) + 50e6 * (2 + 4)
-    assert in_bf16 == round(expected)
-
-
-@pytest.mark.parametrize(("world", "gradients"), [(1, 4 + 4 * 4 + 4), (2, 4 + 3 * 4 + 2), (8, 4 + 4 + 0.5)])
-def test_exact_parts_hold_a_whole_gradient_for_every_level_of_a_workers_tree(world, gradients):
-    model = models.config_of("B/16")
-    cfg = TrainConfig(steps=1, zero=2, precision="fp32", exact_parts=8)
-    assert memory_estimate(cfg, model, world)[0] == round(models.parameters_of(model) * (4 + gradients + 12 / world))

@@ -1,10 +1,8 @@
 """Parameters, products and FLOPs, computed from the models against the paper's figures."""
 
 import pytest
-import torch
 
 import models
-from models.cost import block_activation_bytes
 
 JFT_IMAGES, JFT_CLASSES = 303_000_000, 18_291
 
@@ -71,34 +69,3 @@ def test_training_compute_of_table_6(name, epochs, exaflops, bar):
 def test_axial_costs_more_than_the_plain_model_of_its_size():
     for name in ("B/32", "B/16"):
         assert models.forward_macs(f"Axial-{name}") > 1.8 * models.forward_macs(name)
-
-
-@pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8"])
-def test_activations_of_a_block_are_those_autograd_keeps(name):
-    model = models.build(name, 64, 5, depth=1, width=64, mlp=256, pool="gap").train()
-    block, kept = model.blocks[0], {}
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    x = torch.randn(2, 64, 64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = block(x)
-    measured = sum(size for size, _ in kept.values())
-    whole, recomputed = block_activation_bytes(model.config, bytes_per_number=4)
-    assert recomputed * 2 == x.nbytes and y.requires_grad
-    assert measured == pytest.approx(2 * whole, rel=0.05)
-
-
-def test_as_few_blocks_as_fit_are_recomputed():
-    config = models.config_of("H/14")
-    whole, recomputed = (32 * size for size in block_activation_bytes(config))
-    assert models.recomputed_blocks_for(config, 32, 32 * whole) == 0
-    assert models.recomputed_blocks_for(config, 32, 32 * whole - 1) == 2  # one saves nothing: it comes back whole
-    assert models.recomputed_blocks_for(config, 32, whole + 32 * recomputed) == 32
-    with pytest.raises(ValueError, match="largest that fits: 31"):
-        models.recomputed_blocks_for(config, 32, whole + 32 * recomputed - 1)

@@ -11,7 +11,7 @@ from data.errors import ExitCode
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, run_worker_group
 from pipeline.preflight import identity as identities
 from pipeline.preflight.identity import Identity, other_code, other_devices, other_packages
-from pipeline.preflight.start import Arrival, remarks
+from pipeline.preflight.start import Arrival, lack_of_room, remarks
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests import hosts, preflights
 
@@ -48,6 +48,19 @@ def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
         "worker 1 on n1 has device A100, worker 0 on n0 has H100",
         "worker 1 on n1 (and 1 more) has GPU driver none, worker 0 on n0 has 550.54.15",
     ]
+
+
+def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> None:
+    gib = 2**30
+    gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]
+    assert lack_of_room(gpus, 20 * gib) == lack_of_room(gpus, 0) == ""
+    assert lack_of_room(gpus, 30 * gib).startswith(
+        "worker 1 on n1 needs 30.0 GiB for a step, and 1 such share 20.0 GiB that are free\n"
+    )
+    # Workers that compute on the CPU share their node's memory.
+    cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
+    assert lack_of_room(cpus, 16 * gib) == ""
+    assert "and 3 such share 50.0 GiB" in lack_of_room(cpus, 17 * gib)
 
 
 def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:

@@ -114,6 +114,7 @@ class ClusterConfig:
     backend: Literal["ray", "processes"] = "ray"  # Ray, embedded or joined; or plain processes of this machine
     cpus_per_worker: int = 1  # reserved in Ray, and the threads a worker computes with
     gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
+    gpu_memory_gb: float | None = None  # that a worker may fill of its GPU: what needs more is refused; None: unknown
     max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
     start_timeout_s: float = 300.0  # how long the workers may take to start
@@ -129,6 +130,7 @@ class ClusterConfig:
             "backend",
             "cpus_per_worker",
             "gpus_per_worker",
+            "gpu_memory_gb",
             "max_restarts",
             "backoff_s",
             "start_timeout_s",
@@ -149,7 +151,7 @@ class ClusterConfig:
             at_least(self, 1, "workers")
         at_least(self, 1, "cpus_per_worker")
         at_least(self, 0, "gpus_per_worker max_restarts backoff_s patience_s")
-        more_than_0(self, "start_timeout_s wait_s")
+        more_than_0(self, "gpu_memory_gb start_timeout_s wait_s")
         text = complaint(self.environment)
         if text:
             raise ConfigError(f"environment: {text}")

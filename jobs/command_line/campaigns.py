@@ -73,7 +73,7 @@ def plan(
     from jobs.mirror import looked_at
     from jobs.planning.outlook import outlook_of
     from jobs.reevaluation import with_new_evaluations
-    from jobs.stage_run import check_finished, check_inputs, check_unfinished, missing_inputs
+    from jobs.stage_run import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
@@ -86,6 +86,7 @@ def plan(
         check_unfinished(loaded, loaded.stages, fresh=fresh)
         check_finished(loaded, loaded.stages, print)
         show(plan.plan(loaded, outlook))
+        check_memory(loaded, loaded.stages)
         # What is missing is refused last, because all but a few lines of the plan can be told without it.
         missing = missing_inputs(loaded, loaded.stages)
         if missing and without_data:

@@ -24,9 +24,11 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_run import changes_since_half_done
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, memory_estimate, recomputed_blocks, steps_of
+from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.optimization.thinning import describe, flops_of, phases
+from pipeline.planning import memory
+from pipeline.planning.memory_traces import TraceFailed
 from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, cache_line, training_order
 from pipeline.zero.buckets import reduction_line
@@ -168,7 +170,8 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
-    lines.append(f"  memory  {memory_line(stage, cfg, fewest.world)}")
+    cfg = memory.with_blocks(cfg, stage.model, is_gpu=campaign.cluster.gpus_per_worker > 0)
+    lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
     # With the tuning of the user's own DeepSpeed file in it.
     tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
     summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
@@ -297,9 +300,11 @@ def optimizer_line(cfg: TrainConfig) -> str:
     return line
 
 
-def memory_line(stage: Stage, cfg: TrainConfig, world: int) -> str:
-    states, activations = memory_estimate(cfg, stage.model, world)  # bytes a worker
-    return (
-        f"about {states / 2**30:.1f} GiB of states + {activations / 2**30:.1f} GiB of activations a worker "
-        f"(checkpoint_blocks={recomputed_blocks(cfg, stage.model)})"
-    )
+def memory_line(campaign: Campaign, stage: Stage, cfg: TrainConfig, world: int) -> str:
+    """Say what a worker needs of its device's memory and of its node's; the step is traced where that is not known."""
+    is_gpu = campaign.cluster.gpus_per_worker > 0
+    try:
+        need = memory.memory_need(cfg, stage.model, world, is_gpu=is_gpu)
+    except TraceFailed as error:
+        return f"not known: {error}"
+    return f"{memory.in_words(need, is_gpu=is_gpu)} (checkpoint_blocks={need.recomputed})"

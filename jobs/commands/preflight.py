@@ -40,8 +40,9 @@ from jobs.session import warn_of_unused_gpus
 from jobs.stage_run import missing_inputs
 from jobs.stages import pack
 from jobs.worlds import allowed_worlds
-from pipeline.arithmetic import batch_arithmetic, memory_estimate
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.planning.memory import memory_need
 from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
 from pipeline.preflight.worker import PreflightReport, examine
 from pipeline.training_config import TrainConfig
@@ -192,7 +193,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine)
         reductions=reductions,
         compute_s=compute_s,
-        memory_bytes=sum(memory_estimate(cfg, stage.model, world)),
+        memory_bytes=memory_need(cfg, stage.model, world, is_gpu=cluster.gpus_per_worker > 0).device_bytes,
         snapshot_bytes=checkpoint // world,
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,

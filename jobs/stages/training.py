@@ -26,6 +26,7 @@ from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.planning.kept_forecast import beside_measured
+from pipeline.planning.memory import need_if_traced, with_blocks
 from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -152,6 +153,10 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
     if init is not None and not committed_steps(context.directory, context.remote):
         handover.check_weights(Path(init), context.say)
+    # Workers live in other folders than the driver, to which a path in a recipe is relative.
+    cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
+    # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
+    cfg = with_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)
     job = Job(
         run=str(context.run),
         directory=str(context.directory),
@@ -167,12 +172,19 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         class_names=context.class_names,
         claimed=time.time(),
         remote=context.remote,
+        device_bytes=bytes_if_traced(cfg, context),
     )
-    # Workers live in other folders than the driver, to which a path in a recipe is relative.
-    cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     handover.write_record(context.directory / handover.TASK, task)
     return task
+
+
+def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
+    """Return what a worker needs of its device's memory; None where no plan has traced the step."""
+    # A run does not wait for a trace.
+    is_gpu = context.cluster.gpus_per_worker > 0
+    need = need_if_traced(cfg, context.model, context.cluster.world, is_gpu=is_gpu)
+    return None if need is None else need.device_bytes
 
 
 def touch_stop_file(attempt_folder: Path) -> None:

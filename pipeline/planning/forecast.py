@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import models
 from models import ModelConfig
-from pipeline.arithmetic import batch_arithmetic, recomputed_blocks
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.optimization.thinning import share_of_operations
 from pipeline.planning.calibration import Calibration, Overhead
@@ -156,7 +156,7 @@ def work_of(cfg: TrainConfig, model: ModelConfig, device: str = "cpu") -> Work:
         model=model,
         micro_batch=cfg.micro_batch,
         precision=cfg.precision,
-        recomputed=recomputed_blocks(cfg, model),
+        recomputed=cfg.checkpoint_blocks,
         loss=cfg.loss,
         label_smoothing=cfg.label_smoothing,
         mixup=cfg.mixup,

@@ -10,6 +10,7 @@ It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, di
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from pipeline.preflight.identity import (
     other_devices,
     other_packages,
 )
+from pipeline.preflight.machine import memory_free
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
@@ -40,6 +42,7 @@ class Arrival:
     identity: Identity
     clock_s: float  # since 1970, when all had come
     sees_claim: bool
+    room: int = 0  # bytes that are free: of its GPU, or of its node's memory where it computes on the CPU
 
 
 def check_start(
@@ -51,12 +54,14 @@ def check_start(
     claimed: float,
     device: torch.device,
     is_shared: bool,
+    device_bytes: int | None = None,
     say: Callable[[str], None],
 ) -> None:
     """Collective: refuse a worker group that would not train as one; `say` speaks for rank 0.
 
     `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
-    directory is each node's own, and nobody looks for files of another. Raises ClusterError, on all workers alike.
+    directory is each node's own, and nobody looks for files of another. `device_bytes` is what a worker needs of its
+    device, where that is known. Raises ClusterError, on all workers alike.
     """
     # 1. In a folder that is listed anew, and with patience, where a network file system is late.
     claim = run / "attempts" / f"{attempt:06d}.json"
@@ -68,7 +73,7 @@ def check_start(
     # 2. The clocks are read when all have come, so that they are read together.
     myself = identity(device)
     dist.barrier()
-    arrival = Arrival(myself, time.time(), sees_claim)
+    arrival = Arrival(myself, time.time(), sees_claim, room_of(device))
     arrivals = [arrival] * dist.get_world_size()
     dist.all_gather_object(arrivals, arrival)
 
@@ -76,11 +81,43 @@ def check_start(
     verdict = [""]
     if dist.get_rank() == 0:
         verdict = [refusal(arrivals, code, claim, attempt_folder, is_shared)]
+        lack = lack_of_room(arrivals, device_bytes or 0)
+        # A CPU may swap, and what is free there changes by the minute; a GPU would end the run at its first step.
+        if lack and device.type == "cuda":
+            verdict[0] = verdict[0] or lack
+        elif lack:
+            say(lack)
         for remark in remarks(arrivals, claimed):
             say(remark)
     dist.broadcast_object_list(verdict, src=0)
     if verdict[0]:
         raise ClusterError(verdict[0])
+
+
+def room_of(device: torch.device) -> int:
+    """Return the free bytes of a worker's device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return memory_free()
+
+
+def lack_of_room(arrivals: Sequence[Arrival], device_bytes: int) -> str:
+    """Say on which worker's device there is too little room for so many bytes a worker; "" where there is enough."""
+    computing_on_cpu: Counter[str] = Counter()
+    for arrival in arrivals:
+        if arrival.identity["device"] == "cpu":
+            computing_on_cpu[arrival.identity["node"]] += 1
+    for arrival in arrivals:
+        # A GPU is one worker's, a node's memory that of all its workers.
+        sharing = computing_on_cpu[arrival.identity["node"]] or 1
+        if device_bytes * sharing > arrival.room:
+            return (
+                f"{named(arrival.identity)} needs {device_bytes / 2**30:.1f} GiB for a step, and {sharing} such share "
+                f"{arrival.room / 2**30:.1f} GiB that are free\n"
+                "  `patchline plan` says what of; lower micro_batch, or raise checkpoint_blocks or zero"
+            )
+    return ""
 
 
 def refusal(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> str:

@@ -1,0 +1,199 @@
+"""The traces of steps of training, each made once: in a process of its own, then kept in the user's cache folder.
+
+In:  StepToTrace(model={…}, config={…}, world=8, accumulation=2, recomputed=0, is_gpu=True)
+Out: Trace, from which follows what lives at the fullest moment with any micro-batch
+
+A kept trace is found by the digest of everything that it depends on: the step, which is all that the process is told,
+the versions of torch and DeepSpeed, and the sources of `models/`, `pipeline/` and the tracer itself.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import models
+from data.errors import PatchlineError
+from data.files import locked, state_folder, write_whole
+from models import ModelConfig
+from pipeline.config import digest
+from pipeline.training_config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("models", "pipeline")  # whose code says what a step allocates
+LIBRARIES = ("torch", "deepspeed")
+TRACER = "pipeline.planning.memory_trace"
+MOST_MICRO_BATCHES = 2  # that are traced: a third adds its gradients to the same sums as the second
+LONGEST_REASON = 300  # characters of what a tracer that failed has said
+
+
+class TraceFailed(PatchlineError):
+    """A step could not be traced: what it needs is not known."""
+
+
+@dataclass(frozen=True)
+class StepToTrace:
+    """Describes a step of training by all that its memory depends on, the size of the micro-batch excepted."""
+
+    model: dict[str, Any]
+    config: dict[str, Any]  # fields of a TrainConfig; the others have no say in memory
+    world: int
+    accumulation: int
+    recomputed: int  # blocks
+    is_gpu: bool
+    file: str = ""  # digest of the user's DeepSpeed file
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Says what lives at one moment of a step: bytes of every `Kind`, fixed and for each image of a micro-batch."""
+
+    phase: str
+    fixed: tuple[float, ...]
+    per_image: tuple[float, ...]
+
+    def parts(self, micro_batch: int) -> list[int]:
+        """Return the bytes by kind."""
+        return [round(a + micro_batch * b) for a, b in zip(self.fixed, self.per_image, strict=True)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Holds the moments at which most lives: all kinds together, or activations alone; and the most at the start."""
+
+    start: int  # bytes, while the engine is built
+    moments: tuple[Moment, ...]
+    activations: tuple[Moment, ...]
+
+    def fullest(self, micro_batch: int) -> Moment:
+        """Return the moment at which most lives."""
+        return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
+
+
+def step_to_trace(
+    cfg: TrainConfig, model: ModelConfig, world: int, accumulation: int, recomputed: int, *, is_gpu: bool
+) -> StepToTrace:
+    """Describe the step of a stage."""
+    micro_batches = min(accumulation, MOST_MICRO_BATCHES)
+    if cfg.exact_parts:
+        # The sums of all of a worker's parts live side by side; within a part, a third micro-batch adds nothing.
+        parts_here = cfg.exact_parts // world
+        micro_batches = parts_here * min(accumulation // parts_here, MOST_MICRO_BATCHES)
+    file = ""
+    if cfg.deepspeed is not None:
+        file = hashlib.sha256(Path(cfg.deepspeed).read_bytes()).hexdigest()
+    optim = {"name": cfg.optim.name, "clip": min(cfg.optim.clip, 1.0), "weight_decay": cfg.optim.weight_decay}
+    if cfg.optim.head_weight_decay is not None:
+        optim["head_weight_decay"] = cfg.optim.head_weight_decay
+    values: dict[str, Any] = {
+        "data": {"train": "none", "max_labels": cfg.data.max_labels},
+        "optim": optim,
+        "steps": 1,
+        # Nothing depends on them but DeepSpeed's check that they fit together.
+        "micro_batch": 1,
+        "batch_size": world * micro_batches,
+    }
+    for name in ("objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"):
+        values[name] = getattr(cfg, name)
+    if cfg.deepspeed is not None:
+        values["deepspeed"] = str(Path(cfg.deepspeed).absolute())
+    return StepToTrace(models.to_dict(model), values, world, micro_batches, recomputed, is_gpu, file)
+
+
+def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
+    """Return the traces of these steps; those that are not kept yet are made, by one process for all of them.
+
+    Raises TraceFailed.
+    """
+    folder = state_folder() / "memory"
+    step_of_path = {folder / f"{key_of(step)}.json": step for step in steps}
+    if any(kept(path) is None for path in step_of_path):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The workers of a node may ask at the same moment: the others wait for the first and find its answers.
+        with locked(folder / "lock"):
+            missing = [path for path in step_of_path if kept(path) is None]
+            answers = run_tracer([step_of_path[path] for path in missing])
+            for path, answer in zip(missing, answers, strict=True):
+                write_whole(path, answer)
+    traces = []
+    for step in steps:
+        trace = kept(folder / f"{key_of(step)}.json")
+        if trace is None:
+            raise TraceFailed(f"the trace in {folder} cannot be read back")
+        traces.append(trace)
+    return traces
+
+
+def is_kept(step: StepToTrace) -> bool:
+    """Return whether the step has been traced before."""
+    return kept(state_folder() / "memory" / f"{key_of(step)}.json") is not None
+
+
+def kept(path: Path) -> Trace | None:
+    """Return a kept trace; None where there is none, or where it is no trace."""
+    try:
+        values = json.loads(path.read_text())
+        return Trace(values["start"], moments_of(values["moments"]), moments_of(values["activations"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def moments_of(values: list[dict[str, Any]]) -> tuple[Moment, ...]:
+    """Build moments from JSON."""
+    moments = []
+    for value in values:
+        moments.append(Moment(value["phase"], tuple(value["fixed"]), tuple(value["per_image"])))
+    return tuple(moments)
+
+
+def key_of(step: StepToTrace) -> str:
+    """Return the digest of everything that a trace depends on."""
+    versions = {name: version(name) for name in LIBRARIES}
+    return digest({"step": dataclasses.asdict(step), "versions": versions, "sources": digest_of_sources()})
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """Return the digest of all code that says what a step allocates."""
+    summed = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            summed.update(f"{path.relative_to(ROOT)}\0".encode())
+            summed.update(hashlib.sha256(path.read_bytes()).digest())
+    return summed.hexdigest()
+
+
+def run_tracer(steps: Sequence[StepToTrace]) -> list[str]:
+    """Have another process trace the steps; return what it writes down for each. Raises TraceFailed."""
+    if not steps:
+        return []
+    environment = {
+        **os.environ,
+        # What a GPU would keep is known without one, and fake tensors live on no GPU.
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    asked = []
+    for step in steps:
+        values = dataclasses.asdict(step)
+        del values["file"]  # it is read where it lies
+        asked.append(values)
+    question = json.dumps(asked)
+    done = subprocess.run(
+        [sys.executable, "-m", TRACER], input=question, capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    answers = done.stdout.splitlines()
+    if done.returncode != 0 or len(answers) != len(steps):
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        raise TraceFailed(f"the step could not be traced: {said[-1][:LONGEST_REASON]}")
+    return answers

@@ -1,0 +1,190 @@
+"""What a step of training needs of memory: counted by the allocator while real steps are taken, and by hand."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+from benchmarks.memory import CASES, measured, planned
+from data.errors import ConfigError
+from jobs.__main__ import main
+from pipeline.planning import memory, memory_remedies, memory_traces
+from pipeline.planning.live_bytes import Kind, LiveBytes
+from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
+from pipeline.planning.memory_remedies import check_fits
+from pipeline.planning.memory_traces import Moment, Trace, step_to_trace
+from pipeline.training_config import TrainConfig
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here steps are really traced, into a folder of this session's own."""
+    folder = tmp_path_factory.getbasetemp() / "traces"
+    monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
+
+
+# ------------------------------------------------------------------------------------------ against the allocator
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_planned_is_what_the_allocator_gives_out(case):
+    assert planned(case).device_bytes == pytest.approx(measured(case), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gib"), [("B/16", 3.25), ("H/14", 19.6)])
+def test_activations_on_a_gpu_are_those_of_fused_attention(name, gib):
+    """64 images in bf16, against torch's own MemTracker over fake CUDA tensors."""
+    cfg = TrainConfig(steps=1, micro_batch=64, batch_size=512)
+    need = memory_need(cfg, models.config_of(name, 224, 1000), 8, is_gpu=True)
+    assert need.parts[Kind.ACTIVATIONS] / GIB == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_budget_for_activations_recomputes_the_fewest_blocks_of_a_resnet_too():
+    model = models.config_of("BiT-R50x1", 64, 10, width=32)
+    cfg = TrainConfig(steps=1, micro_batch=8, batch_size=8)
+
+    def activations(blocks: int) -> int:
+        (trace,) = memory_traces.traces_of([step_to_trace(cfg, model, 1, 1, blocks, is_gpu=False)])
+        return max(moment.parts(8)[Kind.ACTIVATIONS] for moment in trace.activations)
+
+    budget = dataclasses.replace(cfg, activation_gb=0.6 * activations(0) / GIB)
+    blocks = recomputed_blocks(budget, model, is_gpu=False)
+    assert activations(blocks) <= 0.6 * activations(0) < activations(blocks - 1)
+    with pytest.raises(ConfigError, match=r"with all 16 blocks recomputed, .* largest that fits: "):
+        recomputed_blocks(dataclasses.replace(cfg, activation_gb=1e-3), model, is_gpu=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_bytes_live_from_the_operation_that_made_them_until_their_last_tensor_is_gone():
+    with LiveBytes() as live:
+        weight = torch.ones(256, 256, requires_grad=True)  # 256 KiB
+        live.enter("forward")
+        hidden = torch.ones(4, 256) @ weight  # twice 4 KiB
+        views = hidden[1:].view(-1, 16)
+        result = hidden.relu()  # keeps its own result for the backward pass, not what it was made from
+        del hidden
+        live.enter("backward")
+        result.sum().backward()
+        del views, result
+    living = dict.fromkeys(Kind, 0)
+    for _, kind, size in live.events:
+        living[kind] += size
+    assert living[Kind.STATES] == living[Kind.GRADIENTS] == 256 * 1024  # the weight; its gradient
+    assert living[Kind.ACTIVATIONS] == 0
+    assert max(size for _, kind, size in live.events if kind is Kind.ACTIVATIONS) == 4096
+
+
+def test_the_fullest_moment_depends_on_the_micro_batch():
+    update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
+    backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
+    trace = Trace(0, (update, backward), (backward,))
+    assert trace.fullest(2).phase == "update" and trace.fullest(6).phase == "backward"
+    assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
+
+
+@pytest.mark.parametrize("limit", range(30, 130, 7))
+def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
+    needed = [100, 104, *range(95, 0, -5)]  # to recompute one block alone saves nothing: it comes back whole
+    looks = []
+
+    def look(blocks: int) -> float:
+        looks.append(blocks)
+        return needed[blocks]
+
+    fitting = [blocks for blocks, size in enumerate(needed) if size <= limit]
+    assert fewest_blocks(look, len(needed) - 1, limit) == fitting[0]
+    assert len(looks) <= 6
+    assert fewest_blocks(look, len(needed) - 1, 1) is None
+
+
+def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    asked = []
+
+    def run(steps: list[memory_traces.StepToTrace]) -> list[str]:
+        asked.extend(steps)
+        moment = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
+        return [json.dumps({"start": 1, "moments": [moment], "activations": [moment]})] * len(steps)
+
+    monkeypatch.setattr(memory_traces, "run_tracer", run)
+    model = models.config_of("mu/8", 16, 10)
+    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=16)
+
+    def trace(cfg: TrainConfig, accumulation: int = 4, **options: object) -> int:
+        """How many steps were traced for this one."""
+        before = len(asked)
+        step = step_to_trace(cfg, model, 2, accumulation, 0, is_gpu=False)
+        memory_traces.traces_of([dataclasses.replace(step, **options)])
+        return len(asked) - before
+
+    assert trace(cfg) == 1 and trace(cfg) == 0
+    # The micro-batch, the rate and the length change nothing; nor does a fifth micro-batch.
+    assert trace(dataclasses.replace(cfg, micro_batch=8, steps=7), accumulation=5) == 0
+    for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
+        assert trace(dataclasses.replace(cfg, **change)) == 1, change
+    for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
+        assert trace(cfg, **options) == 1, options
+    # Other code, other libraries; and a file that somebody cut short is made anew.
+    for name in ("digest_of_sources", "version"):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory_traces, name, lambda *_: "another")
+            assert trace(cfg) == 1, name
+    for path in (tmp_path / "patchline" / "memory").glob("*.json"):
+        path.write_text(path.read_text()[:20])
+    assert trace(cfg) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- what plan says
+
+
+@pytest.fixture
+def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
+
+    def traces(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
+        answers = []
+        for step in steps:
+            share = 1 - step.recomputed / 24
+            states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
+            moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
+            answers.append(Trace(0, (moment,), (moment,)))
+        return answers
+
+    for module in (memory, memory_remedies):
+        if hasattr(module, "traces_of"):
+            monkeypatch.setattr(module, "traces_of", traces)
+
+
+def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_hand):
+    model = models.config_of("B/16", 224, 10)
+    cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64, zero=1)
+    check_fits(cfg, model, 2, 18 * GIB, is_gpu=True, name="pretrain")
+    with pytest.raises(ConfigError) as refused:
+        check_fits(cfg, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
+    assert str(refused.value).splitlines() == [
+        "pretrain: a worker needs 18.0 GiB of its device's memory, 17.0 GiB are there",
+        "  type one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
+        "pretrain.zero=2 (needs 17.0 GiB)",
+    ]
+    with pytest.raises(ConfigError, match=r"micro_batch=1 checkpoint_blocks=12 zero=3 together need 0\.8 GiB"):
+        check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
+
+
+def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
+    gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
+    assert main(["plan", str(recipe), *gpu]) == 0
+    said = capsys.readouterr().out
+    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in said
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
+        assert "type one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err
