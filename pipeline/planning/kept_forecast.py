@@ -59,7 +59,8 @@ def measured_steps(records: Iterable[Record], world: int) -> Measured | None:
     firsts: list[Record] = []
     seen: set[int] = set()
     for record in records:
-        if record["world"] != world or not record["losses"]:
+        # Runs of an early version did not note what their reports took.
+        if record["world"] != world or not record["losses"] or "seconds" not in record:
             continue
         is_first = record["attempt"] not in seen
         seen.add(record["attempt"])
@@ -105,7 +106,9 @@ def beside_measured(folder: Path) -> str:
 def short_text(folder: Path, last: Record) -> str:
     """Return "forecast 412 ms a step, now 431" for a line of `status`; "" where nothing was forecast for this world."""
     step = read_forecast(folder).get(last["world"])
+    if step is None:
+        return ""
     measured = measured_steps([last], last["world"])
-    if step is None or measured is None:
+    if measured is None:
         return ""
     return f"forecast {1e3 * step['training_s']:.3g} ms a step, now {1e3 * measured['training_s']:.3g}"
