@@ -11,8 +11,9 @@ async_save, which fsyncs. DeepSpeed blocks for all of its save, and neither fsyn
 the fsync.
 
 Loads, once from the disk (the files were driven out of the page cache) and once from the page cache. Raw: a worker's
-file into memory that is there. Ours: the choice, and the engine filled with what was compared with its digests. "As
-before": rank 0 reads and hashes every file while the others wait, and then all read.
+file into memory that is there. Ours: the choice, and masters and moments filled in with what was compared with its
+digests; then also the weights that compute, gathered from all workers. "As before": rank 0 reads and hashes every file
+while the others wait, and then all do the same.
 
 Changed worlds: the files that a worker opens and the bytes that it hashes, where another number of workers has saved.
 """
@@ -160,10 +161,20 @@ class Contenders:
     def load_ours(self, where: str) -> None:
         """Choose and load as a start does."""
         folder = self.folder / "ours"
-        with self.timed(f"ours, verified and restored, {where}"):
+        refresh = self.engine._refresh
+
+        def note_and_refresh() -> None:
+            dist.barrier()
+            self.add(f"ours, all read, verified and filled in, {where}", time.monotonic() - began)
+            refresh()
+
+        self.engine._refresh = note_and_refresh  # type: ignore[method-assign]
+        with self.timed(f"ours, and the weights gathered, {where}"):
+            began = time.monotonic()
             chosen = checkpoint.choose_together(folder, 1, print)
             assert chosen is not None
             restore.load_together(self.engine, folder, chosen, 1, print)
+        self.engine._refresh = refresh  # type: ignore[method-assign]
 
     def load_as_before(self, where: str) -> None:
         """Verify every file in rank 0 while the others wait, then load."""
@@ -272,7 +283,7 @@ def load_and_count(task: dict[str, Any]) -> list[tuple[int, float, float]]:
 def in_a_group(function: Callable[[dict[str, Any]], Any], workers: int, task: dict[str, Any]) -> Any:
     """Run a function in so many workers; returns what the first of them returned."""
     cluster = ClusterConfig(workers=workers, backend="processes")
-    return run_worker_group(function, task, cluster=cluster, name="benchmark", directory=Path(task["folder"]))
+    return run_worker_group(function, task, cluster=cluster, name=function.__name__, directory=Path(task["folder"]))
 
 
 def print_table(rows: Rows, kind: str, bare: str) -> None:

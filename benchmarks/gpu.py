@@ -7,7 +7,7 @@
 2. A training step of ours, timm and transformers, compiled and not, in turn, against the ceiling of a run: the speed of
    a matrix product of the model's own shape (benchmarks/train_step.py).
 3. A training step of our engine and of stock DeepSpeed at ZeRO 1, 2 and 3 on all GPUs, in turn; its memory; and what
-   was forecast for either beside what was measured.
+   `plan` forecast for either beside what was measured: for time it needs `python -m jobs calibrate` before.
 
 Every part runs in a process of its own: one that runs out of memory costs its rows, and they say so. Exit code 1 where
 a test or a part failed. A rehearsal shows that the command runs; its numbers say nothing about a GPU.
@@ -37,10 +37,13 @@ import torch.nn.functional as F
 
 import models
 from benchmarks import train_step
+from data.errors import PatchlineError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.planning.calibration import calibration_file, read_calibration
+from pipeline.planning.forecast import forecast_step, passes_of
 from pipeline.planning.memory import memory_need
 from pipeline.process_group import import_deepspeed, join_group
 from pipeline.training_config import TrainConfig
@@ -152,8 +155,13 @@ def config_of(plan: Plan, model: str, zero: int) -> TrainConfig:
 
 
 def forecast_step_s(cfg: TrainConfig, model: models.ModelConfig, world: int) -> float | None:
-    """Return the seconds that were forecast for a step; None where nothing forecasts them yet."""
-    return None
+    """Return the seconds that `plan` forecasts for a step; None where this machine has no calibration that tells."""
+    try:
+        calibration = read_calibration(calibration_file())
+        return forecast_step(cfg, model, world, passes_of(cfg, model, calibration), calibration).training_s
+    except (OSError, PatchlineError) as error:
+        print(f"{NO_FORECAST}: {error}", file=sys.stderr)
+        return None
 
 
 def run_group(plan: Plan, task: dict[str, Any]) -> Any:

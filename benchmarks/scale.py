@@ -11,10 +11,11 @@
 - restore: how many files the workers open to load a checkpoint, all of them together.
 - attempts: what a restart costs after so many attempts.
 - order: the ledger of a step.
-- index: what a worker pays at its start for a set of three billion samples.
+- index: what a worker and a decoding process pay for a set of three billion samples, before and after its columns
+  were mapped.
 
-"Before" is the code of commit a5385cc, written out here or taken out of git. Both take turns; a ratio is the median of
-the ratios of the rounds.
+"Before" is the code of commit a5385cc (index: 3e7c59f), written out here or taken out of git. Both take turns; a ratio
+is the median of the ratios of the rounds.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,7 @@ from safetensors.torch import save_file
 
 from data.files import write_durably
 from data.order import Ledger
-from data.shards.index import SCHEMA, SUFFIX, Shard, digest_of, seal_of
+from data.shards.index import SUFFIX, Shard, digest_of, load_index, seal_of
 from jobs.cluster.node_copies import ASKED_AT_A_LOOK
 from jobs.cluster.node_files import Change, NodeActor, take_over
 from jobs.cluster.worker_files import SeenRecords, records, worker_file
@@ -65,6 +67,7 @@ WORKERS_OF_A_NODE = 8
 STEPS = 1_000_000
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 BEFORE = "a5385cc"
+BEFORE_COLUMNS = "3e7c59f"  # the last commit at which every process held the index
 
 
 def main(words: list[str]) -> None:
@@ -446,41 +449,101 @@ def measure_order(folder: Path) -> None:
 
 
 INDEX_COSTS = """
-import sys
+import sys, time
+from pathlib import Path
+import data.decoder_process
+from data.decoder import Decoder, Layout, Task
+from data.decoder_process import DecoderProcess
+from data.errors import DataError
+from data.images.augment import AugmentConfig
 from data.order import Order
 from data.shards.index import load_index
-began = __import__("time").process_time()
+from data.shards.reader import Reader
+
+def private_mib(pid="self"):
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+def decoder_mib(index, order):
+    decoder = Decoder(index, order, Layout(1, 16, 1), AugmentConfig(), 0, Reader(index))
+    process = DecoderProcess(decoder, 1)
+    process.brief()
+    process.give(Task(0, 0, 1))
+    try:
+        process.answer(60.0)
+    except DataError:  # the shards are not there: the batch was computed before that was seen
+        pass
+    used = private_mib(process.child.pid)
+    process.end()
+    return used
+
+small = load_index(sys.argv[2])
+small_decoder = decoder_mib(small, Order(small.shard_samples, seed=0, batch_size=1))
+begin = private_mib()
+start = time.process_time()
 index = load_index(sys.argv[1])
-loaded = __import__("time").process_time()
-order = Order(index.shard_samples, seed=0, batch_size=32768)
-order.batch(10)
-first = __import__("time").process_time()
-order.batch(11)
-print(loaded - began, first - loaded, __import__("time").process_time() - first)
+loaded = time.process_time()
+order = Order(index.shard_samples, seed=0, batch_size=4096)
+order.batch(0)
+first = time.process_time()
+for step in range(1, 101):
+    order.batch(step)
+done = time.process_time()
+order.batch(index.samples // 4096)  # across the end of the epoch
+held = private_mib() - begin
+in_decoder = decoder_mib(index, order) - small_decoder
+print(loaded - start, 1000 * (first - loaded), 10 * (done - first), held, in_decoder)
 """
 
 
+def write_large_index(path: Path, shards: int) -> None:
+    """Write an index of so many shards of 10,000 samples, which are not there."""
+    rows = []
+    for number in range(shards):
+        digests = [sha256(f"{kind} {number}".encode()).hexdigest() for kind in ("tar", "table")]
+        rows.append([f"train-{number:06d}.tar", 10_000, 1_100_000_000, *digests])
+    counts = [shards * 10_000]
+    content: dict[str, object] = {"schema": 2, "directory": ".", "class_counts": counts}
+    content |= {"digest": digest_of([Shard(*values) for values in rows], counts), "shards": rows}
+    path.write_text(json.dumps(content | {"seal": seal_of(content)}, indent=1))
+
+
 def measure_index(folder: Path) -> None:
-    """Load the index of a set, in a process of its own, and compute batches, for shards of 10,000 samples."""
-    row("samples", "shards", "JSON, MB", "load, CPU s", "first batch of 32,768, s", "next batch, s", "memory, MB")
+    """Load the index of a set and compute batches of 4,096, as a worker and as a decoding process, before and after.
+
+    Private memory is what a process shares with no other; another one has the same columns mapped all the time.
+    """
+    os.environ["PATCHLINE_CACHE"] = str(folder / "node")
+    trees = {"before": folder / "before", "after": Path(__file__).parents[1]}
+    trees["before"].mkdir()
+    archive = subprocess.run(["git", "archive", BEFORE_COLUMNS, "data"], check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(trees["before"])], check=True, input=archive)
+    small = folder / f"small{SUFFIX}"
+    write_large_index(small, 1)
+    row(
+        "samples", "shards", "JSON, MB", "", "load, CPU s", "first batch, ms", "next, ms",
+        "private MiB of a worker", "of a decoding process",
+    )  # fmt: skip
     for shards in (3_000, 30_000, 300_000):
-        rows = []
-        for number in range(shards):
-            rows.append([f"train-{number:06d}.tar", 10_000, 6_543_360, f"{number:064x}", f"{number + 1:064x}"])
-        content: dict[str, object] = {
-            "schema": SCHEMA,
-            "directory": ".",
-            "classes": 1,
-            "class_counts": [shards * 10_000],
-        }
-        content |= {"digest": digest_of([Shard(*values) for values in rows], [shards * 10_000]), "shards": rows}
         path = folder / f"s{shards}{SUFFIX}"
-        path.write_text(json.dumps(content | {"seal": seal_of(content)}))
-        words = [sys.executable, "-c", INDEX_COSTS + USED, str(path)]
-        output = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
-        seconds = [f"{float(value):.2f}" for value in output[0].split()]
-        memory_mb = float(output[1].split()[1])
-        row(f"{shards * 10_000:,}", f"{shards:,}", f"{path.stat().st_size / 1e6:.0f}", *seconds, f"{memory_mb:.0f}")
+        write_large_index(path, shards)
+        began = time.process_time()
+        mapped = load_index(path)
+        made_s = time.process_time() - began
+        assert mapped.samples == sum(shard.samples for shard in mapped.shards), "which touches all that is mapped"
+        measured: dict[str, list[list[float]]] = {name: [] for name in trees}
+        for turn in range(3):
+            for name in sorted(trees, reverse=turn % 2 == 0):
+                words = [sys.executable, "-P", "-c", INDEX_COSTS, str(path), str(small)]
+                environment = {**os.environ, "PYTHONPATH": str(trees[name])}
+                output = subprocess.run(words, check=True, capture_output=True, text=True, env=environment).stdout
+                measured[name].append([float(value) for value in output.split()])
+        for name, values in measured.items():
+            medians = [statistics.median(column) for column in zip(*values, strict=True)]
+            load_s, first_ms, next_ms, worker_mib, decoder_mib = medians
+            what = name if name == "before" else f"after (made once a node, in {made_s:.1f} CPU s)"
+            cells = (f"{load_s:.2f}", f"{first_ms:.0f}", f"{next_ms:.2f}", f"{worker_mib:.1f}", f"{decoder_mib:.1f}")
+            row(f"{shards * 10_000:,}", f"{shards:,}", f"{path.stat().st_size / 1e6:.0f}", what, *cells)
 
 
 MEASUREMENTS: dict[str, Callable[[Path], None]] = {

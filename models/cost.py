@@ -37,10 +37,11 @@ def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000,
 
 
 @functools.lru_cache(maxsize=64)
-def macs_of(config: ModelConfig) -> int:
+def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
     """Return the multiply-accumulates of one image's forward pass: every matrix product and convolution.
 
-    Counted as the paper counts: with the last block's work on tokens that pooling does not read.
+    Counted as the paper counts: with the last block's work on tokens that pooling does not read. With `kept_patches`
+    only so many of the patches go through the blocks, as `ViT.encode` does it.
     """
     model = catalog.empty(config).eval()
     # The counter hooks onto a MAP probe that requires a gradient. None are recorded here, so that the hook would fail
@@ -51,8 +52,11 @@ def macs_of(config: ModelConfig) -> int:
         # with 12 layers (docs/models.md).
         model.skip_unread = False
     images = torch.empty(1, 3, *config.image_size, device="meta")
+    inputs = [images]
+    if kept_patches is not None:
+        inputs.append(torch.empty(1, kept_patches, dtype=torch.int64, device="meta"))
     with without_compiler(), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(images)
+        model(*inputs)
     # The counter takes a multiplication and an addition as two operations.
     return counter.get_total_flops() // 2
 
@@ -89,6 +93,6 @@ def forward_macs(name: str, image_size: ImageSize = 224, classes: int = 1000, **
     return macs_of(catalog.config_of(name, image_size, classes, **config))
 
 
-def training_flops(config: ModelConfig, images: int) -> int:
+def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:
     """Return the floating-point operations to train on `images` images, by the accounting rule of SPEC 2.8."""
-    return FLOPS_PER_MAC_TRAINED * macs_of(config) * images
+    return FLOPS_PER_MAC_TRAINED * macs_of(config, kept_patches) * images

@@ -49,8 +49,14 @@ class Added(nn.Module):
         """Return the table (1, S, D); one that is computed, not learned, has the device and the dtype of `like`."""
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def entries_at(self, grid: Grid, like: Tensor) -> Tensor:
+        """Return the table for a smaller grid, from the same parameters."""
+        return shrink(self.entries(like), self.grid, grid, self.slots)
+
+    def forward(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         table = self.entries(tokens)
+        if grid is not None and grid != self.grid:
+            table = self.entries_at(grid, tokens)
         # Prefix tokens come first, so that those without an entry are the first ones: they get zeros.
         without_entry = tokens.shape[1] - table.shape[1]
         return tokens + F.pad(table, (0, 0, without_entry, 0))
@@ -92,6 +98,9 @@ class Sincos2d(Added):
 
     def entries(self, like: Tensor) -> Tensor:
         return sincos2d(self.grid, self.width, like.device).to(like.dtype)
+
+    def entries_at(self, grid: Grid, like: Tensor) -> Tensor:
+        return sincos2d(grid, self.width, like.device).to(like.dtype)
 
 
 # Cached, because every forward pass asks for the table and no module keeps it.
@@ -182,6 +191,32 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
     resized = F.interpolate(image, size=new_grid, mode="bilinear", align_corners=True)
     resized = resized[0].permute(1, 2, 0).reshape(*table.shape[:-2], -1, table.shape[-1])
     return torch.cat([prefix, resized.to(table.dtype)], dim=-2)
+
+
+def shrink(table: Tensor, grid: Grid, smaller: Grid, slots: int) -> Tensor:
+    """Shrink a table (1, slots + N, D) to a smaller grid, for training on smaller images first; the slots stay."""
+    weights = shrinking(grid, smaller, table.device)
+    on_grid = (weights @ table[0, slots:].float()).to(table.dtype)
+    return torch.cat([table[:, :slots], on_grid[None]], dim=1)
+
+
+# Cached, because every forward pass asks for it and no module keeps it.
+@functools.lru_cache(maxsize=32)
+def shrinking(grid: Grid, smaller: Grid, device: torch.device | None = None) -> Tensor:
+    """Return weights (n, N) that make a table of the smaller grid from one of the grid; each row adds up to 1.
+
+    They are those of `resize_positions`, which enlarges a table of the smaller grid, the other way round: an entry
+    counts as much as enlarging would take from the smaller one for it. So a step on small images changes the table as
+    it would change the smaller one, enlarged, and every entry has its share. Interpolation downwards reads but four
+    entries for each of its own: from 8 rows to 4 it leaves out two, which would keep their first values.
+    """
+    # Enlarging is linear: what it makes of each entry alone is its whole matrix. A product of matrices is also the same
+    # every time on a GPU, where the gradient of an interpolation is not.
+    with torch.inference_mode(False):
+        alone = torch.eye(math.prod(smaller), dtype=torch.float64)
+        enlarging = resize_positions(alone, smaller, grid, 0)  # (N, n)
+        weights = enlarging.T / enlarging.sum(0)[:, None]
+        return weights.float().to(device)
 
 
 def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, new_slots: int) -> Tensor:

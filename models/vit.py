@@ -205,6 +205,7 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.recomputed_blocks = 0  # how many blocks, from the first, recompute their activations in training
+        self.smaller_sizes: tuple[tuple[int, int], ...] = ()  # of images that are taken too, while training begins
         self.skip_unread = True  # the last block computes the class token alone where that alone is pooled
         # From images to patch embeddings.
         self.stem = None
@@ -231,7 +232,8 @@ class ViT(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Images to patch embeddings (B, N, D), before positions and prefix tokens."""
         # Without positions, another size would be computed without a word; with them, torch would only name shapes.
-        if images.shape[1:] != (3, *self.config.image_size):
+        channels, *size = images.shape[1:]
+        if channels != 3 or tuple(size) not in (self.config.image_size, *self.smaller_sizes):
             expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
                 f"images are {tuple(images.shape)}, this model takes (batch, 3, {expected}); resize them, or "
@@ -241,10 +243,18 @@ class ViT(nn.Module):
             images = self.stem(images)
         return self.embedding(images)
 
-    def encode(self, patches: Tensor, queries: int | None = None) -> Tensor:
+    def encode(
+        self,
+        patches: Tensor,
+        queries: int | None = None,
+        grid: positions.Grid | None = None,
+        kept: Tensor | None = None,
+    ) -> Tensor:
         """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
 
-        With `queries`, only that many first tokens come out: the last block does not compute the others.
+        With `queries`, only that many first tokens come out: the last block does not compute the others. `grid` is that
+        of the patches where the images are smaller than the config's. `kept` (B, K) are the patches that go on after
+        positions are added; none is left out without it.
         """
         # Without a backward pass there is nothing to recompute for.
         recompute = self.training and torch.is_grad_enabled()
@@ -253,7 +263,9 @@ class ViT(nn.Module):
         for layer, block in enumerate(self.blocks):
             added, relative = self.positions_of_layer(layer)
             if added is not None:
-                x = added(x)
+                x = added(x, grid)
+            if layer == 0 and kept is not None:
+                x = keep_patches(x, kept, self.config.prefix_tokens)
             # Once, after the first addition, also where every layer adds positions (docs/models.md).
             if layer == 0:
                 x = self.dropout(x)
@@ -287,20 +299,31 @@ class ViT(nn.Module):
             return self.map_head(patches)
         return patches.mean(dim=1)
 
-    def features(self, images: Tensor) -> Tensor:
-        """What enters the head: the pooled token, through the tanh layer where there is one."""
+    def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
+        """What enters the head: the pooled token, through the tanh layer where there is one.
+
+        `kept` (B, K) are the patches that are not left out, as `encode` takes them.
+        """
         queries = None
         # Nothing reads the last block's other tokens: logits and gradients stay the same (tests/test_models_vit.py).
         if self.config.pool == "token" and self.skip_unread:
             queries = 1  # the class token is the first
-        tokens = self.encode(self.embed(images), queries)
+        grid = (images.shape[2] // self.config.stride[0], images.shape[3] // self.config.stride[1])
+        tokens = self.encode(self.embed(images), queries, grid, kept)
         pooled = self.pool(tokens)
         if self.pre_logits is None:
             return pooled
         return self.pre_logits(pooled).tanh()
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))
+    def forward(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
+        return self.head(self.features(images, kept))
+
+
+def keep_patches(tokens: Tensor, kept: Tensor, prefix_tokens: int) -> Tensor:
+    """Tokens (B, P + N, D) to (B, P + K, D): the prefix, and of each image the patches of its row of `kept` (B, K)."""
+    patches = tokens[:, prefix_tokens:]
+    places = kept[:, :, None].expand(-1, -1, tokens.shape[-1])  # (B, K, D)
+    return torch.cat([tokens[:, :prefix_tokens], patches.gather(1, places)], dim=1)
 
 
 def position_tables(config: ViTConfig) -> list[nn.Module]:

@@ -3,8 +3,8 @@
 In:  the worker's parts, the step, images (b, 3, S, S) in [−1, 1], and the loader's Batch, both on the device
 Out: a scalar tensor, the loss summed over the b samples; the loop weights it and calls backward
 
-Everything that is drawn (mixup, corruption, dropout) depends on the seed, the step and the samples alone: not on the
-rank, the world size, or where the run started.
+Everything that is drawn (mixup, corruption, dropout, patches that are left out) depends on the seed, the step and the
+samples alone: not on the rank, the world size, or where the run started.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import models
 from data.loader import Batch
 from pipeline import config
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
+from pipeline.optimization.thinning import kept_patches, phase_at, phases
 from pipeline.start import Worker
 
 # b samples of a micro-batch, S image side
@@ -35,9 +36,21 @@ def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch)
     # neighbour within the micro-batch, as in the original it is the neighbour on the same device.
     if cfg.mixup:
         images, targets = mixup(images, targets, cfg.mixup, (cfg.seed, step))
-    logits = worker.engine.forward(images)
+    inputs = [images, *patches_to_keep(worker, step, batch)]
+    logits = worker.engine.forward(*inputs)
     # A sum, not a mean: where workers own one sample more or less, a mean of means would weight samples unequally.
     return LOSSES[cfg.loss](logits, targets).sum()
+
+
+def patches_to_keep(worker: Worker, step: int, batch: Batch) -> list[Tensor]:
+    """Return the patches (b, K) that the step keeps of every image, on the device; nothing where it keeps all."""
+    phase = phase_at(step, phases(worker.cfg.thinning, worker.steps, worker.model_config))
+    if phase.kept is None:
+        return []
+    kept = kept_patches(worker.cfg.seed, step, batch.ids, phase.patches, phase.kept)
+    if worker.device.type == "cuda":
+        kept = kept.pin_memory()  # else the copy would hold up the host
+    return [kept.to(worker.device, non_blocking=True)]
 
 
 def masked_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-import models
 from data.checks import one_line
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.shards.index import Index
@@ -29,6 +28,7 @@ from pipeline.evaluation.feature_store import FeatureStore, collect
 from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
+from pipeline.optimization.thinning import flops_of, phases
 from pipeline.start import Progress, Worker
 from pipeline.training_config import TrainConfig
 
@@ -63,7 +63,9 @@ def training_values(worker: Worker, progress: Progress, rate: float, window: Win
     cfg = worker.cfg
     samples = cfg.batch_size * len(window.losses)
     # The FLOPs of the algorithm, as published: blocks that are computed again in the backward pass do not count twice.
-    flops = models.training_flops(worker.model_config, 1) * samples / worker.world
+    in_order = phases(cfg.thinning, worker.steps, worker.model_config)
+    steps = range(progress.step - len(window.losses), progress.step)
+    flops = flops_of(in_order, worker.model_config, steps, cfg.batch_size) / worker.world
     return {
         "step": progress.step,
         "steps": worker.steps,

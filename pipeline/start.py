@@ -15,10 +15,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
+from pipeline.optimization.thinning import phases
 from pipeline.preflight.identity import device_name
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
@@ -284,7 +286,13 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
     # Neither changes a shape or a name: checkpoints and weights are the same with and without them.
     # The driver has put a number of blocks in the place of `activation_gb` (jobs/stages/training.py).
     model.recomputed_blocks = cfg.checkpoint_blocks
-    if cfg.compile:
+    if cfg.thinning.image_sizes:
+        model.smaller_sizes = tuple((size, size) for size in cfg.thinning.image_sizes)
+    if cfg.compile and cfg.thinning.is_on:
+        # Compiled anew for every number of tokens. Left to itself torch would compile the second for any number, and
+        # after a resume, which sees only that one, for that one: other kernels, and other bits.
+        models.compile_blocks(model, dynamic=False)
+    elif cfg.compile:
         models.compile_blocks(model)
     return model
 
@@ -383,12 +391,24 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
 
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on, on its device."""
+    """Iterate this worker's micro-batches from a step on, on its device, images in the size of the step's phase."""
+    for phase in phases(worker.cfg.thinning, worker.steps, worker.model_config):
+        first_step = max(start_step, phase.steps.start)
+        if first_step >= phase.steps.stop:
+            continue
+        # A loader works ahead, in one size: another size is another loader's.
+        with closing(loader_batches(worker, first_step, phase.image_size)) as batches:
+            count = (phase.steps.stop - first_step) * worker.arithmetic.accumulation
+            yield from moved_ahead(islice(batches, count), worker.device)
+
+
+def loader_batches(worker: Worker, start_step: int, image_size: int) -> Generator[Batch]:
+    """Iterate this worker's micro-batches from a step on, in one size, without end."""
     cfg = worker.cfg
     loader = TrainLoader(
         worker.index,
         worker.order,
-        image_size=worker.model_config.image_size[0],
+        image_size=image_size,
         slots=worker.arithmetic.slots(worker.rank),
         micro_batch=cfg.micro_batch,
         accumulation=worker.arithmetic.accumulation,
@@ -401,10 +421,10 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return moved_ahead(once_the_first_is_there(worker, loader), worker.device)
+    return once_the_first_is_there(worker, loader)
 
 
-def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Iterator[Batch]:
+def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Batch]:
     """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
 
     Raises Preempted in the worker that waits. Every step that was taken is committed: there is nothing to agree on.

@@ -22,6 +22,7 @@ from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import ProbeConfig, check_ops
 from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization.thinning import ThinningConfig, check_thinning
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -109,6 +110,7 @@ class TrainConfig:
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
     mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
+    thinning: ThinningConfig = field(default_factory=ThinningConfig)  # of what a step computes (fewer-flops.md)
     polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or `passes` instead
     passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
@@ -140,12 +142,13 @@ class TrainConfig:
     stall_s: float = 600.0  # without any worker entering a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="data model init new_head optim objective loss label_smoothing mixup polyak steps passes batch_size "
-        "precision seed",
+        forbid="data model init new_head optim objective loss label_smoothing mixup thinning polyak steps passes "
+        "batch_size precision seed",
         warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
         "probe",
         free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
+    LATER: ClassVar[tuple[str, ...]] = ("thinning",)
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
@@ -258,6 +261,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     """
     height, width = model.image_size
     require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
+    check_thinning(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
     if cfg.objective == "masked":  # labels are not used
         return
     for path, number in classes.items():

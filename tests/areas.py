@@ -60,6 +60,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_preflight.py",
         "test_probe.py",
         "test_protocols.py",
+        "test_thinning.py",
         "test_reference_loop.py",
         "test_telemetry.py",
         "test_train.py",

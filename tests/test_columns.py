@@ -28,6 +28,7 @@ ROWS = [
     [f"größe/train-{number:06d}.tar", 10 + number % 7, 1000 * number, f"{number:064x}", f"{number + 1:064x}"]
     for number in range(6000)
 ]
+ROWS_HELD = [Shard(*row) for row in ROWS]
 COUNTS = [20_000, sum(row[1] for row in ROWS) - 20_000]
 
 
@@ -101,7 +102,7 @@ def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
     for content in (altered, whole[:-7], b""):
         file.write_bytes(content)
         caplog.clear()
-        assert list(load_index(path).shards) == [Shard(*row) for row in ROWS]
+        assert list(load_index(path).shards) == ROWS_HELD
         assert "torn or altered; it is made anew from" in caplog.text and file.read_bytes() == whole
     assert mapped.shards[0].name == ROWS[0][0]
 
@@ -123,7 +124,7 @@ def test_another_process_is_sent_where_the_columns_are(path, state):
     file.unlink()
     sent = pickle.dumps(mapped)
     assert pickle.loads(sent) == mapped
-    file.write_bytes(b"x" * 100)
+    columns.write_columns(file, {}, ROWS_HELD[:10])
     with pytest.raises(DataError, match="gone, or not what the worker has read"):
         pickle.loads(sent)
 

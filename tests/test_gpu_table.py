@@ -67,3 +67,12 @@ def test_the_benchmarks_are_rehearsed_from_end_to_end_on_a_cpu(tmp_path: Path) -
         assert f"| {row}" in page
     failed = gpu.in_a_process(gpu.PLANS["cpu"], "step nonsense/16")
     assert not failed.rows and failed.failure.startswith("exit code 1: ") and "nonsense" in failed.failure
+
+
+def test_without_a_calibration_there_is_no_forecast_of_time(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "calibration_file", lambda: tmp_path / "none.json")
+    plan = gpu.PLANS["cpu"]
+    cfg = gpu.config_of(plan, "mu/16", 2)
+    assert (cfg.batch_size, cfg.micro_batch, cfg.precision, cfg.zero) == (4, 2, "bf16", 2)
+    assert gpu.forecast_step_s(cfg, gpu.models.config_of("mu/16"), plan.world) is None
+    assert gpu.NO_FORECAST in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
+from data.shards import subset
 from data.shards.doctor import check, repair
 from data.shards.index import Index, join, load_index, without
 from data.shards.indexing import build_index
@@ -57,6 +58,15 @@ def chosen(parent: Index, folder: Path, **rule) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------ choosing
+
+
+def test_samples_with_several_labels_or_none_are_looked_through_in_pieces(monkeypatch):
+    monkeypatch.setattr(subset, "AT_ONCE", 3)
+    rng = np.random.default_rng(0)
+    labels_of = [rng.integers(0, 5, rng.integers(0, 4)).tolist() for _ in range(20)]
+    values = np.array([label for labels in labels_of for label in labels], np.int32)
+    labels = Labels(values, np.cumsum([len(labels) for labels in labels_of]))
+    assert labels.any_of_sample(np.isin(values, [2, 4])).tolist() == [bool({2, 4} & set(each)) for each in labels_of]
 
 
 def test_shots_are_those_that_the_few_shot_probe_of_big_vision_draws(tmp_path, parent):

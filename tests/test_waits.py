@@ -10,35 +10,51 @@ from tests import reference_runs as runs
 from tests import waits
 from tests.reference_loop import Plan
 
-CASES = [(zero, accumulation) for zero in (0, 1, 2, 3) for accumulation in (1, 4)]
 # DeepSpeed learns in the first steps of ZeRO 3 in which order weights are gathered, and has the workers compare it.
 STEPS = 4
 THE_NORM = "tolist in norm.py:norm_and_sums"
 # Of DeepSpeed: behind the optimizer's step the parameters that are never partitioned are gathered.
 THE_GATHERING = "device.synchronize in partition_parameters.py:_allgather_params_coalesced"
+EXPECTED = {0: [THE_NORM], 1: [THE_NORM], 2: [THE_NORM], 3: [THE_NORM, THE_GATHERING]}
 
 
-def task_of(zero: int, accumulation: int, folder: Path) -> dict[str, Any]:
+def task_of(folder: Path, zero: int, accumulation: int, exact_parts: int = 0) -> dict[str, Any]:
     """Steps of 16 samples, every one of which is reported."""
     plan = Plan(**{**runs.ADAM, "steps": STEPS + 1})
     case = runs.Case(plan, 2, zero, 16, 8 // accumulation, keeps_weights=False)
-    task = runs.task_of(case, f"{zero}-{accumulation}", folder / "sets", folder / "none", folder)
-    task["config"]["log_every"] = 1
+    task = runs.task_of(case, f"{zero}-{accumulation}-{exact_parts}", folder / "sets", folder / "none", folder)
+    task["config"] |= {"log_every": 1, "exact_parts": exact_parts}
     return task
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The waits of one step, by ZeRO stage and accumulation."""
-    folder = tmp_path_factory.mktemp("waits")
-    runs.make_sets(folder / "sets")
-    cases = {f"{zero}-{accumulation}": task_of(zero, accumulation, folder) for zero, accumulation in CASES}
+def waits_of(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """The waits of one step of every case, by its name."""
     task = {"cases": cases, "steps": STEPS}
     cluster = ClusterConfig(workers=2, backend="processes")
     return run_worker_group(waits.count, task, cluster=cluster, name="waits", directory=folder)
 
 
-@pytest.mark.parametrize(("zero", "accumulation"), CASES)
-def test_the_host_waits_at_most_twice_a_step_whatever_the_accumulation(zero, accumulation, counted):
-    expected = [THE_NORM, THE_GATHERING] if zero == 3 else [THE_NORM]
-    assert counted[f"{zero}-{accumulation}"] == expected
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The waits of a step of four micro-batches, by ZeRO stage; and in exact mode."""
+    folder = tmp_path_factory.mktemp("waits")
+    runs.make_sets(folder / "sets")
+    cases = {str(zero): task_of(folder, zero, 4) for zero in EXPECTED}
+    cases["exact"] = task_of(folder, 2, 4, exact_parts=4)
+    return waits_of(folder, cases)
+
+
+@pytest.mark.parametrize("zero", EXPECTED)
+def test_the_host_waits_at_most_twice_a_step_of_four_micro_batches(zero, counted):
+    assert counted[str(zero)] == EXPECTED[zero]
+
+
+def test_in_exact_mode_the_norm_is_read_with_the_loss_and_what_the_workers_agree_on(counted):
+    assert counted["exact"] == ["tolist in exact.py:_step"]
+
+
+@pytest.mark.slow
+def test_a_step_of_one_micro_batch_has_as_many_waits(tmp_path):
+    runs.make_sets(tmp_path / "sets")
+    counted = waits_of(tmp_path, {str(zero): task_of(tmp_path, zero, 1) for zero in EXPECTED})
+    assert counted == {str(zero): expected for zero, expected in EXPECTED.items()}

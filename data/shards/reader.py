@@ -173,9 +173,10 @@ class Reader:
 
     def expect(self, places: np.ndarray) -> None:
         """Begin to read those of the samples (b, 2: shard, sample) whose shards are not here, for `read` to take."""
+        if self.ranges is None:
+            return
         for shard, sample in places.tolist():
             if self._comes_by_range(shard):
-                assert self.ranges is not None, "nothing else comes by range"
                 self.ranges.ask((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
@@ -185,8 +186,10 @@ class Reader:
         not what it was then.
         """
         stored = self._by_range(shard, sample) or self._shard(shard).stored(sample)
+        if stored.is_intact:
+            return stored.key, stored.image, stored.label
         place = self.index.location(shard)
-        if not stored.is_intact and "://" in place:
+        if "://" in place:
             # The copy in the cache rotted or was overwritten; the storage may still have the shard as it was.
             self._drop_copy(shard)
             stored = self._shard(shard).stored(sample)

@@ -40,6 +40,7 @@ from data.shards.side_by_side import side_by_side
 # N samples of the set
 
 NO_LABEL = -1  # stands for the label of a sample that has none that could be used
+AT_ONCE = 1 << 22  # samples whose labels are looked through at once
 BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # of a part: a number of samples, a share, or nothing
 
 
@@ -103,9 +104,16 @@ class Labels(NamedTuple):
         first[has_label] = self.values[starts[has_label]]
         return first
 
-    def owners(self) -> np.ndarray:
-        """The number of the sample that each of `values` belongs to."""
-        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+    def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
+        """(N,) whether a sample has a label that is marked; `marked` is true at some of `values`."""
+        has_marked = np.zeros(len(self.ends), bool)
+        # A piece at a time: which sample each label of three billion belongs to would take 24 GB.
+        for first in range(0, len(self.ends), AT_ONCE):
+            ends = self.ends[first : first + AT_ONCE]
+            start = int(self.ends[first - 1]) if first > 0 else 0
+            owners = np.repeat(np.arange(first, first + len(ends)), np.diff(ends, prepend=start))
+            has_marked[owners[marked[start : ends[-1]]]] = True
+        return has_marked
 
 
 def make_subset(
@@ -215,7 +223,7 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
     chosen = np.ones(index.samples, bool)
     if rule.keep:
         has_class = np.isin(labels.values, class_ids(index, rule.keep))
-        chosen &= np.bincount(labels.owners()[has_class], minlength=index.samples) > 0
+        chosen &= labels.any_of_sample(has_class)
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
             listed = np.zeros(index.samples, bool)

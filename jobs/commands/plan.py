@@ -26,6 +26,7 @@ from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
+from pipeline.optimization.thinning import describe, flops_of, phases
 from pipeline.planning import memory
 from pipeline.planning.memory_traces import TraceFailed
 from pipeline.start import engine_settings
@@ -165,7 +166,7 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
         lines.append("  model   not known: the weights that it starts from are missing")
         return lines
     # What it costs, and whether the workers can be fed.
-    lines.append(f"  compute {models.training_flops(stage.model, images) / 1e18:.4g} exaFLOPs (6 × MACs × images)")
+    lines += compute_lines(cfg, stage, steps)
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
@@ -177,6 +178,22 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if summed:
         lines.append(f"  sums    {summed}")
     lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
+    return lines
+
+
+def compute_lines(cfg: TrainConfig, stage: Stage, steps: int) -> list[str]:
+    """Say how many operations the stage takes; where it leaves something out, what in which steps."""
+    whole = models.training_flops(stage.model, steps * cfg.batch_size)
+    if not cfg.thinning.is_on:
+        return [f"  compute {whole / 1e18:.4g} exaFLOPs (6 × MACs × images)"]
+    in_order = phases(cfg.thinning, steps, stage.model)
+    flops = flops_of(in_order, stage.model, range(steps), cfg.batch_size)
+    lines = [
+        f"  compute {flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {flops / whole:.2f} × the "
+        f"{whole / 1e18:.4g} of whole images"
+    ]
+    for phase in in_order:
+        lines.append(f"  thinned {describe(phase)}")
     return lines
 
 

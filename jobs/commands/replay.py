@@ -26,6 +26,7 @@ from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.optimization.thinning import phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most
@@ -63,11 +64,9 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
         raise UsageError(
             f"step {number} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}"
         )
-    # The loader makes square images, so one side is enough.
-    image_size = models.from_dict(job["model"]).image_size[0]
-
     # The log counts steps from 1, the order from 0.
-    batch = rebuild(cfg, index, order, image_size, number - 1)
+    phase = phase_at(number - 1, phases(cfg.thinning, steps, models.from_dict(job["model"])))
+    batch = rebuild(cfg, index, order, phase.image_size, number - 1)
     if target:
         with whole_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)

@@ -18,13 +18,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import models
 from data.decoder import images_per_cpu_s
 from data.errors import UsageError
 from data.files import size_text
 from jobs.cluster import backends
+from jobs.cluster.processes import gpus_present
 from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import ClusterConfig, do_nothing
 from jobs.context import index_if_made
@@ -46,6 +47,8 @@ from pipeline.planning.operations import Operation, Work
 from pipeline.training_config import TrainConfig
 from pipeline.versions import package_versions
 
+Engine: TypeAlias = dict[str, Any]  # what a worker is told of one that it is to measure; JSON
+
 # Names, micro-batches: together they hold the widths and numbers of tokens from Ti to H at 224 px. Two blocks each,
 # of which the second computes the class token alone where the whole model's last one does.
 LADDER = (("Ti/16", 1), ("Ti/16", 16), ("S/32", 8), ("S/16", 2), ("S/16", 16), ("B/32", 16), ("B/16", 4), ("L/16", 2))
@@ -56,9 +59,15 @@ MOST_FLOPS = 3e11  # of a recipe's own micro-batch, cut to two blocks; a larger 
 
 
 def calibrate(
-    campaigns: Sequence[Campaign], output: Path, say: Callable[[str], None], worlds: Sequence[int] = ()
+    campaigns: Sequence[Campaign],
+    output: Path,
+    say: Callable[[str], None],
+    engines: Mapping[int, Sequence[Engine]] | None = None,
 ) -> None:
-    """Measure, say every line, and write the file; without `worlds` one worker and the most that the recipes have.
+    """Measure, say every line, and write the file.
+
+    `engines` are those that are measured, by world; left out, those of the recipes, with one worker and with the most
+    that the recipes have.
 
     Raises UsageError, ClusterError, WorkerGroupError, OSError.
     """
@@ -67,9 +76,11 @@ def calibrate(
     cluster = cluster_of(campaigns)
     stages = stages_of(campaigns)
     works = works_of(stages, bool(cluster.gpus_per_worker))
-    worlds = sorted(worlds or {1, cluster.most})
+    if engines is None:
+        engines = dict.fromkeys((1, cluster.most), engines_of(stages))
+    worlds = sorted(engines)
     names = ", ".join(str(world) for world in worlds)
-    say(f"calibrate  {names} workers ({cluster.backend}), {len(works)} models, {len(engines_of(stages))} engines")
+    say(f"calibrate  {names} workers ({cluster.backend}), {len(works)} models, {len(engines[1])} engines")
 
     reports = {}
     if cluster.backend == "ray":
@@ -79,7 +90,7 @@ def calibrate(
         task = {
             # What a worker computes does not depend on how many others there are: it is measured once.
             "works": [work.plain() for work in works] if is_largest else [],
-            "engines": engines_of(stages),
+            "engines": list(engines[world]),
             "collectives": is_largest,
             "folder": storage_folder(campaigns) if is_largest else None,
             "timeout_s": cluster.start_timeout_s,
@@ -97,12 +108,13 @@ def calibrate(
 
 
 def cluster_of(campaigns: Sequence[Campaign]) -> ClusterConfig:
-    """Return whose workers are measured: those of the recipes, or as many processes as this machine has cores.
+    """Return whose workers are measured: those of the recipes, or a process for each GPU or core here.
 
     Raises UsageError where recipes differ in what a worker is.
     """
     if not campaigns:
-        return ClusterConfig(workers=cores(), backend="processes")
+        gpus = gpus_present()
+        return ClusterConfig(workers=gpus or cores(), backend="processes", gpus_per_worker=min(gpus, 1))
     first = campaigns[0].cluster
     most = max(campaign.cluster.most for campaign in campaigns)
     for campaign in campaigns[1:]:
@@ -163,7 +175,7 @@ def cut(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, **changes)
 
 
-def engines_of(stages: Sequence[tuple[TrainConfig, ModelConfig]]) -> list[dict[str, Any]]:
+def engines_of(stages: Sequence[tuple[TrainConfig, ModelConfig]]) -> list[Engine]:
     """Return the engines that are measured: the stages', or without recipes those that most people have."""
     asked = []
     for cfg, _ in stages:
@@ -180,7 +192,7 @@ def engines_of(stages: Sequence[tuple[TrainConfig, ModelConfig]]) -> list[dict[s
     return unique
 
 
-def engine(zero: int, precision: str, optimizer: str, exact: bool) -> dict[str, Any]:
+def engine(zero: int, precision: str, optimizer: str, exact: bool) -> Engine:
     """Return what a worker is told of an engine."""
     return {"zero": zero, "precision": precision, "optimizer": optimizer, "exact": exact}
 
@@ -319,8 +331,8 @@ def ratio_to_alone(
     """Return how many times as long the last model's passes took where all computed as where one did."""
     for worker in node_workers:
         if precision in worker["alone"]:
-            alone_s = worker["alone"][precision]["passes_s"][-1]
-            at_once_s = statistics.median(other["compute"][precision]["passes_s"][-1] for other in computing)
+            alone_s = worker["alone"][precision]["passes_s"]
+            at_once_s = statistics.median(other["compute"][precision]["passes_s"] for other in computing)
             return max(at_once_s / alone_s, 1.0)
     return 1.0
 

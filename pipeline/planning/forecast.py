@@ -18,11 +18,10 @@ import models
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import checkpoint_bytes
+from pipeline.optimization.thinning import share_of_operations
 from pipeline.planning.calibration import Calibration, Overhead
 from pipeline.planning.operations import Work, traced
 from pipeline.training_config import TrainConfig
-
-AGREEMENT_BYTES = 64  # that all workers add up once a step
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Passes:
     forward_s: float
     backward_s: float
     unmeasured: float  # share of them that stands on operators which the calibration has not seen
+    share: float = 1.0  # of them that a step of training takes, the mean over the stage: less where it is thinned
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class StepForecast:
 
 def passes_of(cfg: TrainConfig, model: ModelConfig, calibration: Calibration) -> Passes:
     """Return what the passes of a stage's micro-batch take, the same on every world. Raises ConfigError."""
-    return Passes(*calibration.compute_s(traced(work_of(cfg, model)), cfg.precision))
+    device = "cuda" if calibration.gpus else "cpu"
+    times = calibration.compute_s(traced(work_of(cfg, model, device)), cfg.precision)
+    return Passes(*times, share=share_of_operations(cfg.thinning, model))
 
 
 def forecast_step(
@@ -94,7 +96,7 @@ def forecast_step(
 
     # 1. Compute, of the last micro-batch as of all others: the largest share counts, as it does for the accumulation.
     slowdown = calibration.slowdown(cfg.precision, local)
-    compute_cpu_s = arithmetic.accumulation * (passes.forward_s + passes.backward_s) * slowdown
+    compute_cpu_s = arithmetic.accumulation * (passes.forward_s + passes.backward_s) * passes.share * slowdown
     turns = 1.0
     if not has_gpus:
         turns = max(1.0, local * calibration.threads / calibration.worker.cores)
@@ -103,7 +105,6 @@ def forecast_step(
     # 2. What the engine adds, alone and together.
     together = engine_overhead(cfg, model, world, calibration, cpu=False)
     together_s = seconds_of(together, arithmetic.accumulation)
-    together_s += calibration.collective_s("all_reduce", world, AGREEMENT_BYTES)
     cpu_s = compute_cpu_s + seconds_of(
         engine_overhead(cfg, model, world, calibration, cpu=True), arithmetic.accumulation
     )
@@ -149,7 +150,7 @@ def forecast_step(
     )
 
 
-def work_of(cfg: TrainConfig, model: ModelConfig) -> Work:
+def work_of(cfg: TrainConfig, model: ModelConfig, device: str = "cpu") -> Work:
     """Return what a worker computes of a micro-batch of a stage."""
     return Work(
         model=model,
@@ -159,6 +160,7 @@ def work_of(cfg: TrainConfig, model: ModelConfig) -> Work:
         loss=cfg.loss,
         label_smoothing=cfg.label_smoothing,
         mixup=cfg.mixup,
+        device=device,
     )
 
 

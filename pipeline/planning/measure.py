@@ -34,7 +34,7 @@ from pipeline.preflight.identity import device_name
 from pipeline.process_group import join_group
 
 ROUNDS = 3  # that a work is timed
-ENGINE_ROUNDS = 7
+ENGINE_ROUNDS = 6
 COLLECTIVE_ROUNDS = 5
 COLLECTIVE_BYTES = (64, 2**16, 2**20, 2**24)
 LONG_COLLECTIVE_S = 0.5  # longer ones are not repeated as often, and larger ones not tried
@@ -151,32 +151,46 @@ def copy_rate() -> float:
 def compute_times(works: Sequence[Work], device: torch.device, clock: Callable[[], float]) -> dict[str, Any]:
     """Return, by precision, the median seconds of every operator, what a call costs beside, and the passes' seconds."""
     by_precision: dict[str, dict[str, Any]] = {}
+    # The smallest tells best what a call costs beside its operator, the last what company costs.
+    smallest = {precision: min(group, key=flops_of) for precision, group in works_by_precision(works).items()}
+    last = set(probe_works(works))
     for work in works:
-        part = by_precision.setdefault(work.precision, {"operations": {}, "outside_s": [], "calls": [], "passes_s": []})
-        timing = timed(work, device, ROUNDS, clock)
+        part = by_precision.setdefault(work.precision, {"operations": {}})
+        is_smallest = work == smallest[work.precision]
+        timing = timed(work, device, ROUNDS, clock, plainly=is_smallest or work in last)
         inside_s = 0.0
         for operation, seconds in timing.seconds.items():
             part["operations"].setdefault(operation, []).extend(seconds)
             inside_s += statistics.median(seconds) * len(seconds) / ROUNDS
-        whole_s = statistics.median(timing.without_onlooker_s)
-        part["outside_s"].append(whole_s - inside_s)
-        part["calls"].append(timing.calls)
-        part["passes_s"].append(whole_s)
+        if is_smallest:
+            part["call_s"] = (statistics.median(timing.without_onlooker_s) - inside_s) / timing.calls
+        if work in last:
+            part["passes_s"] = statistics.median(timing.without_onlooker_s)
     report: dict[str, Any] = {}
     for precision, part in by_precision.items():
         rows = []
         for operation, seconds in part["operations"].items():
             rows.append([*operation, statistics.median(seconds)])
-        # The smallest work tells it best: in large ones the noise of the operators is larger than what is looked for.
-        smallest = part["passes_s"].index(min(part["passes_s"]))
-        call_s = part["outside_s"][smallest] / part["calls"][smallest]
-        report[precision] = {"operations": rows, "call_s": call_s, "passes_s": part["passes_s"]}
+        report[precision] = {"operations": rows, "call_s": part["call_s"], "passes_s": part["passes_s"]}
     return report
+
+
+def works_by_precision(works: Sequence[Work]) -> dict[str, list[Work]]:
+    """Return the works of each precision, in their order."""
+    groups: dict[str, list[Work]] = {}
+    for work in works:
+        groups.setdefault(work.precision, []).append(work)
+    return groups
+
+
+def flops_of(work: Work) -> int:
+    """Return the operations of a work's passes."""
+    return models.training_flops(work.model, work.micro_batch)
 
 
 def probe_works(works: Sequence[Work]) -> list[Work]:
     """Return the last work of each precision."""
-    return list({work.precision: work for work in works}.values())
+    return [group[-1] for group in works_by_precision(works).values()]
 
 
 # ------------------------------------------------------------------------ the engine

@@ -15,7 +15,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ import models
 from data.files import state_folder, write_whole
 from models import ModelConfig
 from models.catalog import FAMILIES
+from pipeline.config import require
 from pipeline.evaluation.evaluate import normalise
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
 from pipeline.versions import code_version
@@ -64,6 +64,7 @@ class Work:
     loss: str = "sigmoid"
     label_smoothing: float = 0.0
     mixup: float = 0.0
+    device: str = "cpu"  # or cuda, where attention and some others have operators of their own
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -215,12 +216,16 @@ def traced(work: Work) -> Trace:
 
 
 def trace_of(work: Work) -> Trace:
-    """Run a work's forward and backward pass on fake tensors."""
+    """Run a work's forward and backward pass on fake tensors. Raises ConfigError where this torch lacks the device."""
+    require(
+        work.device == "cpu" or torch.cuda.is_available(),
+        "the calibration is of GPUs, and torch has none here: plan where the workers run",
+    )
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     trace = Trace()
     with FakeTensorMode():
-        device = torch.device("cpu")
+        device = torch.device(work.device)
         model = built(work, device)
         images, labels = inputs(work, device)
         with Onlooker() as forward:
@@ -268,11 +273,13 @@ class Timing:
 
     seconds: dict[Operation, list[float]]  # of each call
     calls: int
-    without_onlooker_s: list[float]  # of the forward and backward pass as it runs in training
+    without_onlooker_s: list[float]  # of the forward and backward pass as it runs in training; [] where not asked for
 
 
-def timed(work: Work, device: torch.device, rounds: int, clock: Callable[[], float]) -> Timing:
-    """Run a work `rounds` times under an onlooker with this clock, and as often without."""
+def timed(
+    work: Work, device: torch.device, rounds: int, clock: Callable[[], float], *, plainly: bool = False
+) -> Timing:
+    """Run a work `rounds` times under an onlooker with this clock; `plainly` as often without one too."""
     model = built(work, device)
     images, labels = inputs(work, device)
 
@@ -291,19 +298,11 @@ def timed(work: Work, device: torch.device, rounds: int, clock: Callable[[], flo
         calls = onlooker.calls
         for operation, took in onlooker.seconds:
             seconds.setdefault(operation, []).append(took)
-        with no_gradients(model):
+        if plainly:
             began = clock()
             run()
             plain_s.append(clock() - began)
     return Timing(seconds, calls, plain_s)
-
-
-@contextmanager
-def no_gradients(model: nn.Module) -> Iterator[None]:
-    """Begin and end the block without gradients."""
-    model.zero_grad(set_to_none=True)
-    yield
-    model.zero_grad(set_to_none=True)
 
 
 def cuda_clock() -> float:

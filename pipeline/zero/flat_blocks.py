@@ -1,7 +1,7 @@
 """Two flat parameters a block instead of twelve: what DeepSpeed is given, while a model keeps its names and its code.
 
 What the host does in a step of ZeRO grows with the number of parameters, whatever their size: hooks, buckets, norms,
-gathering. The 392 of H/14 become 72, and a step costs the host half of it or less (benchmarks/README.md).
+gathering. The 392 of H/14 become 72, and a step costs the host little more than in plain torch (benchmarks/README.md).
 
 1. `FlatBlocks` takes the parameters out of every block (`models.blocks`) and leaves two in it: its kernels end to end,
    which decay, and all the rest, which does not.
@@ -76,7 +76,8 @@ class Views:
         for flat in self.flats:
             parts = getattr(block, flat.name).split(flat.sizes)
             for part, spot in zip(parts, flat.spots, strict=True):
-                spot.fill(part.view(spot.shape))
+                # A vector has its shape already: two thirds of them are, and each view costs the backward pass a node.
+                spot.fill(part if part.shape == spot.shape else part.view(spot.shape))
 
     def take_away(self, block: nn.Module, inputs: object, output: object) -> None:
         """Leave the layers as `FlatBlocks` left them, without weights."""

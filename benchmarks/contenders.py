@@ -1,0 +1,350 @@
+"""The loaders that loader.py compares: from shards to batches of 224-pixel crops, endlessly.
+
+Each is a function of the tar shards and of a folder that all of them may fill before they are timed. All crop alike:
+boxes are drawn as tf.image.sample_distorted_bounding_box draws them, by our `inception_box` or by TensorFlow itself
+(tests/test_preprocess.py compares the two), and resized without antialiasing where the library can. All read from the
+page cache, shuffle, flip and give uint8. Only DALI and FFCV draw boxes of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.images.augment import AugmentConfig, Box, inception_box
+from data.images.draws import Draws
+from data.shards.sources import tars
+
+SIZE = 224  # pixels of a crop
+BATCH = 32
+PROCESSES = 2  # processes or threads that decode
+BoxOf = Callable[[int, int], Box]
+
+
+def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
+    from data.loader import TrainLoader
+    from data.order import Order
+    from data.shards.index import load_index
+    from data.shards.indexing import build_index
+    from data.shards.packing import pack
+
+    if restarts and not Path(folder, "fast.index.json").exists():
+        pack(tars(shards), folder, name="fast", shard_samples=100, classes=1000, restarts=True)
+    if restarts:
+        index = load_index(Path(folder, "fast.index.json"))
+    else:
+        index = build_index(shards, output=folder, name="plain", classes=1000)
+    order = Order(index.shard_samples, seed=0, batch_size=BATCH)
+    loader = TrainLoader(index, order, image_size=SIZE, slots=range(BATCH), micro_batch=BATCH, processes=processes)
+    return (batch.images for batch in loader)
+
+
+def fallback(shards: list[str], folder: str) -> Iterator:
+    os.environ["PATCHLINE_JPEG"] = "opencv"
+    return ours(shards, folder)
+
+
+def random_box() -> BoxOf:
+    """What draws a box for an image of (height, width): the inception crop's, from numbers that never repeat."""
+    draws = Draws(random.getrandbits(60))
+    return lambda height, width: inception_box(height, width, draws, AugmentConfig())
+
+
+def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> Iterator:
+    """The usual pipeline: sequential tars, a shuffle buffer, decode in Python, stack."""
+    import numpy as np
+    import torch
+    import webdataset
+
+    box = random_box()
+
+    def load(sample):
+        return decode(sample["jpg"], box, random.random() < 0.5), int(sample["cls"])
+
+    def stack(rows):
+        images = [image for image, _ in rows]
+        return torch.stack(images) if torch.is_tensor(images[0]) else torch.from_numpy(np.stack(images))
+
+    samples = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None)
+    samples = samples.shuffle(100).map(load).batched(BATCH, collation_fn=stack)
+    return iter(webdataset.WebLoader(samples, batch_size=None, num_workers=processes) if processes else samples)
+
+
+def with_pillow(data, box, flip):
+    """Crop and resize in one call, which reads only what it needs of the decoded image."""
+    import numpy as np
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    y, x, h, w = box(image.height, image.width)
+    image = image.resize((SIZE, SIZE), Image.BILINEAR, (x, y, x + w, y + h))
+    return np.asarray(image.transpose(Image.FLIP_LEFT_RIGHT) if flip else image)
+
+
+def random_pillow(data, number: int):
+    """The same with everything drawn from a number."""
+    draws = Draws(number)
+    return with_pillow(data, lambda h, w: inception_box(h, w, draws, AugmentConfig()), draws.uniform() < 0.5)
+
+
+def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterator:
+    return webdataset_with(with_pillow, shards, processes)
+
+
+class InceptionCrop:
+    """In place of torchvision's RandomResizedCrop, whose boxes are larger: of a mean area of 0.42 instead of 0.34.
+
+    Boxes are drawn as all other contenders draw them; what becomes of them is torchvision's.
+    """
+
+    def __init__(self) -> None:
+        self.draw = random_box()
+
+    def __call__(self, image):
+        from torchvision.transforms.v2 import functional
+
+        y, x, h, w = self.draw(image.height, image.width)
+        return functional.resized_crop(image, y, x, h, w, [SIZE, SIZE], antialias=True)
+
+
+def usual(shards: list[str], folder: str) -> Iterator:
+    """What webdataset's documentation shows: its own Pillow decoder, torchvision's transforms, a loader."""
+    import webdataset
+    from torchvision.transforms import v2
+
+    steps = [InceptionCrop(), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    samples = webdataset.WebDataset(shards, shardshuffle=False, resampled=True, nodesplitter=None).shuffle(100)
+    samples = samples.decode("pil").to_tuple("jpg", "cls").map_tuple(v2.Compose(steps)).batched(BATCH)
+    return iter(webdataset.WebLoader(samples, batch_size=None, num_workers=PROCESSES))
+
+
+def opencv(shards: list[str], folder: str) -> Iterator:
+    import cv2
+    import numpy as np
+
+    cv2.setNumThreads(1)
+
+    def decode(data, box, flip):
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+        y, x, h, w = box(*image.shape[:2])
+        image = cv2.resize(image[y : y + h, x : x + w], (SIZE, SIZE))
+        return cv2.flip(image, 1) if flip else image
+
+    return webdataset_with(decode, shards)
+
+
+def torchvision(shards: list[str], folder: str) -> Iterator:
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms.v2.functional import resized_crop
+
+    torch.set_num_threads(1)
+
+    def decode(data, box, flip):
+        image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+        y, x, h, w = box(*image.shape[1:])
+        image = resized_crop(image, y, x, h, w, [SIZE, SIZE], antialias=False)
+        return image.flip(2) if flip else image
+
+    return webdataset_with(decode, shards)
+
+
+def tfrecords(shards: list[str], folder: str) -> list[str]:
+    """The same samples as TFRecord files, one a tar; written before anything is timed."""
+    import tensorflow as tf
+
+    paths = []
+    for shard in shards:
+        path = Path(folder, Path(shard).stem + ".tfrecord")
+        paths.append(str(path))
+        if path.exists():
+            continue
+        temporary = path.with_suffix(".tmp")
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for sample in tars([shard]):
+                image = tf.train.Feature(bytes_list=tf.train.BytesList(value=[sample.read()]))
+                label = tf.train.Feature(int64_list=tf.train.Int64List(value=sample.labels))
+                features = tf.train.Features(feature={"image": image, "label": label})
+                writer.write(tf.train.Example(features=features).SerializeToString())
+        temporary.rename(path)
+    return paths
+
+
+def tfdata(shards: list[str], folder: str) -> Iterator:
+    """big_vision's, from TFRecord: its input_pipeline.make_for_train and decode_jpeg_and_inception_crop|flip_lr.
+
+    Python sees nothing but finished batches. Its 48 threads and 100 parallel calls are 2 here, as for all others.
+    """
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = PROCESSES
+    options.threading.max_intra_op_parallelism = 1
+    options.experimental_optimization.inject_prefetch = False
+    options.deterministic = False
+    schema = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.VarLenFeature(tf.int64)}
+
+    def load(record):
+        example = tf.io.parse_single_example(record, schema)
+        jpeg = example["image"]
+        begin, size, _ = tf.image.sample_distorted_bounding_box(
+            tf.image.extract_jpeg_shape(jpeg), tf.zeros([0, 0, 4]), area_range=(0.05, 1.0),
+            aspect_ratio_range=(0.75, 1.33), min_object_covered=0, use_image_if_no_bounding_boxes=True,
+        )  # fmt: skip
+        window = tf.concat([begin[:2], size[:2]], 0)
+        image = tf.image.resize(tf.image.decode_and_crop_jpeg(jpeg, window, channels=3), [SIZE, SIZE])
+        image = tf.cast(tf.clip_by_value(image, 0, 255), tf.uint8)
+        return tf.image.random_flip_left_right(image), tf.sparse.to_dense(example["label"])[0]
+
+    files = tf.data.Dataset.from_tensor_slices(tfrecords(shards, folder))
+    samples = files.interleave(tf.data.TFRecordDataset, cycle_length=PROCESSES).with_options(options)
+    samples = samples.shuffle(100).repeat().map(load, num_parallel_calls=PROCESSES)
+    return samples.batch(BATCH, drop_remainder=True).prefetch(2).as_numpy_iterator()
+
+
+def dali(shards: list[str], folder: str) -> Iterator:
+    from nvidia.dali import fn, pipeline_def, types
+
+    @pipeline_def(batch_size=BATCH, num_threads=PROCESSES, device_id=None)
+    def pipeline():
+        jpeg = fn.readers.webdataset(paths=shards, ext=["jpg"], random_shuffle=True)
+        image = fn.decoders.image_random_crop(jpeg, random_area=(0.05, 1.0), random_aspect_ratio=(0.75, 1.33))
+        image = fn.resize(image, size=[SIZE, SIZE], interp_type=types.INTERP_LINEAR, antialias=False)
+        return fn.flip(image, horizontal=fn.random.coin_flip())
+
+    made = pipeline()
+    made.build()
+    while True:
+        yield made.run()
+
+
+def jpegs(shards: list[str]) -> list[bytes]:
+    return [sample.read() for sample in tars(shards)]
+
+
+def grain(shards: list[str], folder: str) -> Iterator:
+    """From memory: grain reads ArrayRecord or what one gives it, but no tars."""
+    from absl import flags
+    from grain import python as pygrain
+
+    flags.FLAGS(["loader"])  # its processes refuse to start before
+    samples = pygrain.MapDataset.source(jpegs(shards)).seed(0).shuffle().repeat()
+    samples = samples.random_map(lambda data, rng: random_pillow(data, int(rng.integers(2**60)))).batch(BATCH)
+    return iter(samples.to_iter_dataset().mp_prefetch(pygrain.MultiprocessingOptions(num_workers=PROCESSES)))
+
+
+def streaming(shards: list[str], folder: str) -> Iterator:
+    import torch
+    from streaming import MDSWriter, StreamingDataset
+
+    class Crops(StreamingDataset):
+        def __getitem__(self, at):
+            return random_pillow(super().__getitem__(at)["jpg"], random.getrandbits(60)).copy()
+
+    place = tempfile.mkdtemp(dir=folder)
+    with MDSWriter(out=place, columns={"jpg": "bytes"}) as writer:
+        for data in jpegs(shards):
+            writer.write({"jpg": data})
+    samples = Crops(local=place, shuffle=True, batch_size=BATCH, epoch_size=1 << 17)
+    return iter(torch.utils.data.DataLoader(samples, BATCH, num_workers=PROCESSES))
+
+
+def energon(shards: list[str], folder: str) -> Iterator:
+    import shutil
+
+    import numpy as np
+    import torch
+    from megatron import energon
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    @energon.stateless
+    def cook(sample):
+        return energon.ImageSample(**energon.basic_sample_keys(sample), image=sample["jpg"])
+
+    class Crops(energon.DefaultTaskEncoder):
+        decoder = None
+
+        def encode_sample(self, sample):
+            return random_pillow(sample.image, random.getrandbits(60))
+
+        def batch(self, samples):
+            return torch.from_numpy(np.stack(samples))
+
+        cookers = (energon.Cooker(cook),)
+
+    place = Path(tempfile.mkdtemp(dir=folder))
+    names = [Path(shutil.copy(shard, place)).name for shard in shards]
+    WebdatasetPreparator.prepare_dataset(place, names, split_parts_ratio=[("train", 1.0)], workers=1)
+    (place / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {}\n"
+    )
+    workers = energon.WorkerConfig(rank=0, world_size=1, num_workers=PROCESSES)
+    options = {"batch_size": BATCH, "shuffle_buffer_size": 100, "max_samples_per_sequence": 100}
+    samples = energon.get_train_dataset(place, worker_config=workers, task_encoder=Crops(), **options)
+    return iter(energon.get_loader(samples))
+
+
+def ffcv(shards: list[str], folder: str) -> Iterator:
+    """Encoded again, at quality 90 and full size, into its own file."""
+    import numpy as np
+    from ffcv.fields import RGBImageField
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor
+    from ffcv.writer import DatasetWriter
+    from PIL import Image
+
+    class Photos:
+        def __init__(self):
+            self.jpegs = jpegs(shards)
+
+        def __len__(self):
+            return len(self.jpegs)
+
+        def __getitem__(self, at):
+            return (np.asarray(Image.open(io.BytesIO(self.jpegs[at])).convert("RGB")),)
+
+    path = Path(folder, "ffcv.beton")
+    if not path.exists():
+        DatasetWriter(str(path), {"image": RGBImageField("jpg", jpeg_quality=90)}, num_workers=1).from_indexed_dataset(
+            Photos()
+        )
+    steps = [RandomResizedCropRGBImageDecoder((SIZE, SIZE), scale=(0.05, 1)), RandomHorizontalFlip(), ToTensor()]
+    loader = Loader(str(path), BATCH, PROCESSES, True, OrderOption.RANDOM, pipelines={"image": steps}, drop_last=True)
+    while True:
+        yield from loader
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A loader, and the modules beyond those of this checkout that it needs."""
+
+    batches: Callable[[list[str], str], Iterator]
+    needs: tuple[str, ...] = ()
+
+
+CONTENDERS = {
+    "ours, plain shards": Contender(ours),
+    "ours, restart markers": Contender(partial(ours, restarts=True)),
+    "ours, plain shards, in the loop's process": Contender(partial(ours, processes=0)),
+    "ours, without the binding": Contender(fallback),
+    "tf.data, TFRecord, decode and crop": Contender(tfdata, ("tensorflow",)),
+    "webdataset + Pillow, tuned": Contender(pillow, ("webdataset",)),
+    "webdataset + Pillow, tuned, in the loop's process": Contender(partial(pillow, processes=0), ("webdataset",)),
+    "webdataset + Pillow + torchvision, as documented": Contender(usual, ("webdataset", "torchvision")),
+    "webdataset + OpenCV": Contender(opencv, ("webdataset",)),
+    "webdataset + torchvision.io": Contender(torchvision, ("webdataset", "torchvision")),
+    "DALI on the CPU": Contender(dali, ("nvidia.dali",)),
+    "grain + Pillow": Contender(grain, ("grain",)),
+    "MosaicML Streaming + Pillow": Contender(streaming, ("streaming",)),
+    "Megatron Energon + Pillow": Contender(energon, ("megatron.energon",)),
+    "FFCV, encoded again": Contender(ffcv, ("ffcv",)),
+}
