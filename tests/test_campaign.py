@@ -533,7 +533,8 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
     capsys.readouterr()
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert "rank-00001.safetensors: its sha256 is not the manifest's" in out and "resumed from step 16" in out
+    assert re.search(r"rank-00001.safetensors: bytes 0 to \d+ are not those .* \(read by worker 1 on ", out)
+    assert "resumed from step 16" in out
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 
