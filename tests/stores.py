@@ -43,6 +43,8 @@ class Proxy:
         self.fault: Callable[[str], int | str | None] = lambda path: None
         self.fault_of_any: Callable[[str, str], int | str | None] = lambda method, path: None
         self.gets: list[str] = []
+        # A real store looks for the name and writes it in one; moto's threads can look all before one has written.
+        self.one_write_at_a_time = threading.Lock()
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
         """The class whose objects answer one request each."""
@@ -80,6 +82,12 @@ class Proxy:
                 return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
             def pass_on(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+                if "If-None-Match" not in self.headers:
+                    return self.pass_on_at_once(body)
+                with proxy.one_write_at_a_time:
+                    return self.pass_on_at_once(body)
+
+            def pass_on_at_once(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
                 connection = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
                 fields = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
                 if body or "Content-Length" in self.headers:
