@@ -119,7 +119,7 @@ def calibrate(
     output: Annotated[str | None, typer.Option(metavar="FILE", help="Without it: this machine's own file.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Measure this machine, or every node of a recipe's cluster, which takes minutes: `plan` then says time and money."""
+    """Measure this machine, or every node of a recipe's cluster (minutes); `plan` then says time and money."""
     from jobs.cluster import backends
     from jobs.planning.calibrate import calibrate
     from pipeline.planning.calibration import calibration_file
