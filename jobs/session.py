@@ -146,7 +146,7 @@ def run_campaign(
             stages = [loaded.stage(name) for name in names]
             check_inputs(loaded, stages)
             check_unfinished(loaded, stages, fresh=fresh)
-            check_memory(loaded, stages)
+            check_memory(loaded, stages, follower.say)
             unverified = check_finished(loaded, stages, follower.say)
             # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
             if loaded.cluster.backend == "ray" and needs_workers(loaded, stages):

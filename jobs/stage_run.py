@@ -40,6 +40,7 @@ from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.planning.memory import GIB
 from pipeline.planning.memory_remedies import check_fits
+from pipeline.planning.memory_traces import TraceFailed
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
@@ -157,10 +158,11 @@ def missing_inputs(campaign: Campaign, stages: Sequence[Stage]) -> list[str]:
     return messages
 
 
-def check_memory(campaign: Campaign, stages: Sequence[Stage]) -> None:
+def check_memory(campaign: Campaign, stages: Sequence[Stage], say: Callable[[str], None]) -> None:
     """Raise ConfigError, with what to change, where a stage to be trained needs more than `cluster.gpu_memory_gb`.
 
-    Without that field nothing is traced, which takes some seconds for a step that never was.
+    Without that field nothing is traced, which takes some seconds for a step that never was. What cannot be traced is
+    said, and goes on unchecked.
     """
     limit = campaign.cluster.gpu_memory_gb
     if limit is None or not campaign.cluster.gpus_per_worker:
@@ -169,7 +171,10 @@ def check_memory(campaign: Campaign, stages: Sequence[Stage]) -> None:
         if campaign.done(stage) is None and isinstance(stage.config, TrainConfig) and stage.model is not None:
             # What a worker needs is the most where the workers are the fewest.
             fewest = allowed_worlds(stage.config, campaign.cluster)[-1]
-            check_fits(stage.config, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+            try:
+                check_fits(stage.config, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+            except TraceFailed as error:
+                say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known: {error}")
 
 
 def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool) -> None:

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import models
 from data.errors import ConfigError, DataError
 from jobs.__main__ import main
+from jobs.campaign import load
+from jobs.context import Context
 from jobs.planning import outlook
 from pipeline import handover
 from pipeline.planning import forecast as forecasting
@@ -293,7 +295,7 @@ def test_plan_says_time_and_money_once_calibrated_and_what_to_type_before(recipe
 
 def test_what_happened_stands_beside_what_was_forecast(tmp_path: Path) -> None:
     assert kept_forecast.beside_measured(tmp_path) == ""
-    step = {"training_s": 0.040, "wait_s": 0.0, "save_s": 0.001, "evaluate_s": 0.0}
+    step = {"training_s": 0.040, "wait_s": 0.0, "save_s": 0.001}
     kept_forecast.write_forecast(tmp_path, "today, here", {2: step})
     records = []
     # Ten steps each; the first report holds what starts slowly, two an evaluation of one second.
@@ -308,6 +310,38 @@ def test_what_happened_stands_beside_what_was_forecast(tmp_path: Path) -> None:
     )
     assert kept_forecast.short_text(tmp_path, records[-1]) == "forecast 40 ms a step, now 43"
     assert kept_forecast.short_text(tmp_path, {**records[-1], "world": 8}) == ""
+
+
+@pytest.mark.parametrize("failing", ["decode_rate", "passes_of", "write_forecast"])
+def test_a_forecast_that_cannot_be_kept_is_one_line_of_the_run(failing, recipe, tmp_path, monkeypatch):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setenv("PATCHLINE_CALIBRATION", str(path))
+    write_calibration(path, made())
+    monkeypatch.setattr(outlook, "passes_of", lambda *_: forecasting.Passes(0.001, 0.002, 0.0))
+    loaded = load(recipe, [])
+    stage = loaded.stage("pretrain")
+    said: list[str] = []
+    context = Context(
+        name=stage.name,
+        run=tmp_path,
+        directory=tmp_path / "pretrain",
+        key=stage.key,
+        cluster=loaded.cluster,
+        resolve=loaded.resolve,
+        model=stage.model,
+        say=said.append,
+        tick=lambda *_: None,
+        stopping=lambda: False,
+    )
+    outlook._keep_forecast(stage.config, context)
+    assert said == [] and kept_forecast.read_forecast(context.directory).keys() == {2}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no room\nhere")
+
+    monkeypatch.setattr(outlook, failing, fail)
+    outlook._keep_forecast(stage.config, context)
+    assert said == ["pretrain: no forecast is kept beside its steps: OSError: no room"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What a step of training needs of memory: counted by the allocator while real steps are taken, and by hand."""
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import models
 from benchmarks.memory import CASES, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
+from jobs.campaign import load
+from jobs.commands.preflight import stage_need
 from pipeline.planning import memory, memory_remedies, memory_traces
 from pipeline.planning.live_bytes import Kind, LiveBytes
 from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
@@ -144,7 +147,56 @@ def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tmp_path: Path, mon
     assert trace(cfg) == 1
 
 
+@pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
+def test_a_home_that_keeps_no_trace_ends_nothing(obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tmp_path / "home"
+    monkeypatch.setenv("PATCHLINE_CACHE", str(home))
+    if obstacle == "a file in its way":
+        home.write_text("")
+
+    def refuse_lock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def refuse_write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if obstacle == "no locks":
+        monkeypatch.setattr("fcntl.flock", refuse_lock)
+    if obstacle == "no room":
+        monkeypatch.setattr(memory_traces, "write_whole", refuse_write)
+    asked = []
+
+    def run(steps: list[memory_traces.StepToTrace]) -> list[str]:
+        asked.extend(steps)
+        moment = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
+        return [json.dumps({"start": 7, "moments": [moment], "activations": [moment]})] * len(steps)
+
+    monkeypatch.setattr(memory_traces, "run_tracer", run)
+    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=16)
+    step = step_to_trace(cfg, models.config_of("mu/8", 16, 10), 2, 2, 0, is_gpu=False)
+    (trace,) = memory_traces.traces_of([step])
+    assert trace.start == 7 and asked == [step], "traced once, though not kept"
+
+
 # ---------------------------------------------------------------------------------------------------- what plan says
+
+
+def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight_nor_run(recipe, capsys, monkeypatch):
+    def refuse(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
+        raise memory_traces.TraceFailed("the step could not be traced: by hand")
+
+    for module in (memory, memory_remedies):
+        if hasattr(module, "traces_of"):
+            monkeypatch.setattr(module, "traces_of", refuse)
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.activation_gb=1"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert said.count("  memory  not known: the step could not be traced: by hand") == 2
+    assert "not forecast: how many blocks activation_gb recomputes is not known; type pretrain.checkpoint_" in said
+    assert "finetune: whether it fits cluster.gpu_memory_gb=5 is not known: the step could not" in said
+
+    campaign = load(recipe, [])
+    assert stage_need(campaign, campaign.stage("pretrain"), campaign.stage("pretrain").config, 2).memory_bytes is None
 
 
 @pytest.fixture

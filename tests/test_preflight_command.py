@@ -118,6 +118,12 @@ def test_what_is_not_well_is_named_with_its_place_and_a_remedy(change, subject, 
     assert {other.level for other in others} == {"OK"}, others
 
 
+def test_memory_is_not_well_where_the_step_could_not_be_traced() -> None:
+    needs = dataclasses.replace(NEEDS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
+    finding = of(judge(report(), needs), "memory")
+    assert finding.level == "WARN" and "without the steps of pretrain, which could not be traced" in finding.text
+
+
 def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> None:
     own = folders.report_on_own(tmp_path / "here", 1)
     assert own["written_bytes"] == 2**24 and own["free_bytes"] > 0 and not (tmp_path / "here").exists()

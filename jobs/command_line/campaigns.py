@@ -86,7 +86,7 @@ def plan(
         check_unfinished(loaded, loaded.stages, fresh=fresh)
         check_finished(loaded, loaded.stages, print)
         show(plan.plan(loaded, outlook))
-        check_memory(loaded, loaded.stages)
+        check_memory(loaded, loaded.stages, print)
         # What is missing is refused last, because all but a few lines of the plan can be told without it.
         missing = missing_inputs(loaded, loaded.stages)
         if missing and without_data:

@@ -213,7 +213,7 @@ def judge_memory(workers: Sequence[WorkerReport], needs: Needs) -> Finding:
         # On a GPU only the copy that a save makes lies in the host's memory.
         bytes_here = stage.snapshot_bytes
         if not needs.gpus_per_worker:
-            bytes_here += stage.memory_bytes
+            bytes_here += stage.memory_bytes or 0
         needed = max(needed, bytes_here * counts[node])
     text = f"{size_text(free)} free on {node} for {counted(counts[node], 'worker')}, about {size_text(needed)} needed"
     if free < needed:
@@ -221,10 +221,14 @@ def judge_memory(workers: Sequence[WorkerReport], needs: Needs) -> Finding:
 
     gpu_free = tightest["machine"]["gpu_memory_free"]
     if gpu_free is not None:
-        gpu_needed = max((stage.memory_bytes for stage in needs.stages), default=0)
+        gpu_needed = max((stage.memory_bytes or 0 for stage in needs.stages), default=0)
         text += f"; {size_text(gpu_free)} free on its GPU, about {size_text(gpu_needed)} needed"
         if gpu_free < gpu_needed:
             return Finding("WARN", "memory", text, "lower micro_batch or activation_gb, or raise zero")
+    untraced = [stage.name for stage in needs.stages if stage.memory_bytes is None]
+    if untraced:
+        text += f"; without the steps of {', '.join(untraced)}, which could not be traced"
+        return Finding("WARN", "memory", text, "`patchline plan` says why")
     return Finding("OK", "memory", text)
 
 

@@ -32,7 +32,7 @@ class StageNeed:
     gradient_bytes: int  # that are summed over the workers at once
     reductions: float  # of so many bytes in a step
     compute_s: float | None  # of a step, as `plan` assumes it of a GPU; None on CPUs, of which it assumes nothing
-    memory_bytes: int  # a worker's states and activations, as `plan` estimates them
+    memory_bytes: int | None  # a worker's states and activations, as `plan` estimates them; None: not traced
     snapshot_bytes: int  # a worker's share of a checkpoint, in host memory
     checkpoint_bytes: int  # of all workers
     disk_bytes: int  # for all checkpoints and weights to come

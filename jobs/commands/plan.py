@@ -170,14 +170,26 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
-    cfg = memory.with_blocks(cfg, stage.model, is_gpu=campaign.cluster.gpus_per_worker > 0)
-    lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
+    # Without a trace nobody knows how many blocks `activation_gb` means, nor what they cost.
+    knows_blocks = True
+    try:
+        cfg = memory.with_blocks(cfg, stage.model, is_gpu=campaign.cluster.gpus_per_worker > 0)
+        lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
+    except TraceFailed as error:
+        knows_blocks = cfg.activation_gb is None
+        lines.append(f"  memory  not known: {error}")
     # With the tuning of the user's own DeepSpeed file in it.
     tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
     summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
     if summed:
         lines.append(f"  sums    {summed}")
-    lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
+    if knows_blocks:
+        lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
+    else:
+        lines.append(
+            f"  time    not forecast: how many blocks activation_gb recomputes is not known; "
+            f"type {stage.name}.checkpoint_blocks=N in its place"
+        )
     return lines
 
 
@@ -301,10 +313,10 @@ def optimizer_line(cfg: TrainConfig) -> str:
 
 
 def memory_line(campaign: Campaign, stage: Stage, cfg: TrainConfig, world: int) -> str:
-    """Say what a worker needs of its device's memory and of its node's; the step is traced where that is not known."""
+    """Say what a worker needs of its device's memory and of its node's; the step is traced where that is not known.
+
+    Raises TraceFailed.
+    """
     is_gpu = campaign.cluster.gpus_per_worker > 0
-    try:
-        need = memory.memory_need(cfg, stage.model, world, is_gpu=is_gpu)
-    except TraceFailed as error:
-        return f"not known: {error}"
+    need = memory.memory_need(cfg, stage.model, world, is_gpu=is_gpu)
     return f"{memory.in_words(need, is_gpu=is_gpu)} (checkpoint_blocks={need.recomputed})"

@@ -43,6 +43,7 @@ from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.planning.memory import memory_need
+from pipeline.planning.memory_traces import TraceFailed
 from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
 from pipeline.preflight.worker import PreflightReport, examine
 from pipeline.training_config import TrainConfig
@@ -186,6 +187,9 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     if cluster.gpus_per_worker:
         gpus = world * cluster.gpus_per_worker
         compute_s = models.training_flops(stage.model, cfg.batch_size) / (gpus * GPU_FLOPS)
+    memory_bytes = None
+    with suppress(TraceFailed):
+        memory_bytes = memory_need(cfg, stage.model, world, is_gpu=cluster.gpus_per_worker > 0).device_bytes
     checkpoint = checkpoint_bytes(cfg, stage.model)
     disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
     return StageNeed(
@@ -193,7 +197,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine)
         reductions=reductions,
         compute_s=compute_s,
-        memory_bytes=memory_need(cfg, stage.model, world, is_gpu=cluster.gpus_per_worker > 0).device_bytes,
+        memory_bytes=memory_bytes,
         snapshot_bytes=checkpoint // world,
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,

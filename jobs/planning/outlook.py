@@ -288,9 +288,18 @@ def keep_forecast(cfg: TrainConfig, context: Context) -> threading.Thread | None
     """
     if context.model is None or not calibration_file().exists():
         return None
-    thread = threading.Thread(target=_write_forecast, args=(cfg, context), daemon=True)
+    thread = threading.Thread(target=_keep_forecast, args=(cfg, context), daemon=True)
     thread.start()
     return thread
+
+
+def _keep_forecast(cfg: TrainConfig, context: Context) -> None:
+    # A run goes on without its forecast: the line at its end is then not there.
+    try:
+        _write_forecast(cfg, context)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        context.say(f"{context.name}: no forecast is kept beside its steps: {type(error).__name__}: {reason}")
 
 
 def _write_forecast(cfg: TrainConfig, context: Context) -> None:
@@ -300,7 +309,7 @@ def _write_forecast(cfg: TrainConfig, context: Context) -> None:
     steps: dict[int, KeptStep] = {}
     rate = decode_rate(context.resolve, cfg, context.model, calibration)
     for world in allowed_worlds(cfg, context.cluster)[:KEPT_WORLDS]:
-        # A run goes on without its forecast: the line at its end is then not there.
+        # Of a world like which nothing was measured there is none.
         try:
             passes = passes_of(cfg, context.model, calibration)
             step = forecast_step(cfg, context.model, world, passes, calibration, images_per_cpu_s=rate)
@@ -310,7 +319,6 @@ def _write_forecast(cfg: TrainConfig, context: Context) -> None:
             "training_s": step.training_s,
             "wait_s": step.wait_s,
             "save_s": step.save_s,
-            "evaluate_s": step.evaluate_s,
         }
     if steps:
         write_forecast(context.directory, f"{calibration.date}, {hardware_text(calibration.worker)}", steps)

@@ -24,7 +24,6 @@ class KeptStep(TypedDict):
     training_s: float  # without saves and evaluations
     wait_s: float  # of it: for images
     save_s: float
-    evaluate_s: float
 
 
 class Measured(TypedDict):

@@ -14,14 +14,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import models
-from data.errors import PatchlineError
+from data.errors import PatchlineError, StorageError
 from data.files import locked, state_folder, write_whole
 from models import ModelConfig
 from pipeline.config import digest
@@ -115,21 +115,33 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
     """
     folder = state_folder() / "memory"
     step_of_path = {folder / f"{key_of(step)}.json": step for step in steps}
+    answers: dict[Path, str] = {}
     if any(kept(path) is None for path in step_of_path):
-        folder.mkdir(parents=True, exist_ok=True)
-        # The workers of a node may ask at the same moment: the others wait for the first and find its answers.
-        with locked(folder / "lock"):
-            missing = [path for path in step_of_path if kept(path) is None]
-            answers = run_tracer([step_of_path[path] for path in missing])
-            for path, answer in zip(missing, answers, strict=True):
-                write_whole(path, answer)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # The workers of a node may ask at the same moment: the others wait for the first and find its answers.
+            with locked(folder / "lock"):
+                answers = missing_answers(step_of_path)
+                for path, answer in answers.items():
+                    write_whole(path, answer)
+        except (OSError, StorageError):
+            # A home that is full or read-only, or has no locks, ends no plan: the next one traces again.
+            answers = answers or missing_answers(step_of_path)
     traces = []
     for step in steps:
-        trace = kept(folder / f"{key_of(step)}.json")
+        path = folder / f"{key_of(step)}.json"
+        trace = trace_in(answers[path]) if path in answers else kept(path)
         if trace is None:
-            raise TraceFailed(f"the trace in {folder} cannot be read back")
+            raise TraceFailed(f"the trace of the step, kept in {folder}, cannot be read back")
         traces.append(trace)
     return traces
+
+
+def missing_answers(step_of_path: Mapping[Path, StepToTrace]) -> dict[Path, str]:
+    """Return what the tracer says of the steps that are not kept. Raises TraceFailed."""
+    missing = [path for path in step_of_path if kept(path) is None]
+    answers = run_tracer([step_of_path[path] for path in missing])
+    return dict(zip(missing, answers, strict=True))
 
 
 def is_kept(step: StepToTrace) -> bool:
@@ -140,9 +152,17 @@ def is_kept(step: StepToTrace) -> bool:
 def kept(path: Path) -> Trace | None:
     """Return a kept trace; None where there is none, or where it is no trace."""
     try:
-        values = json.loads(path.read_text())
+        return trace_in(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def trace_in(answer: str) -> Trace | None:
+    """Return the trace that the tracer has written down; None where it is none."""
+    try:
+        values = json.loads(answer)
         return Trace(values["start"], moments_of(values["moments"]), moments_of(values["activations"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
