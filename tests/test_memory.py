@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.campaign import load
 from jobs.commands.preflight import stage_need
+from pipeline.objectives import patches_to_keep
 from pipeline.planning import memory, memory_remedies, memory_traces
 from pipeline.planning.live_bytes import Kind, LiveBytes
 from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
 from pipeline.planning.memory_remedies import check_fits
+from pipeline.planning.memory_trace import TracedWorker
 from pipeline.planning.memory_traces import Moment, Trace, step_to_trace
+from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
 
 MIB = 2**20
@@ -85,6 +89,15 @@ def test_bytes_live_from_the_operation_that_made_them_until_their_last_tensor_is
     assert living[Kind.STATES] == living[Kind.GRADIENTS] == 256 * 1024  # the weight; its gradient
     assert living[Kind.ACTIVATIONS] == 0
     assert max(size for _, kind, size in live.events if kind is Kind.ACTIVATIONS) == 4096
+
+
+def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
+    cfg = TrainConfig(data=CASES[0].cfg.data, steps=1, batch_size=8, micro_batch=8)
+    worker: Any = TracedWorker(cfg, torch.device("cpu"), CASES[0].model_config, engine=cast(Any, None))
+    asked: Any = None
+    assert patches_to_keep(worker, 0, asked) == []
+    of_traced = {field.name for field in dataclasses.fields(TracedWorker)}
+    assert of_traced <= {field.name for field in dataclasses.fields(Worker)}
 
 
 def test_the_fullest_moment_depends_on_the_micro_batch():

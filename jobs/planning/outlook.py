@@ -27,6 +27,7 @@ from pipeline.planning.calibration import Calibration, Hardware, calibration_fil
 from pipeline.planning.forecast import StepForecast, forecast_step, passes_of, workers_on_a_node
 from pipeline.planning.kept_forecast import KeptStep, write_forecast
 from pipeline.planning.measure import cores, processor
+from pipeline.planning.memory import with_blocks
 from pipeline.planning.price import Bill, Failures, best_save_every, bill
 from pipeline.training_config import TrainConfig
 
@@ -306,6 +307,8 @@ def _write_forecast(cfg: TrainConfig, context: Context) -> None:
     calibration = outlook_of(None).calibration
     if calibration is None:
         return
+    # As the workers are told it (jobs/stages/training.py): a second forward pass of a block takes its time.
+    cfg = with_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)
     steps: dict[int, KeptStep] = {}
     rate = decode_rate(context.resolve, cfg, context.model, calibration)
     for world in allowed_worlds(cfg, context.cluster)[:KEPT_WORLDS]:

@@ -59,6 +59,7 @@ class TracedWorker:
     device: torch.device
     model_config: ModelConfig
     engine: Engine
+    steps: int = 1  # of the stage: what it leaves out of images depends on the step, and here nothing is left out
 
 
 @dataclass(frozen=True)
