@@ -62,6 +62,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_protocols.py",
         "test_thinning.py",
         "test_reference_loop.py",
+        "test_rehearsal.py",
         "test_telemetry.py",
         "test_train.py",
         "test_twin.py",

@@ -159,8 +159,8 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
     loss_sum = torch.zeros((), device=worker.device)
     for number in range(accumulation):
         enter("batch")
-        pixels = torch.zeros(images, 3, *size, dtype=torch.uint8)
-        labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64)
+        pixels = torch.zeros(images, 3, *size, dtype=torch.uint8, device=worker.device)
+        labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64, device=worker.device)
         batch = Batch(0, pixels, labels, torch.zeros(images, 3, dtype=torch.int64), (), Wait())
         inputs = normalise(batch.images, worker.engine.dtype, worker.device)
         enter("forward")
