@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from data.errors import ConfigError, DataError
+from data.images.augment import AugmentConfig
 from jobs.__main__ import main
 from jobs.campaign import load
 from jobs.cluster.worker_group import ClusterConfig
@@ -28,6 +29,7 @@ from pipeline.planning.calibration import (
     Hardware,
     Rates,
     Storage,
+    decode_key,
     read_calibration,
     write_calibration,
 )
@@ -138,6 +140,18 @@ def test_decoding_takes_the_cores_of_those_who_compute_and_evaluation_the_forwar
     assert step.wait_s == pytest.approx(1.6 - step.compute_s - step.host_s)
     # 20 micro-batches of two images, forward, every fifth step.
     assert step.evaluate_s == pytest.approx(20 * 0.0061 / 5)
+
+
+def test_a_set_that_two_stages_augment_in_two_ways_has_a_rate_of_each() -> None:
+    calm = DataConfig(train="x", augment=AugmentConfig())
+    busy = DataConfig(train="x", augment=AugmentConfig(randaug_layers=2))
+    rates = {decode_key("/x", 16, calm.augment): 900.0, decode_key("/x", 16, busy.augment): 400.0}
+    calibration = made(decode=rates)
+    gpu = dataclasses.replace(calm, decode="gpu")
+    looked_up = {}
+    for name, data in (("calm", calm), ("busy", busy), ("gpu", gpu)):
+        looked_up[name] = outlook.decode_rate(lambda path: f"/{path}", config(data=data), MODEL, calibration)
+    assert looked_up == {"calm": 900.0, "busy": 400.0, "gpu": None}
 
 
 def test_a_gpu_hides_what_its_host_does_and_has_cores_for_decoding(by_hand) -> None:

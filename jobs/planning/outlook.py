@@ -194,11 +194,13 @@ def refused(error: ConfigError) -> str:
 def decode_rate(
     resolve: Callable[[str | None], str | None], cfg: TrainConfig, model: ModelConfig, calibration: Calibration
 ) -> float | None:
-    """Return the images a CPU-second of the slowest set that was measured; None where none was."""
+    """Return the images a CPU-second of the slowest set that was measured; None where none was, or a GPU decodes."""
+    if cfg.data.decode == "gpu":
+        return None
     rates = []
     for value, _weight in cfg.data.sets().values():
         path = resolve(value) if value else None
-        rate = calibration.decode.get(decode_key(path or "", max(model.image_size)))
+        rate = calibration.decode.get(decode_key(path or "", max(model.image_size), cfg.data.augment))
         if rate is not None:
             rates.append(rate)
     return min(rates, default=None)
