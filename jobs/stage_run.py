@@ -169,6 +169,10 @@ def check_memory(campaign: Campaign, stages: Sequence[Stage], say: Callable[[str
         return
     for stage in stages:
         if campaign.done(stage) is None and isinstance(stage.config, TrainConfig) and stage.model is not None:
+            # What is traced is of whole images, and nobody has traced fewer patches: nothing is refused for them.
+            if not stage.config.thinning.has_whole_images:
+                say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known with patch dropout")
+                continue
             # What a worker needs is the most where the workers are the fewest.
             fewest = allowed_worlds(stage.config, campaign.cluster)[-1]
             try:

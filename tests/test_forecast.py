@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from data.errors import ConfigError, DataError
+from data.images.augment import AugmentConfig
 from jobs.__main__ import main
 from jobs.campaign import load
+from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import Context
 from jobs.planning import outlook
 from pipeline import handover
@@ -27,6 +29,7 @@ from pipeline.planning.calibration import (
     Hardware,
     Rates,
     Storage,
+    decode_key,
     read_calibration,
     write_calibration,
 )
@@ -34,7 +37,9 @@ from pipeline.planning.forecast import forecast_step, passes_of
 from pipeline.planning.measure import cores, processor
 from pipeline.planning.operations import Operation, Trace, Work, timed, trace_of
 from pipeline.planning.price import Failures, best_save_every, bill
+from pipeline.preflight import machine
 from pipeline.training_config import DataConfig, TrainConfig
+from pipeline.versions import package_versions
 
 MM = Operation("mm", "float32", 2_000_000, 120_000, (100, 100, 100, 1))
 ADD = Operation("add", "float32", 0, 1_000_000, ())
@@ -56,7 +61,7 @@ def made(**changes: object) -> Calibration:
         "date": "2026-11-22 15:00",
         "driver": Hardware(processor(), cores(), "cpu"),
         "worker": Hardware("by hand", 2, "cpu"),
-        "versions": {},
+        "versions": package_versions(),
         "threads": 1,
         "gpus": 0,
         "backend": "processes",
@@ -137,6 +142,18 @@ def test_decoding_takes_the_cores_of_those_who_compute_and_evaluation_the_forwar
     assert step.evaluate_s == pytest.approx(20 * 0.0061 / 5)
 
 
+def test_a_set_that_two_stages_augment_in_two_ways_has_a_rate_of_each() -> None:
+    calm = DataConfig(train="x", augment=AugmentConfig())
+    busy = DataConfig(train="x", augment=AugmentConfig(randaug_layers=2))
+    rates = {decode_key("/x", 16, calm.augment): 900.0, decode_key("/x", 16, busy.augment): 400.0}
+    calibration = made(decode=rates)
+    gpu = dataclasses.replace(calm, decode="gpu")
+    looked_up = {}
+    for name, data in (("calm", calm), ("busy", busy), ("gpu", gpu)):
+        looked_up[name] = outlook.decode_rate(lambda path: f"/{path}", config(data=data), MODEL, calibration)
+    assert looked_up == {"calm": 900.0, "busy": 400.0, "gpu": None}
+
+
 def test_a_gpu_hides_what_its_host_does_and_has_cores_for_decoding(by_hand) -> None:
     worker = Hardware("by hand", 2, "NVIDIA H100 80GB HBM3")
     cfg = config(data=DataConfig(train="x", processes=2))
@@ -204,6 +221,9 @@ def test_a_bill_is_hours_times_workers_times_the_price_and_failures_lengthen_it(
     assert failing.finish_s == pytest.approx(3600 / (1 - 60 / 18000))
     assert failing.failures == pytest.approx(failing.finish_s / 18000)
     assert failing.cost == pytest.approx(8 * 2.5 * failing.finish_s / 3600)
+    # A save that is on the disk after 40 s: a failure costs that many more.
+    slow = bill(8, 7200, 0.5, save_every=100, failures=Failures(10, 35, 2), price=2.5, durable_s=40)
+    assert slow.finish_s == pytest.approx(3600 / (1 - 100 / 18000))
     assert bill(1, 10, 1.0, save_every=7200, failures=Failures(1, 1), price=None).finish_s == math.inf
 
 
@@ -266,8 +286,42 @@ def test_a_calibration_of_another_machine_is_not_gone_by_unless_it_is_named(tmp_
     assert f"was made on Abacus with 64 cores, this is {processor()} with" in refused.problem
     assert f"--calibration {path}" in refused.problem
     assert outlook.outlook_of(str(path)).calibration is not None
+    write_calibration(path, made(versions={**package_versions(), "torch": "2.0.1", "numpy": "1.0"}))
+    assert f"was made with torch 2.0.1, this is {torch.__version__}; type python" in outlook.outlook_of(None).problem
     with pytest.raises(ConfigError, match="--price is -1, expected more than 0"):
         outlook.outlook_of(str(path), price=-1.0)
+
+
+def test_a_calibration_of_another_gpu_is_not_gone_by(tmp_path: Path, monkeypatch) -> None:
+    gpus = tmp_path / "gpus"
+    monkeypatch.setattr(machine, "NVIDIA_GPUS", gpus)
+    worker = Hardware(processor(), cores(), "NVIDIA H100 80GB HBM3")
+    path = tmp_path / "calibration.json"
+    calibration = made(gpus=1, worker=worker)
+    # Where the driver tells nothing, torch says itself that it has no GPU to trace for.
+    assert outlook.of_another_machine(calibration, path) == ""
+    folder = gpus / "0000:0a:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n")
+    assert outlook.of_another_machine(calibration, path) == ""
+    (folder / "information").write_text("Model: \t\t NVIDIA A100-SXM4-80GB\n")
+    assert "this machine has NVIDIA A100-SXM4-80GB; type" in outlook.of_another_machine(calibration, path)
+    # Workers of Ray may be on other machines than the command.
+    assert outlook.of_another_machine(made(gpus=1, worker=worker, backend="ray"), path) == ""
+
+
+def test_workers_unlike_those_that_were_measured_are_not_forecast() -> None:
+    here = ClusterConfig(backend="processes")
+    assert outlook.of_other_workers(made(), here) == ""
+    refusals = {
+        "for workers that compute on the CPU with 1 thread, here they do on a GPU; type": {"gpus_per_worker": 1},
+        "the CPU with 1 thread, here they do on the CPU with 4 threads; type": {"cpus_per_worker": 4},
+    }
+    for message, change in refusals.items():
+        assert message in outlook.of_other_workers(made(), dataclasses.replace(here, **change))
+    # On GPUs the threads of a worker compute little.
+    gpu = ClusterConfig(gpus_per_worker=1, cpus_per_worker=8)
+    assert outlook.of_other_workers(made(gpus=1), gpu) == ""
 
 
 # ------------------------------------------------------------------------ plan, run, status
@@ -289,6 +343,11 @@ def test_plan_says_time_and_money_once_calibrated_and_what_to_type_before(recipe
         r"  save    every 8 steps; every [\d,]+ would cost least: .* fails every 100 h \(Young 1974\)", out
     )
     assert re.search(r"  worlds  least bill on 1 worker, .*; 4: \S+, 0.0\d$", out, re.MULTILINE)
+    assert "with backend" not in out
+    assert main(["plan", str(recipe), *words, "cluster.backend=ray"]) == 0
+    assert "; measured with backend processes, not ray;" in capsys.readouterr().out
+    assert main(["plan", str(recipe), *words, "cluster.gpus_per_worker=1"]) == 0
+    assert capsys.readouterr().out.count("calibrated for workers that compute on the CPU with 1 thread, here") == 2
     # The second stage has ZeRO 0 and SGD, which nobody measured.
     assert "  time    not forecast: ZeRO 0 with sgd in fp32 was not measured; type python -m jobs calibrate" in out
 

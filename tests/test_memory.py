@@ -245,6 +245,18 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
 
 
+def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_for_them(recipe, capsys, traced_by_hand):
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert "(checkpoint_blocks=0); of whole images, which patch dropout leaves out to the end: a worker needs" in said
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known with patch dropout" in said
+    # Where the last steps see whole images, they count.
+    assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
+    assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
+
+
 def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
     gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
     assert main(["plan", str(recipe), *gpu]) == 0

@@ -54,9 +54,8 @@ def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> N
     gib = 2**30
     gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]
     assert lack_of_room(gpus, 20 * gib) == lack_of_room(gpus, 0) == ""
-    assert lack_of_room(gpus, 30 * gib).startswith(
-        "worker 1 on n1 needs 30.0 GiB for a step, and 1 such share 20.0 GiB that are free\n"
-    )
+    assert lack_of_room(gpus, 30 * gib).startswith("worker 1 on n1 needs 30.0 GiB for a step, and 20.0 GiB are free\n")
+    assert "\n  type `python -m jobs plan RECIPE cluster.gpu_memory_gb=20.0`, which" in lack_of_room(gpus, 30 * gib)
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
     assert lack_of_room(cpus, 16 * gib) == ""

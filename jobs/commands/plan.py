@@ -319,4 +319,7 @@ def memory_line(campaign: Campaign, stage: Stage, cfg: TrainConfig, world: int) 
     """
     is_gpu = campaign.cluster.gpus_per_worker > 0
     need = memory.memory_need(cfg, stage.model, world, is_gpu=is_gpu)
-    return f"{memory.in_words(need, is_gpu=is_gpu)} (checkpoint_blocks={need.recomputed})"
+    line = f"{memory.in_words(need, is_gpu=is_gpu)} (checkpoint_blocks={need.recomputed})"
+    if not cfg.thinning.has_whole_images:
+        line += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
+    return line

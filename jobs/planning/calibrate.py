@@ -222,7 +222,7 @@ def decode_rates(campaigns: Sequence[Campaign]) -> dict[str, float]:
                     continue
                 rate = images_per_cpu_s(index, side, cfg.data.augment)
                 if rate is not None:
-                    rates[decode_key(path, side)] = rate
+                    rates[decode_key(path, side, cfg.data.augment)] = rate
     return rates
 
 

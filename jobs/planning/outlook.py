@@ -17,19 +17,22 @@ from math import ceil
 from pathlib import Path
 
 from data.errors import ConfigError, DataError, PatchlineError
+from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import Context
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.worlds import allowed_worlds, batch_fits
 from models import ModelConfig
 from pipeline.checkpoints.room import checkpoint_bytes
-from pipeline.monitoring.telemetry import amount, duration
+from pipeline.monitoring.telemetry import amount, counted, duration
 from pipeline.planning.calibration import Calibration, Hardware, calibration_file, decode_key, read_calibration
 from pipeline.planning.forecast import StepForecast, forecast_step, passes_of, workers_on_a_node
 from pipeline.planning.kept_forecast import KeptStep, write_forecast
 from pipeline.planning.measure import cores, processor
 from pipeline.planning.memory import with_blocks
 from pipeline.planning.price import Bill, Failures, best_save_every, bill
+from pipeline.preflight.machine import gpu_models
 from pipeline.training_config import TrainConfig
+from pipeline.versions import MUST_BE_EQUAL, package_versions
 
 CALIBRATE = "python -m jobs calibrate RECIPE"
 MOST_WORLDS = 6  # that a line compares
@@ -88,12 +91,29 @@ def outlook_of(
 
 
 def of_another_machine(calibration: Calibration, path: Path) -> str:
-    """Return what is wrong where a calibration was made by a command on other hardware; "" where it was made here."""
+    """Return what is wrong where a calibration was made by a command on another machine; "" where it was made here.
+
+    Another machine is one with other hardware, or with another torch or DeepSpeed, whose operators take other times.
+    """
     here = Hardware(processor(), cores(), "cpu")
-    if calibration.driver == here:
+    versions = package_versions()
+    gpus = gpu_models()
+    difference = ""
+    if calibration.driver != here:
+        difference = f"on {hardware_text(calibration.driver)}, this is {hardware_text(here)}"
+    # Plain processes compute on this very machine, those of Ray on any.
+    computed_here = calibration.gpus > 0 and calibration.backend == "processes"
+    # Of a part of a GPU (MIG) torch says more than the driver.
+    if not difference and computed_here and gpus and not calibration.worker.device.startswith(gpus):
+        difference = f"on {calibration.worker.device}, this machine has {', '.join(gpus)}"
+    for package in MUST_BE_EQUAL:
+        measured = calibration.versions.get(package, "none")
+        if not difference and measured != versions[package]:
+            difference = f"with {package} {measured}, this is {versions[package]}"
+    if not difference:
         return ""
     return (
-        f"not forecast: {path} was made on {hardware_text(calibration.driver)}, this is {hardware_text(here)}; "
+        f"not forecast: {path} was made {difference}; "
         f"type {CALIBRATE}, or --calibration {path} to go by it all the same"
     )
 
@@ -101,6 +121,22 @@ def of_another_machine(calibration: Calibration, path: Path) -> str:
 def hardware_text(hardware: Hardware) -> str:
     """Return "AMD EPYC with 2 cores"."""
     return f"{hardware.processor} with {hardware.cores} cores"
+
+
+def of_other_workers(calibration: Calibration, cluster: ClusterConfig) -> str:
+    """Return why a cluster's steps take other times than those that were measured; "" where they are alike."""
+    measured = worker_text(calibration.gpus, calibration.threads)
+    asked = worker_text(cluster.gpus_per_worker, cluster.cpus_per_worker)
+    if measured == asked:
+        return ""
+    return f"not forecast: calibrated for workers that compute on {measured}, here they do on {asked}; type {CALIBRATE}"
+
+
+def worker_text(gpus: int, threads: int) -> str:
+    """Return what a worker computes on: "a GPU", "the CPU with 4 threads"."""
+    if gpus:
+        return "a GPU"
+    return f"the CPU with {counted(threads, 'thread')}"
 
 
 # ------------------------------------------------------------------------ lines of a plan
@@ -113,6 +149,9 @@ def time_lines(
     calibration = outlook.calibration
     if calibration is None:
         return [f"  time    {outlook.problem}"]
+    problem = of_other_workers(calibration, campaign.cluster)
+    if problem:
+        return [f"  time    {problem}"]
     assert stage.model is not None
     worlds = allowed_worlds(cfg, campaign.cluster)
     try:
@@ -135,16 +174,16 @@ def time_lines(
         step = forecast(worlds[0])
     except ConfigError as error:
         return [refused(error)]
-    main_bill = bill_of(step, steps, cfg, outlook)
+    main_bill = bill_of(step, steps, cfg, stage.model, outlook)
     lines = [f"  time    {step_text(step)}", f"  finish  {bill_text(main_bill, steps, outlook)}"]
     failures = outlook.failures(step.world)
     if failures is not None:
         lines.append(f"  save    {save_text(stage.name, cfg, stage.model, step, failures, calibration)}")
     others = compared_worlds(cfg, worlds)
     if len(others) > 1:
-        bills = [bill_of(forecast(world), steps, cfg, outlook) for world in others]
+        bills = [bill_of(forecast(world), steps, cfg, stage.model, outlook) for world in others]
         lines.append(f"  worlds  {worlds_text(bills, calibration)}")
-    lines += remarks(step, calibration)
+    lines += remarks(step, calibration, campaign.cluster)
     return lines
 
 
@@ -156,11 +195,13 @@ def refused(error: ConfigError) -> str:
 def decode_rate(
     resolve: Callable[[str | None], str | None], cfg: TrainConfig, model: ModelConfig, calibration: Calibration
 ) -> float | None:
-    """Return the images a CPU-second of the slowest set that was measured; None where none was."""
+    """Return the images a CPU-second of the slowest set that was measured; None where none was, or a GPU decodes."""
+    if cfg.data.decode == "gpu":
+        return None
     rates = []
     for value, _weight in cfg.data.sets().values():
         path = resolve(value) if value else None
-        rate = calibration.decode.get(decode_key(path or "", max(model.image_size)))
+        rate = calibration.decode.get(decode_key(path or "", max(model.image_size), cfg.data.augment))
         if rate is not None:
             rates.append(rate)
     return min(rates, default=None)
@@ -183,14 +224,19 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
-def bill_of(step: StepForecast, steps: int, cfg: TrainConfig, outlook: Outlook) -> Bill:
+def bill_of(step: StepForecast, steps: int, cfg: TrainConfig, model: ModelConfig, outlook: Outlook) -> Bill:
     """Return what the stage takes on the forecast's world."""
+    durable_s = 0.0
+    failures = outlook.failures(step.world)
+    if failures is not None and outlook.calibration is not None:
+        durable_s = durable_seconds(cfg, model, step, failures, outlook.calibration)
     return bill(
         step.world,
         steps,
         step.step_s,
         save_every=cfg.save_every,
-        failures=outlook.failures(step.world),
+        failures=failures,
+        durable_s=durable_s,
         price=outlook.price,
     )
 
@@ -217,9 +263,7 @@ def save_text(
     name: str, cfg: TrainConfig, model: ModelConfig, step: StepForecast, failures: Failures, calibration: Calibration
 ) -> str:
     """Return how often saving costs least, by Young's formula, beside how often the stage saves."""
-    durable_s = step.snapshot_s
-    if calibration.storage is not None:
-        durable_s = checkpoint_bytes(cfg, model) / failures.nodes / calibration.storage.write_bytes_per_s
+    durable_s = durable_seconds(cfg, model, step, failures, calibration)
     best = best_save_every(step.training_s + step.evaluate_s, step.snapshot_s, durable_s, failures)
     reason = (
         f"a save holds {ms(step.snapshot_s)} ms up and is on the disk after {durable_s:.1f} s, a node of "
@@ -229,6 +273,15 @@ def save_text(
     if best == cfg.save_every:
         return text
     return f"{text}; type {name}.save_every={best}"
+
+
+def durable_seconds(
+    cfg: TrainConfig, model: ModelConfig, step: StepForecast, failures: Failures, calibration: Calibration
+) -> float:
+    """Return the seconds from a save's beginning until it is on the disk; of its copy alone where no disk is known."""
+    if calibration.storage is None:
+        return step.snapshot_s
+    return checkpoint_bytes(cfg, model) / failures.nodes / calibration.storage.write_bytes_per_s
 
 
 def compared_worlds(cfg: TrainConfig, allowed: Sequence[int]) -> list[int]:
@@ -260,13 +313,17 @@ def worlds_text(bills: Sequence[Bill], calibration: Calibration) -> str:
     )
 
 
-def remarks(step: StepForecast, calibration: Calibration) -> list[str]:
+def remarks(step: StepForecast, calibration: Calibration, cluster: ClusterConfig) -> list[str]:
     """Return what weakens a forecast."""
     said = []
     if step.unmeasured > 0.05:
         said.append(f"{step.unmeasured:.0%} of computing stands on operators that were not measured")
     if not step.is_measured_world:
         said.append(f"{workers_text(step.world)} were not measured: their links are carried over from other numbers")
+    if calibration.backend != cluster.backend:
+        said.append(f"measured with backend {calibration.backend}, not {cluster.backend}")
+    if calibration.gpus and calibration.threads != cluster.cpus_per_worker:
+        said.append(f"measured with {counted(calibration.threads, 'core')} a worker, not {cluster.cpus_per_worker}")
     if calibration.noise > 0.1:
         said.append(f"the calibration was noisy ({calibration.noise:.0%}, load {calibration.load:g})")
     if not said:
@@ -305,7 +362,7 @@ def _keep_forecast(cfg: TrainConfig, context: Context) -> None:
 
 def _write_forecast(cfg: TrainConfig, context: Context) -> None:
     calibration = outlook_of(None).calibration
-    if calibration is None:
+    if calibration is None or of_other_workers(calibration, context.cluster):
         return
     # As the workers are told it (jobs/stages/training.py): a second forward pass of a block takes its time.
     cfg = with_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)

@@ -180,9 +180,12 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
 
 def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
-    """Return what a worker needs of its device's memory; None where no plan has traced the step."""
+    """Return what a worker needs of its device's memory; None where no plan has traced one like it."""
     # A run does not wait for a trace. Where the recipe leaves the number of workers open, this is the need of the most
     # that it allows: each then needs the least, and no start is refused for a world that it does not have.
+    # What is traced is of whole images: a stage that never sees them needs less.
+    if not cfg.thinning.has_whole_images:
+        return None
     is_gpu = context.cluster.gpus_per_worker > 0
     most_workers = allowed_worlds(cfg, context.cluster)[0]
     need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)

@@ -71,6 +71,11 @@ class ThinningConfig:
         """Tell whether anything is left out."""
         return bool(self.patch_dropout or self.image_sizes)
 
+    @property
+    def has_whole_images(self) -> bool:
+        """Tell whether any step sees whole images: the last ones do, unless patches are left out to the end."""
+        return not self.patch_dropout or self.patch_dropout_until < 1
+
 
 @dataclass(frozen=True)
 class Phase:

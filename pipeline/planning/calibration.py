@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from data.errors import ConfigError, DataError
 from data.files import state_folder
-from pipeline import handover
+from data.images.augment import AugmentConfig
+from pipeline import config, handover
 from pipeline.planning.operations import PRODUCTS, Operation, Trace
 
 CALIBRATION_SCHEMA = 1
@@ -87,7 +88,7 @@ class Calibration:
     collectives: Mapping[int, Mapping[str, Sequence[tuple[int, float]]]]  # by world, by name: (bytes, seconds)
     copy_bytes_per_s: float  # of a copy in memory, as a save begins
     storage: Storage | None = None
-    decode: Mapping[str, float] = field(default_factory=dict)  # by path of the set and size: images a CPU-second
+    decode: Mapping[str, float] = field(default_factory=dict)  # by set, size and augmentation: images a CPU-second
     noise: float = 0.0  # spread of one product's times through the measurement: interquartile range over median
     load: float = 0.0  # of the driver's machine when it began
 
@@ -187,9 +188,9 @@ class Calibration:
         return any(time.world == world for time in self.engines)
 
 
-def decode_key(path: str, image_size: int) -> str:
-    """Return the name of a decoding rate: a set at an image size."""
-    return f"{path} at {image_size} px"
+def decode_key(path: str, image_size: int, augment: AugmentConfig) -> str:
+    """Return the name of a decoding rate: a set at an image size, augmented in one way, of which it has the digest."""
+    return f"{path} at {image_size} px, augmented {config.digest(config.plain(augment))[:8]}"
 
 
 def ring(world: int) -> float:

@@ -5,7 +5,8 @@ Out: 3.3 days of steps, 79.7 h with failures; 5,101 worker-hours; 12,752; save e
 
 Failures come at random, at a rate that does not change, as Young (1974, "A first order approximation to the optimum
 checkpoint interval", CACM 17) and Daly (2006, "A higher order estimate of the optimum checkpoint interval for restart
-dumps", FGCS 22) take them. A failure costs a restart and, in the mean, half of the steps between two saves.
+dumps", FGCS 22) take them. A failure costs a restart, in the mean half of the steps between two saves, and those that
+were taken while the last save was not on the disk yet.
 """
 
 import math
@@ -48,13 +49,18 @@ def bill(
     save_every: int,
     failures: Failures | None,
     price: float | None,
+    durable_s: float = 0.0,
 ) -> Bill:
-    """Return what so many steps take and cost; `price` is of a worker and an hour, `step_s` holds the saves."""
+    """Return what so many steps take and cost; `price` is of a worker and an hour, `step_s` holds the saves.
+
+    `durable_s` is the time from a save's beginning until it is on the disk.
+    """
     steps_s = steps * step_s
     finish_s = steps_s
     expected = 0.0
     if failures is not None:
-        lost_s = failures.restart_s + save_every * step_s / 2
+        # A save is on the disk only `durable_s` after its step: the one to go back to is older by that in the mean.
+        lost_s = failures.restart_s + save_every * step_s / 2 + durable_s
         # While it makes up for failures it fails again: the wall time is steps_s + wall / interval · lost_s.
         share = lost_s / failures.interval_s
         finish_s = steps_s / (1 - share) if share < 1 else math.inf

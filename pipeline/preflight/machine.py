@@ -1,5 +1,6 @@
 """What a node has left for its workers: memory, shared memory, open files, GPUs."""
 
+import re
 import resource
 import shutil
 from contextlib import suppress
@@ -42,6 +43,20 @@ def machine(device: torch.device) -> Machine:
         "gpus_present": max(gpus, torch.cuda.device_count()),
         "gpu_memory_free": gpu_memory_free,
     }
+
+
+def gpu_models() -> tuple[str, ...]:
+    """Return the names of this node's GPUs, each once, as the driver has them; () where there is none.
+
+    Torch is not asked: it would take a GPU, and processes that are forked later could not compute on any.
+    """
+    names = set()
+    with suppress(OSError):
+        for path in NVIDIA_GPUS.glob("*/information"):
+            match = re.search(r"^Model:\s*(.*\S)", path.read_text(), re.MULTILINE)
+            if match:
+                names.add(match[1])
+    return tuple(sorted(names))
 
 
 def memory_free() -> int:

@@ -8,6 +8,7 @@
 It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
 """
 
+import math
 import socket
 import time
 from collections import Counter
@@ -112,10 +113,18 @@ def lack_of_room(arrivals: Sequence[Arrival], device_bytes: int) -> str:
         # A GPU is one worker's, a node's memory that of all its workers.
         sharing = computing_on_cpu[arrival.identity["node"]] or 1
         if device_bytes * sharing > arrival.room:
+            room = f"{arrival.room / 2**30:.1f} GiB"
+            share = f"{room} are free" if sharing == 1 else f"{sharing} such share {room} that are free"
+            way_out = "`python -m jobs plan RECIPE` says what of; lower micro_batch, or raise checkpoint_blocks or zero"
+            if arrival.identity["device"] != "cpu":
+                # Rounded down, because more than that is not free.
+                limit_gb = math.floor(10 * arrival.room / 2**30) / 10
+                way_out = (
+                    f"type `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which names the values of "
+                    "micro_batch, checkpoint_blocks and zero that fit"
+                )
             return (
-                f"{named(arrival.identity)} needs {device_bytes / 2**30:.1f} GiB for a step, and {sharing} such share "
-                f"{arrival.room / 2**30:.1f} GiB that are free\n"
-                "  `patchline plan` says what of; lower micro_batch, or raise checkpoint_blocks or zero"
+                f"{named(arrival.identity)} needs {device_bytes / 2**30:.1f} GiB for a step, and {share}\n  {way_out}"
             )
     return ""
 
