@@ -294,6 +294,15 @@ def main(connection: Connection, memory: mmap) -> None:
         return
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
     decoder.reader.cache.progress = partial(tell, connection)
+    try:
+        serve(decoder, connection, memory)
+    finally:
+        # Python ends when its threads have: they would first read every sample that was asked for.
+        decoder.reader.stop()
+
+
+def serve(decoder: Decoder, connection: Connection, memory: mmap) -> None:
+    """Answer one task after the other; raises EOFError and OSError when the loader is gone."""
     while True:
         task, offset = connection.recv()
         answer: Done | Exception

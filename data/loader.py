@@ -201,10 +201,7 @@ class TrainLoader:
     def take(self, task: Task, memory: mmap | bytearray, offset: int, done: Done, waited_s: float) -> Batch:
         """Copy a micro-batch out of its memory; split the wait by what its process spent its time on."""
         start = perf_counter()
-        # Once, though every decoding process meets it.
-        if done.said and not self.has_said:
-            self.has_said = True
-            logging.getLogger(__name__).warning(done.said)
+        self.say_once(done.said)
         rows = task.stop - task.first
         arrays = self.layout.arrays(memory, offset)
         # The place in memory is overwritten by a coming task, so the batch gets memory of its own.
@@ -223,6 +220,12 @@ class TrainLoader:
         # A view: the pixels of an image stay interleaved in memory, which is torch's channels-last.
         return Batch(task.step, images.permute(0, 3, 1, 2), labels, ids, bad, wait)
 
+    def say_once(self, reason: str) -> None:
+        """Say why samples are no longer read by range; once, though every decoding process meets it."""
+        if reason and not self.has_said:
+            self.has_said = True
+            logging.getLogger(__name__).warning(reason)
+
     def decode_on_device(
         self, task: Task, done: Done, images: Tensor, labels: Tensor, ids: Tensor
     ) -> tuple[Tensor, tuple[BadSample, ...]]:
@@ -239,6 +242,7 @@ class TrainLoader:
         for row in refused:
             slot = task.first + row
             done_here = self.decoder_of_refused.run(Task(task.step, slot, slot + 1), arrays)
+            self.say_once(done_here.said)
             images[row] = torch.from_numpy(arrays.images[0])
             labels[row] = torch.from_numpy(arrays.labels[0])
             ids[row] = torch.from_numpy(arrays.ids[0])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
+from data.decoder_process import DecoderProcess
+from data.errors import DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards import cache as cache_module
@@ -53,6 +54,10 @@ def faulty(s3, monkeypatch):
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
+    # What was on its way when a test ended would count as a request of the next one.
+    for thread in threading.enumerate():
+        if thread.name.startswith("ranges"):
+            thread.join(30)
 
 
 def take(index: Index, cfg: CacheConfig | None, steps: int = 3, **options) -> list:
@@ -234,3 +239,69 @@ def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
     Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
     assert f"; 1 of them are here, {len(shards) - 1} (" in waited_for(faulty.index, order, range(BATCH), 0, cfg)
     assert waited_for(local, order, range(BATCH), 0, cfg).endswith(f"{len(shards)} shards, all of which are here")
+
+
+def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypatch):
+    # A decoding process is a Python of its own: it takes small shards for worth it because of what it imports first.
+    (tmp_path / "sitecustomize.py").write_text("from data.shards import reader\n\nreader.SMALLEST = 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(DecoderProcess, "restart", lambda self: pytest.fail("a process died, or was silent"))
+    cfg = CacheConfig(str(tmp_path / "cache"), **PATIENT)
+    assert_same(take(faulty.index, cfg, steps=2, processes=1, prefetch=1), take(local, None, steps=2))
+    assert len(faulty.gets) >= 2 * BATCH and not list((tmp_path / "cache").glob("*.tar"))
+
+
+def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(faulty, tmp_path, monkeypatch):
+    read_range = remote.read_range
+
+    def late(*piece):
+        time.sleep(0.3)
+        return read_range(*piece)
+
+    monkeypatch.setattr(cache_module, "read_range", late)
+    monkeypatch.setattr(ranges, "TELL_EVERY_S", 0.01)
+    signs = []
+    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
+    by_range.cache.progress = lambda: signs.append(time.monotonic())
+    sample = by_range.read(0, 0)
+    assert len(signs) > 5 and not by_range.said
+
+    monkeypatch.setattr(ranges, "LONGEST_S", 0.05)
+    assert by_range.read(0, 0) == sample, "out of the whole shard"
+    assert "a sample did not come in 0.05 s" in by_range.said
+    by_range.stop()
+
+
+def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path, monkeypatch):
+    entered, may_go = threading.Event(), threading.Event()
+    span = ranges.Span("s3://b/x.tar", 0, 4, 4, 4)
+    monkeypatch.setattr(cache_module, "read_range", lambda *piece: entered.set() or (may_go.wait(30) and b"12345678"))
+    running = ranges.Ranges(Cache(CacheConfig(str(tmp_path))))
+    for sample in range(ranges.AT_ONCE + 1):
+        running.ask((0, sample), span)
+    assert entered.wait(30)
+    # The last one has no thread yet: it is cancelled while it is waited for.
+    with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
+        running.take((0, ranges.AT_ONCE), span, running.stop)
+    may_go.set()
+    # As where the stop comes between the look at `stopped` and the request.
+    running.stopped = False
+    with pytest.raises(RuntimeError):
+        running.ask((1, 0), span)
+    monkeypatch.setattr(running.pool, "submit", lambda *_: refuse(running))
+    with pytest.raises(StorageError, match="left where it was"):
+        running.take((1, 0), span)
+
+
+def refuse(running: ranges.Ranges) -> None:
+    """What a pool does that another thread has just shut down."""
+    running.stopped = True
+    raise RuntimeError("cannot schedule new futures after shutdown")
+
+
+def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
+    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
+    monkeypatch.setattr(ranges.Ranges, "ask", lambda self, place, span: self.stop())
+    with pytest.raises(StorageError, match="left where it was"):
+        by_range.read(0, 0)
+    assert not faulty.gets and not by_range.said

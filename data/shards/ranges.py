@@ -13,17 +13,21 @@ The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a fe
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
 from data.errors import StorageError
-from data.shards.cache import PIECE, Cache
+from data.shards.cache import PIECE, Cache, nobody_to_tell
 from data.shards.remote import redacted
 
 AT_ONCE = 8  # requests of a process
 ATTEMPTS = 3  # at a range, before whole shards are waited for
 SMALLEST = PIECE  # bytes of a shard: what comes in one piece is not worth ranges
+LONGEST_S = 120.0  # that a sample is waited for: some more than all attempts of a silent store take
+TELL_EVERY_S = 0.25  # signs of life to the loader while a sample is waited for
 LARGEST_GAP = 1 << 16  # bytes between image and label that are read along rather than asked for apart
 
 Place = tuple[int, int]  # a shard's number, and that of a sample in it
@@ -58,24 +62,45 @@ class Ranges:
         return self.stopped
 
     def stop(self) -> None:
-        """Read nothing more; what is on its way still arrives."""
+        """Read nothing more, from any thread; what is on its way still arrives."""
         self.stopped = True
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
     def ask(self, place: Place, span: Span) -> None:
-        """Begin to read a sample."""
+        """Begin to read a sample, unless nobody waits any more."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(AT_ONCE, "ranges")
-        if place not in self.asked and not self.stopped:
+        if place in self.asked or self.stopped:
+            return
+        try:
             self.asked[place] = self.pool.submit(self.read, span)
+        except RuntimeError:
+            # The pool takes nothing more where another thread has stopped us since we looked.
+            if not self.stopped:
+                raise
 
-    def take(self, place: Place, span: Span) -> tuple[bytes, bytes]:
-        """The image and label of a sample, asked for before or now; raises DataError and StorageError."""
+    def take(self, place: Place, span: Span, progress: Callable[[], object] = nobody_to_tell) -> tuple[bytes, bytes]:
+        """The image and label of a sample, asked for before or now; raises DataError and StorageError.
+
+        `progress` is called while it waits: attempts add up to more than the time after which a loader takes this
+        process for one that hangs. What is not here after `LONGEST_S` is given up instead.
+        """
         self.ask(place, span)
         if place not in self.asked:
             raise StorageError(f"{redacted(span.url)}: left where it was")
-        return self.asked.pop(place).result()
+        future = self.asked.pop(place)
+        ends_at = time.monotonic() + LONGEST_S
+        while True:
+            try:
+                return future.result(TELL_EVERY_S)
+            except CancelledError:
+                raise StorageError(f"{redacted(span.url)}: left where it was") from None
+            except TimeoutError:
+                progress()
+            if time.monotonic() > ends_at:
+                future.cancel()
+                raise StorageError(f"{redacted(span.url)}: a sample did not come in {LONGEST_S:g} s")
 
     def give_up(self, place: str, reason: str) -> None:
         """Read nothing by range from here on; of what was asked for, nothing is taken any more."""

@@ -225,8 +225,10 @@ class Reader:
         row = self._table(shard)[sample]
         place = self.index.location(shard)
         try:
-            image, label = self.ranges.take((shard, sample), span_of(row, place))
+            image, label = self.ranges.take((shard, sample), span_of(row, place), self.cache.progress)
         except PatchlineError as error:
+            if self.ranges.stopped:  # nobody waits for the whole shard either
+                raise
             self.ranges.give_up(place, str(error).splitlines()[0])
             return None
         self.cache.progress()
