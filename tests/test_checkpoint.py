@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import socket
 import threading
@@ -29,9 +30,9 @@ from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import fragment_file, room, saver, sight
+from pipeline.checkpoints import checkpoint, fragment_file, room, saver, sight
 from pipeline.checkpoints import manifest as manifests
-from pipeline.checkpoints.checkpoint import Reader, choose, prune, verify
+from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
@@ -199,6 +200,27 @@ def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(save, wor
         assert opened <= 2 * max(world, next_world) + next_world, "not the product of both worlds"
 
 
+@pytest.mark.parametrize("share", [None, 0.5], ids=["all", "what-is-asked-for"])
+def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read_whole(share, tmp_path) -> None:
+    world = MOST_OPEN + 100
+    state = torch.arange(4.0 * world)
+    names = save_flat(tmp_path, state, [0, len(state)], world)
+    records = {name: digest(memoryview((tmp_path / name).read_bytes())) for name in names}
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # the limit is one of the highest number
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + MOST_OPEN + 20, before[1]))
+    try:
+        reader = Reader(tmp_path, records, share)
+        assert torch.equal(reader("p0", "master", 0, len(state)), state)
+        assert torch.equal(reader("p0", "master", 0, len(state)), state), "every file again"
+        assert torch.equal(reader.weights({"p0": state.shape})["p0"], state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(reader.opened) == world
+    holding = [file for file in reader.opened.values() if file.handle is not None or file.kept]
+    assert len(holding) <= MOST_OPEN, "neither descriptors nor chunks of all files"
+
+
 def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:
     step = Path(__file__).parent / "checkpoints" / "schema-1" / "step-0000000007"
     manifest = verify(step)
@@ -315,6 +337,25 @@ def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     monkeypatch.setattr(fragment_file.os, "preadv", refuse)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*Permission denied"):
         pick(group.folder)
+    assert len(committed(group.folder)) == 2
+
+
+def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error_that_all_workers_hear(group, monkeypatch) -> None:
+    file = committed(group.folder)[0] / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+    def refuse(source, target) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
+
+    told: list[object] = []
+    monkeypatch.setattr(checkpoint.os, "rename", refuse)
+    monkeypatch.setattr(drives.ALONE, "broadcast_object_list", lambda values, src: told.extend(values))
+    with pytest.raises(CheckpointError) as raised:
+        drives.start_from(group.folder, 2, print)
+    assert told[-1] is raised.value, "what rank 0 raises has gone to the others first"
+    assert re.search(r"rank-00001.safetensors: bytes 0 to .*Read-only file system: .*step-0+20'\n", str(raised.value))
     assert len(committed(group.folder)) == 2
 
 

@@ -24,6 +24,7 @@ Out: reader("head.bias", "master", 3, 4) → elements 3, 4, 5 and 6 of that para
 
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -170,28 +171,32 @@ class Reader:
         """Open all files of a manifest; or, with a `share`, each when something is not found in those before it.
 
         `share`, from 0 to 1, tells where among the files lies what will be asked for: near 0 for the first worker, near
-        1 for the last. A worker of the world that saved them needs one file, of any other a few, and not those of all.
+        1 for the last. The files nearest to there are opened first: a worker of the world that saved them needs one
+        file, of any other a few, and not those of all.
 
         Raises Damaged where a file that is opened is not that of its record, or none of fragments.
         """
         self.checkpoint = checkpoint
         self.records = files
         self.opened: dict[str, FragmentFile] = {}
+        self.with_handle: list[FragmentFile] = []  # those of `opened` that hold a file descriptor, MOST_OPEN at most
         self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by (parameter name, kind)
-        self.unopened = sorted(files, reverse=True)  # the next one last
+        by_rank = sorted(files)
         if share is None:
+            self.unopened = deque(by_rank)
             while self.unopened:
                 self.open_next()
-            return
-        middle = share * len(self.unopened) - 0.5
-        numbered = list(enumerate(sorted(self.unopened)))
-        numbered.sort(key=lambda number_and_file: -abs(number_and_file[0] - middle))
-        self.unopened = [file for _, file in numbered]
+        else:
+            middle = share * len(files) - 0.5  # a rank, and perhaps a half
+            rank_of = {file: rank for rank, file in enumerate(by_rank)}
+            self.unopened = deque(sorted(by_rank, key=lambda file: abs(rank_of[file] - middle)))
 
     def open_next(self) -> None:
         """Open one more file, and note which pieces it holds; their data is read when it is asked for."""
-        file = self.unopened.pop()
+        file = self.unopened.popleft()
+        self.make_room()
         fragments = FragmentFile(self.checkpoint / file, self.records[file])
+        self.with_handle.append(fragments)
         self.opened[file] = fragments
         for key, (_, count) in fragments.places.items():
             # From the right: a parameter's name may hold the separator, the other two cannot.
@@ -232,11 +237,16 @@ class Reader:
         """Fill a flat tensor with the elements of a parameter from its element `first` on, which lie in one piece."""
         fragments = self.opened[piece.file]
         if fragments.handle is None:
-            in_use = [other for other in self.opened.values() if other.handle is not None]
-            if len(in_use) >= MOST_OPEN:
-                for other in in_use:
-                    other.close()
+            self.make_room()
+            self.with_handle.append(fragments)
         fragments.read(piece.key, first - piece.start, wanted)
+
+    def make_room(self) -> None:
+        """Give back all file descriptors where one more file would be too many: a save has a file per worker."""
+        if len(self.with_handle) >= MOST_OPEN:
+            for fragments in self.with_handle:
+                fragments.close()
+            self.with_handle.clear()
 
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
         """Return whole fp32 parameters (or their "average"), of no world size: what the next stage starts from.

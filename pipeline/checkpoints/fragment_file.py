@@ -124,7 +124,9 @@ class FragmentFile:
             )
 
     def close(self) -> None:
-        """Give back the file descriptor; what is asked for later opens the file again."""
+        """Give back the file descriptor and the kept chunk; what is asked for later is opened and read again."""
+        self.kept_number = -1
+        self.kept = bytearray()
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None

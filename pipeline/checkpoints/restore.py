@@ -121,23 +121,33 @@ def condemn(chosen: Chosen, problem: str, attempt: int, say: Callable[[str], Non
     """Collective: rank 0 reads every byte of a checkpoint that a worker has found bad, and refuses it.
 
     Raises CheckpointError on every worker alike where it is whole for rank 0: one node with a bad disk or mount must
-    not condemn checkpoint after checkpoint for all.
+    not condemn checkpoint after checkpoint for all. The same where the storage fails rank 0 while it reads or renames.
     """
     failure: list[CheckpointError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            verify(chosen.folder)
-            failure = [
-                CheckpointError(
-                    f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
-                    "  nothing was changed; look at the disk, the mount and the memory of that node, or take it out,\n"
-                    "  then run the same command again"
-                )
-            ]
-        except CheckpointError:
-            refuse(chosen.folder, attempt, problem, say)
+            if is_whole(chosen.folder):
+                failure = [
+                    CheckpointError(
+                        f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
+                        "  nothing was changed; look at the disk, the mount and the memory of that node, or take it\n"
+                        "  out, then run the same command again"
+                    )
+                ]
+            else:
+                refuse(chosen.folder, attempt, problem, say)
         except OSError as error:
-            failure = [cannot_read(error)]
+            # Kept for the broadcast, in which all others wait.
+            failure = [CheckpointError(f"{problem}; {cannot_read(error)}")]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise failure[0]
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Read every byte of a checkpoint; return whether it is what was committed. Raises OSError where storage fails."""
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True

@@ -112,8 +112,9 @@ class Saver:
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
         path = self.temporary / f"rank-{dist.get_rank():05d}.safetensors"
         content = self.take_snapshot(engine)
-        # Where the thread dies of what `write` does not catch, this stays, and the save counts as failed.
-        self.result = WrittenFile(path.name, error="never ran")
+        # `write` puts its own result in place of this one. Where its thread dies of what it does not catch, this one
+        # stays, and the save counts as failed.
+        self.result = WrittenFile(path.name, error=f"{path.name}: the thread that writes it has died, see stderr")
         # A daemon, so that a worker that ends with an error does not stay until a slow disk has taken the file.
         self.thread = threading.Thread(target=self.write, args=(path, content), name="checkpoint", daemon=True)
         self.thread.start()
@@ -140,29 +141,40 @@ class Saver:
         return self.snapshot.numpy().data
 
     def write(self, path: Path, content: memoryview) -> None:
-        """Do the thread's work, and leave what became of it in `result`."""
+        """Do the thread's work: leave the record of the written file in `result`, or why there is none."""
         try:
-            # Rank 0 looks for all: one worker that fails is enough to fail the save.
-            missing = ""
-            if dist.get_rank() == 0 and self.remote is None:
-                missing = shortage(self.temporary, self.expected_bytes)
+            missing = self.missing_room()
             if missing:
                 self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
-                return
-            # Both read the same memory, which nobody changes until the next save, and do without Python's lock.
-            with ThreadPoolExecutor(1, "digest") as beside:
-                digesting = beside.submit(digest, content)
-                if self.remote is None:
-                    # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
-                    path.parent.mkdir(exist_ok=True)
-                    write_durably(path, content)
-                else:
-                    self.remote.put(path.name, content, self.manifest, is_first=dist.get_rank() == 0)
-            self.result = WrittenFile(path.name, digesting.result())
+            else:
+                self.result = WrittenFile(path.name, self.write_and_digest(path, content))
         except OSError as error:
             self.result = WrittenFile(path.name, error=f"{path.name}: {refusal(error)}")
         except StorageError as error:
-            self.result = WrittenFile(path.name, error=str(error))
+            self.result = WrittenFile(path.name, error=str(error))  # which names the object
+
+    def missing_room(self) -> str:
+        """Say what the disk lacks for this save; "" where it fits. Raises OSError where the disk does not tell."""
+        # Rank 0 looks for all: one worker that fails is enough to fail the save. A store has room.
+        if dist.get_rank() != 0 or self.remote is not None:
+            return ""
+        return shortage(self.temporary, self.expected_bytes)
+
+    def write_and_digest(self, path: Path, content: memoryview) -> FileRecord:
+        """Write this worker's file, or put it into the store, and take its digests meanwhile.
+
+        Raises OSError or StorageError where it could not be written.
+        """
+        # Both read the same memory, which nobody changes until the next save, and do without Python's lock.
+        with ThreadPoolExecutor(1, "digest") as beside:
+            digesting = beside.submit(digest, content)
+            if self.remote is None:
+                # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
+                path.parent.mkdir(exist_ok=True)
+                write_durably(path, content)
+            else:
+                self.remote.put(path.name, content, self.manifest, is_first=dist.get_rank() == 0)
+        return digesting.result()
 
     def finish(self) -> Manifest | None:
         """Collective: wait for every worker's file, commit, report and prune.
