@@ -206,8 +206,9 @@ class Engine:
         sums: list[float] = []
         if is_stepping:
             sums = self._take_step(numbers)
+        # At stage 0 the optimizer steps in here; at the others it has, in `_take_step`, and this only counts.
         self.engine.step()
-        # At stage 0 DeepSpeed's step is the optimizer's. A skipped step is no update: it must not pull the average
+        # A skipped step is no update: it must not pull the average
         # towards the masters once more.
         if is_stepping and math.isfinite(self._norm):
             self._count_update()
@@ -218,7 +219,7 @@ class Engine:
         """Clip and update; a gradient that is not finite touches nothing, on any worker. Returns sums of `numbers`."""
         gradients = self._update.gradients()
         squares = sum_of_squares(gradients)
-        # Where every worker has the whole gradient, one of them says what its norm is.
+        # Where every worker has the whole gradient (ZeRO 0), rank 0 says what its norm is and the others add 0.
         if not self._update.is_shared and dist.get_rank() != 0:
             squares = torch.zeros_like(squares)
         norm, sums = norm_and_sums(squares, numbers)

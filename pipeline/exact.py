@@ -187,12 +187,14 @@ class ExactEngine(Engine):
         gradient = total[:-1]
         # Of the whole gradient, on every worker alike: a sum over partitions would depend on where they are cut.
         norm_here = torch.linalg.vector_norm(gradient)
-        answers = [norm_here.double(), total[-1].double()]
+        on_device = [norm_here.double(), total[-1].double()]
         if numbers is not None:
             dist.all_reduce(numbers)
-            answers += numbers.unbind()
+            on_device += numbers.unbind()
         # Read together: the host waits for the device once a step.
-        self._norm, self.loss, *sums = torch.stack(answers).tolist()
+        norm, loss, *sums = torch.stack(on_device).tolist()
+        self._norm = norm
+        self.loss = loss
         # All workers hold the same bits, so all of them skip the step together, without asking one another.
         if not math.isfinite(self._norm):
             return sums

@@ -54,6 +54,7 @@ from pipeline.training_config import TrainConfig, cache_line, check_model, train
 
 STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
 SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
+MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
@@ -292,6 +293,9 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
         # Compiled anew for every number of tokens. Left to itself torch would compile the second for any number, and
         # after a resume, which sees only that one, for that one: other kernels, and other bits.
         models.compile_blocks(model, dynamic=False)
+        # Behind torch's limit of 8 a block would run uncompiled, with other bits than after a resume.
+        torch._dynamo.config.recompile_limit = MOST_COMPILED
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
     elif cfg.compile:
         models.compile_blocks(model)
     return model
@@ -397,12 +401,13 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         if first_step >= phase.steps.stop:
             continue
         # A loader works ahead, in one size: another size is another loader's.
-        with closing(loader_batches(worker, first_step, phase.image_size)) as batches:
+        is_start = first_step == start_step
+        with closing(loader_batches(worker, first_step, phase.image_size, is_start=is_start)) as batches:
             count = (phase.steps.stop - first_step) * worker.arithmetic.accumulation
             yield from moved_ahead(islice(batches, count), worker.device)
 
 
-def loader_batches(worker: Worker, start_step: int, image_size: int) -> Generator[Batch]:
+def loader_batches(worker: Worker, start_step: int, image_size: int, *, is_start: bool) -> Generator[Batch]:
     """Iterate this worker's micro-batches from a step on, in one size, without end."""
     cfg = worker.cfg
     loader = TrainLoader(
@@ -421,13 +426,17 @@ def loader_batches(worker: Worker, start_step: int, image_size: int) -> Generato
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )
-    return once_the_first_is_there(worker, loader)
+    if is_start:
+        return once_the_first_is_there(worker, loader)
+    # Steps of the phase before are not committed yet: the step agrees on a stop, and commits.
+    return iter(loader)
 
 
 def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Batch]:
     """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
 
-    Raises Preempted in the worker that waits. Every step that was taken is committed: there is nothing to agree on.
+    Raises Preempted in the worker that waits. Only for where the loop starts: every step that was taken is
+    committed there, and there is nothing to agree on.
     """
     batches = iter(loader)
     answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()

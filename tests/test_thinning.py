@@ -3,9 +3,12 @@
 import json
 import math
 import shutil
+import threading
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models
-from data.errors import ConfigError
+from data.errors import ConfigError, Preempted
 from data.loader import TrainLoader
 from data.shards.index import load_index
 from jobs import campaign
@@ -22,7 +25,7 @@ from jobs.commands.replay import replay
 from jobs.planning.outlook import Outlook
 from jobs.session import run_campaign
 from models import positions
-from pipeline import config
+from pipeline import config, start
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import thinning
@@ -347,3 +350,48 @@ def test_what_cannot_train_with_less_is_refused_before_it_starts(recipe, overrid
     with pytest.raises(ConfigError, match=message):
         loaded = campaign.load(recipe, list(overrides))
         run_campaign(loaded, only="pretrain", quiet=True)
+
+
+def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypatch, tmp_path):
+    """Steps before the border may not be committed; where the loop starts, all are, and the wait ends at once."""
+    late = threading.Event()  # what a first batch waits for that never comes
+
+    class Loader:
+        def __init__(self, *args: Any, image_size: int, start_step: int, **more: Any) -> None:
+            self.image_size = image_size
+            self.step = start_step
+
+        def __iter__(self) -> Any:
+            if self.step == 3:
+                late.wait()
+            for step in range(self.step, 99):
+                yield step, self.image_size
+
+        def stop(self) -> None:
+            late.set()
+
+    monkeypatch.setattr(start, "TrainLoader", Loader)
+    monkeypatch.setattr(start, "moved_ahead", lambda batches, device: batches)
+    thinned = ThinningConfig(image_sizes=(16,), image_sizes_until=(0.5,))
+    worker: Any = SimpleNamespace(
+        cfg=TrainConfig(steps=4, thinning=thinned),
+        steps=4,
+        model_config=models.config_of("mu/8", 24, 10),
+        index=None,
+        order=None,
+        rank=0,
+        device=torch.device("cpu"),
+        arithmetic=SimpleNamespace(accumulation=1, slots=lambda rank: range(1)),
+        sigterm=threading.Event(),
+        job=SimpleNamespace(stop_file=tmp_path / "stop"),
+    )
+    batches: Any = start.micro_batches(worker, 0)
+    assert [next(batches), next(batches)] == [(0, 16), (1, 16)]
+    worker.sigterm.set()
+    monkeypatch.setattr(start, "once_the_first_is_there", None)
+    assert next(batches) == (2, 24)
+    monkeypatch.undo()
+
+    monkeypatch.setattr(start, "TrainLoader", Loader)
+    with pytest.raises(Preempted):
+        next(start.micro_batches(worker, 3))

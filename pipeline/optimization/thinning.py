@@ -94,16 +94,18 @@ class Phase:
 
 def phases(cfg: ThinningConfig, steps: int, model: ModelConfig) -> list[Phase]:
     """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
-    ends = {share: round(share * steps) for share in (*cfg.image_sizes_until, cfg.patch_dropout_until, 1.0)}
-    edges = sorted({0, *ends.values()})
+    size_ends = [round(share * steps) for share in cfg.image_sizes_until]
+    dropout_end = round(cfg.patch_dropout_until * steps)
+    edges = sorted({0, *size_ends, dropout_end, steps})
     result = []
     for first, stop in pairwise(edges):
         # The first size that has not ended yet; behind all of them comes the model's own.
         image_size = model.image_size[0]
-        for size, share in reversed(list(zip(cfg.image_sizes, cfg.image_sizes_until, strict=True))):
-            if first < ends[share]:
+        for size, end in zip(cfg.image_sizes, size_ends, strict=True):
+            if first < end:
                 image_size = size
-        is_dropping = cfg.patch_dropout > 0 and first < ends[cfg.patch_dropout_until]
+                break
+        is_dropping = cfg.patch_dropout > 0 and first < dropout_end
         patches = 0
         kept = None
         if isinstance(model, models.ViTConfig):

@@ -25,7 +25,10 @@ ROW = 4096
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the sum over all elements' squares, a float64 scalar on the device; not finite where an element is not."""
+    """Return the sum over all elements' squares, a float64 scalar on the device; not finite where an element is not.
+
+    Nor where a row's norm is beyond fp32: an element above 1.8e19 makes it infinite, and the step is skipped.
+    """
     norms: list[Tensor] = []
     tails: list[Tensor] = []
     for gradient in gradients:
