@@ -55,7 +55,7 @@ class Replicas(Update):
         return gradients
 
     def apply(self) -> None:
-        """Do nothing: `step` of DeepSpeed's engine, called next, is the optimizer's. In the others it is empty."""
+        """Do nothing: `step` of DeepSpeed's engine, called next, is the optimizer's. In the others it takes no step."""
 
     def drop(self) -> None:
         """Take the gradients away: a parameter without one is passed over by the optimizer."""
