@@ -81,6 +81,8 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.chdir(folder)
+    # Where the tests were started by nohup they ignore it, and so would this command, as it should.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from jobs import __main__
 
     original = multiprocessing.get_context
