@@ -1,9 +1,9 @@
 """The work of `patchline calibrate [RECIPE…]`: measure a machine, or every node of a cluster, for `plan` to go by.
 
-    fp32       products 101 GFLOP/s (59 … 112), attention 75, norms 9.3 GB/s, others 8.1; a call 4.1 µs beside
-    ZeRO 2     fp32, 2 workers: 31 ms a step for 7.1M parameters in 64 tensors, 1.2 ms a micro-batch between
-    all-reduce 2 workers: 64 B in 0.11 ms, 16.8 MB in 31 ms
-    wrote      /home/ada/.cache/patchline/calibration.json in 58 s
+    fp32       products 89 GFLOP/s (2 … 98), attention 42 GFLOP/s (2 … 76), norms and softmax 22.2 GB/s, …
+    ZeRO 2     fp32, 1 worker: 62 ms a step for 7.4M parameters in 56 tensors, 10 ms a micro-batch before it
+    all-reduce     2 workers: 0.1 kB in 0.25 ms, 65.5 kB in 0.31 ms, 1.0 MB in 0.59 ms, 16.8 MB in 15 ms
+    wrote      ~/.cache/patchline/calibration.json in 173 s; `python -m jobs plan RECIPE` goes by it
 
 1. Say what to measure: a ladder of small models, the recipes' own cut to two blocks, their precisions and ZeRO stages.
 2. Run worker groups as a stage would, with a function that trains nothing (pipeline/planning/measure.py): one of one
@@ -351,7 +351,7 @@ def lines(calibration: Calibration) -> list[str]:
     worker = calibration.worker
     said = [
         f"machine    {worker.processor}, {worker.cores} cores, {worker.device}; {counted(calibration.nodes, 'node')}, "
-        f"{calibration.threads} threads a worker"
+        f"{counted(calibration.threads, 'thread')} a worker"
     ]
     for precision, samples in calibration.operations.items():
         call_us = 1e6 * calibration.call_s[precision]

@@ -214,7 +214,7 @@ def step_text(step: StepForecast) -> str:
         parts.append(f"data {ms(step.wait_s)}")
     parts += [f"save {ms(step.save_s)}", f"evaluate {ms(step.evaluate_s)}"]
     return (
-        f"{ms(step.step_s)} ms a step on {workers_text(step.world)}: {', '.join(parts)}; "
+        f"{ms(step.step_s)} ms a step on {counted(step.world, 'worker')}: {', '.join(parts)}; "
         f"{amount(step.images_per_s)} images/s"
     )
 
@@ -309,7 +309,8 @@ def worlds_text(bills: Sequence[Bill], calibration: Calibration) -> str:
             cost = f"{stage_bill.cost:,.2f}"
         parts.append(f"{stage_bill.world}: {duration(stage_bill.finish_s)}, {cost}{mark}")
     return (
-        f"least bill on {workers_text(least.world)}, first to end on {workers_text(fastest.world)}; {'; '.join(parts)}"
+        f"least bill on {counted(least.world, 'worker')}, first to end on {counted(fastest.world, 'worker')}; "
+        f"{'; '.join(parts)}"
     )
 
 
@@ -319,7 +320,9 @@ def remarks(step: StepForecast, calibration: Calibration, cluster: ClusterConfig
     if step.unmeasured > 0.05:
         said.append(f"{step.unmeasured:.0%} of computing stands on operators that were not measured")
     if not step.is_measured_world:
-        said.append(f"{workers_text(step.world)} were not measured: their links are carried over from other numbers")
+        said.append(
+            f"{counted(step.world, 'worker')} were not measured: their links are carried over from other numbers"
+        )
     if calibration.backend != cluster.backend:
         said.append(f"measured with backend {calibration.backend}, not {cluster.backend}")
     if calibration.gpus and calibration.threads != cluster.cpus_per_worker:
@@ -329,11 +332,6 @@ def remarks(step: StepForecast, calibration: Calibration, cluster: ClusterConfig
     if not said:
         return []
     return [f"  time    with care: {'; '.join(said)}; measured {calibration.date}"]
-
-
-def workers_text(world: int) -> str:
-    """Return "1 worker", "8 workers"."""
-    return "1 worker" if world == 1 else f"{world} workers"
 
 
 # ------------------------------------------------------------------------ what a run keeps

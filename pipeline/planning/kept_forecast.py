@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from data.errors import DataError
 from pipeline import handover
-from pipeline.monitoring.telemetry import Record, read_metrics
+from pipeline.monitoring.telemetry import Record, counted, read_metrics
 
 FORECAST = "forecast.json"
 
@@ -94,9 +94,8 @@ def beside_measured(folder: Path) -> str:
     step = steps[world]
     forecast_ms = 1e3 * step["training_s"]
     measured_ms = 1e3 * measured["training_s"]
-    workers = "1 worker" if world == 1 else f"{world} workers"
     return (
-        f"forecast {forecast_ms:.3g} ms a step on {workers}, measured {measured_ms:.3g} "
+        f"forecast {forecast_ms:.3g} ms a step on {counted(world, 'worker')}, measured {measured_ms:.3g} "
         f"({measured_ms / forecast_ms:.2f} ×, median of {measured['reports']} reports; waiting for data forecast "
         f"{1e3 * step['wait_s']:.3g}, measured {1e3 * measured['wait_s']:.3g})"
     )

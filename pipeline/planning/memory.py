@@ -84,10 +84,12 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
 
 def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
     """Return `memory_need` where the step has been traced before; None where that would have to be done."""
+    # How many blocks a budget comes to takes traces of its own.
+    if cfg.activation_gb is not None:
+        return None
     accumulation = batch_arithmetic(cfg, world).accumulation
-    recomputed = min(cfg.checkpoint_blocks, blocks_of(model))
-    step = step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)
-    if cfg.activation_gb is not None or not is_kept(step):
+    recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)
+    if not is_kept(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)):
         return None
     return memory_need(cfg, model, world, is_gpu=is_gpu)
 

@@ -43,6 +43,7 @@ from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.planning.gpu_kernels import as_on_a_gpu
 from pipeline.planning.live_bytes import Event, Kind, LiveBytes
+from pipeline.planning.memory_traces import Moment
 from pipeline.process_group import import_deepspeed
 from pipeline.start import Worker, build_engine
 from pipeline.training_config import TrainConfig
@@ -60,15 +61,6 @@ class TracedWorker:
     model_config: ModelConfig
     engine: Engine
     steps: int = 1  # of the stage: what it leaves out of images depends on the step, and here nothing is left out
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Says what lives at one moment of a step: bytes by kind, fixed and for each image of the micro-batch."""
-
-    phase: str
-    fixed: tuple[float, ...]
-    per_image: tuple[float, ...]
 
 
 def main() -> None:
@@ -90,7 +82,7 @@ def main() -> None:
 def trace(
     model: dict[str, Any], config: dict[str, Any], world: int, accumulation: int, recomputed: int, is_gpu: bool
 ) -> dict[str, Any]:
-    """Trace the step that a `pipeline.planning.memory.StepToTrace` describes; return its fullest moments."""
+    """Trace the step that a `pipeline.planning.memory_traces.StepToTrace` describes; return its fullest moments."""
     cfg = build_config(TrainConfig, config, "config")
     model_config: ModelConfig = models.from_dict(model)
     with ExitStack() as around:
