@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -178,15 +179,15 @@ def tfrecords(shards: list[str], folder: str) -> list[str]:
     return paths
 
 
-def tfdata(shards: list[str], folder: str) -> Iterator:
+def tfdata(shards: list[str], folder: str, threads: int = PROCESSES) -> Iterator:
     """big_vision's, from TFRecord: its input_pipeline.make_for_train and decode_jpeg_and_inception_crop|flip_lr.
 
-    Python sees nothing but finished batches. Its 48 threads and 100 parallel calls are 2 here, as for all others.
+    Python sees nothing but finished batches. Its 48 threads and 100 parallel calls are `threads` here.
     """
     import tensorflow as tf
 
     options = tf.data.Options()
-    options.threading.private_threadpool_size = PROCESSES
+    options.threading.private_threadpool_size = threads
     options.threading.max_intra_op_parallelism = 1
     options.experimental_optimization.inject_prefetch = False
     options.deterministic = False
@@ -206,7 +207,7 @@ def tfdata(shards: list[str], folder: str) -> Iterator:
 
     files = tf.data.Dataset.from_tensor_slices(tfrecords(shards, folder))
     samples = files.interleave(tf.data.TFRecordDataset, cycle_length=PROCESSES).with_options(options)
-    samples = samples.shuffle(100).repeat().map(load, num_parallel_calls=PROCESSES)
+    samples = samples.shuffle(100).repeat().map(load, num_parallel_calls=threads)
     return samples.batch(BATCH, drop_remainder=True).prefetch(2).as_numpy_iterator()
 
 
@@ -323,6 +324,38 @@ def ffcv(shards: list[str], folder: str) -> Iterator:
         yield from loader
 
 
+def limit(shards: list[str], folder: str, decoder: str) -> Iterator:
+    """No loader, but what a part of decoding takes alone; which part: decode.py.
+
+    In as many processes as decode elsewhere: on two threads of one core, or with little cache, both are slower.
+    """
+    import multiprocessing
+
+    forked = multiprocessing.get_context("fork")
+    finished = forked.Queue(PROCESSES)  # a process waits where nobody has asked for its batch
+    for _ in range(PROCESSES):
+        forked.Process(target=repeat_limit, args=(shards, decoder, finished), daemon=True).start()
+    while True:
+        yield finished.get()
+
+
+def repeat_limit(shards: list[str], decoder: str, finished) -> None:
+    """Do a part of decoding for one batch after the other; the boxes are drawn before."""
+    import cv2
+
+    from benchmarks.decode import DECODERS, crops_of, read_photos
+
+    cv2.setNumThreads(1)
+    way, _, marked, region_of = DECODERS[decoder]
+    photos = read_photos(shards, marked)
+    crops = []
+    for turn in range(5):
+        crops += crops_of(photos, turn, region_of)
+    for first in cycle(range(0, len(crops) - BATCH, BATCH)):
+        way(crops[first : first + BATCH])
+        finished.put(None)
+
+
 @dataclass(frozen=True)
 class Contender:
     """A loader, and the modules beyond those of this checkout that it needs."""
@@ -332,11 +365,16 @@ class Contender:
 
 
 CONTENDERS = {
+    "limit: Huffman codes, restart markers": Contender(partial(limit, decoder="limit: Huffman codes, restart markers")),
+    "limit: Huffman codes, plain files": Contender(partial(limit, decoder="limit: Huffman codes, plain files")),
+    "limit: libraries, restart markers": Contender(partial(limit, decoder="limit: libraries, restart markers")),
+    "limit: libraries, plain files": Contender(partial(limit, decoder="limit: libraries, plain files")),
     "ours, plain shards": Contender(ours),
     "ours, restart markers": Contender(partial(ours, restarts=True)),
     "ours, plain shards, in the loop's process": Contender(partial(ours, processes=0)),
     "ours, without the binding": Contender(fallback),
     "tf.data, TFRecord, decode and crop": Contender(tfdata, ("tensorflow",)),
+    "tf.data, TFRecord, decode and crop, 1 thread": Contender(partial(tfdata, threads=1), ("tensorflow",)),
     "webdataset + Pillow, tuned": Contender(pillow, ("webdataset",)),
     "webdataset + Pillow, tuned, in the loop's process": Contender(partial(pillow, processes=0), ("webdataset",)),
     "webdataset + Pillow + torchvision, as documented": Contender(usual, ("webdataset", "torchvision")),

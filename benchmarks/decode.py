@@ -1,21 +1,33 @@
-"""From JPEG bytes to a 224-pixel crop: images per CPU-second of ways to decode, interleaved in one process.
+"""From JPEG bytes and a crop box to 224 × 224 pixels: images per CPU-second of ways to decode, and what bounds them.
 
-    python benchmarks/decode.py --shards FOLDER [--rounds 7]
+    python benchmarks/decode.py --shards FOLDER [--python OTHER/bin/python] [--rounds 7]
 
-Every way gets the same photographs and the same inception crops; what is not installed is left out. `floor`
-reads only the Huffman codes of whole images, as a decoder without restart markers must down to the crop's
-end.
+1. The boxes are drawn before anything is timed, by the sampler of training; every way gets the same photographs and
+   boxes, other boxes in each round. Reading shards, shuffling and batching are no part of it: that is loader.py.
+2. The ways take turns, in an order that is rotated from round to round. Those that this interpreter lacks a library for
+   run in a process of `--python`, which is told line by line what to do; what neither has is left out, by name.
+3. The table has medians, and of the ratios to the base the median of those within a round.
+
+Rows that begin with "limit" are no decoders. "Huffman codes" reads, with libjpeg-turbo, what it must read of a file to
+know the crop: all codes down to its last row, or with restart markers those of the runs that hold it. "libraries" is
+the crop by libjpeg-turbo and its resize by OpenCV, and nothing else: no header of ours, no draw, no flip.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -23,83 +35,291 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.images import jpeg
-from data.images.augment import AugmentConfig, Draws, augment, inception_box
+from data.images.augment import AugmentConfig, fit, inception_box
+from data.images.decode import Box, decode_crop, read_header, reduced_box, reduction
+from data.images.draws import Draws
 from data.shards.sources import tars
 
 SIZE = 224  # pixels
-CONFIG = AugmentConfig()
 OUT = np.empty((SIZE, SIZE, 3), np.uint8)
+BASE = "TensorFlow, decode and crop, resize"
 
 
-def patchline(data: bytes, number: int) -> None:
-    augment(data, SIZE, Draws(number), CONFIG, OUT)
+class Crop(NamedTuple):
+    """What a way is given: a file, the box that is wanted of it, and the scale and region that libjpeg is asked for."""
+
+    data: bytes
+    box: Box
+    denominator: int
+    region: Box
 
 
-def full_scale(data: bytes, number: int) -> None:
-    augment(data, SIZE, Draws(number), AugmentConfig(reduced=False), OUT)
+RegionOf = Callable[[bytes, Box], tuple[int, Box]]
+Way = Callable[[list[Crop]], None]
 
 
-def opencv(data: bytes, number: int) -> None:
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
-    y, x, h, w = inception_box(*image.shape[:2], Draws(number), CONFIG)
+def read_photos(shards: list[str], marked: bool) -> list[bytes]:
+    """The photographs of some tars; with restart markers if `marked`."""
+    photos = [sample.read() for sample in tars(shards)]
+    return [jpeg.add_restarts(photo) for photo in photos] if marked else photos
+
+
+def crops_of(photos: list[bytes], turn: int, region_of: RegionOf) -> list[Crop]:
+    """A training crop of every photograph, another one in each turn."""
+    crops = []
+    for number, photo in enumerate(photos):
+        header = read_header(photo)
+        box = inception_box(header.height, header.width, Draws(turn * len(photos) + number), AugmentConfig())
+        crops.append(Crop(photo, box, *region_of(photo, box)))
+    return crops
+
+
+# ----------------------------------------------------------------------------- what libjpeg is asked for
+
+
+def region_of_crop(data: bytes, box: Box) -> tuple[int, Box]:
+    """As `decode_crop` asks for it."""
+    denominator = reduction(min(box.height, box.width), SIZE)
+    return denominator, box if denominator == 1 else reduced_box(box, read_header(data), denominator)
+
+
+def last_pixel(data: bytes, box: Box) -> tuple[int, Box]:
+    """A pixel of the crop's last row: of a plain file, the codes of all rows above must be read for it."""
+    return 1, Box(box.y + box.height - 1, box.x, 1, 1)
+
+
+def codes_of_runs(data: bytes, box: Box) -> tuple[int, Box]:
+    """The crop at 1/8 scale, where libjpeg makes one pixel of a block's 64: hardly anything but the codes costs.
+
+    It lies in no other runs between restart markers than the crop.
+    """
+    y, height = eighths(box.y, box.height)
+    x, width = eighths(box.x, box.width)
+    return 8, Box(y, x, height, width)
+
+
+def eighths(start: int, length: int) -> tuple[int, int]:
+    """Start and length at 1/8 scale of a span for which no pixel is read that the span itself does not need."""
+    # One pixel around a region is read with it: at full scale those from `start` − 1 on, at 1/8 scale one of 8 × 8.
+    first = -(-(start - 1) // 8) + 1
+    stop = (start + length + 1) // 8 - 1
+    return first, max(stop - first, 1)
+
+
+# ----------------------------------------------------------------------------- ways
+
+
+def each(decode: Callable[[Crop], None]) -> Way:
+    """Decode one after the other."""
+
+    def run(crops: list[Crop]) -> None:
+        for crop in crops:
+            decode(crop)
+
+    return run
+
+
+def region_alone(crop: Crop) -> None:
+    pixels = jpeg.decode_region(crop.data, crop.denominator, crop.region)
+    assert pixels is not None, "the photographs are whole"
+
+
+def libraries(crop: Crop) -> None:
+    pixels = jpeg.decode_region(crop.data, crop.denominator, crop.region)
+    cv2.resize(pixels, (SIZE, SIZE), dst=OUT)
+
+
+def ours(crop: Crop) -> None:
+    fit(decode_crop(crop.data, read_header(crop.data), crop.box, SIZE), False, OUT)
+
+
+def ours_full_scale(crop: Crop) -> None:
+    fit(decode_crop(crop.data, read_header(crop.data), crop.box, 0), False, OUT)
+
+
+def opencv(crop: Crop) -> None:
+    image = cv2.imdecode(np.frombuffer(crop.data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+    y, x, h, w = crop.box
     cv2.resize(image[y : y + h, x : x + w], (SIZE, SIZE), dst=OUT)
 
 
-def pillow(data: bytes, number: int) -> None:
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    y, x, h, w = inception_box(image.height, image.width, Draws(number), CONFIG)
+def pillow(crop: Crop) -> None:
+    image = Image.open(io.BytesIO(crop.data)).convert("RGB")
+    y, x, h, w = crop.box
     OUT[:] = np.asarray(image.resize((SIZE, SIZE), Image.BILINEAR, (x, y, x + w, y + h)))
 
 
-def simple(data: bytes, number: int) -> None:
-    import simplejpeg
+def torchvision(crop: Crop) -> None:
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms.v2.functional import resized_crop
 
-    image = simplejpeg.decode_jpeg(data)
-    y, x, h, w = inception_box(*image.shape[:2], Draws(number), CONFIG)
-    cv2.resize(image[y : y + h, x : x + w], (SIZE, SIZE), dst=OUT)
-
-
-def floor(data: bytes, number: int) -> None:
-    from data.images.decode import read_header
-
-    header = read_header(data)
-    jpeg.decode_region(data, 8, (-(-header.height // 8) - 1, 0, 1, 1))
+    image = decode_jpeg(torch.frombuffer(bytearray(crop.data), dtype=torch.uint8), ImageReadMode.RGB)
+    y, x, h, w = crop.box
+    resized_crop(image, y, x, h, w, [SIZE, SIZE], antialias=False)
 
 
-WAYS: dict[str, Callable[[bytes, int], None]] = {
-    "floor: Huffman codes alone": floor,
-    "patchline": patchline,
-    "patchline, full scale": full_scale,
-    "patchline, restart markers": patchline,
-    "OpenCV": opencv,
-    "simplejpeg + OpenCV": simple,
-    "Pillow": pillow,
+def tensorflow(crops: list[Crop]) -> None:
+    """As big_vision does it, in a graph: Python is asked 10 times in all."""
+    data, boxes, samples = tensorflow_graph(len(crops))
+    data.assign([crop.data for crop in crops])
+    boxes.assign([crop.box for crop in crops])
+    for _ in samples:
+        pass
+
+
+@cache
+def tensorflow_graph(count: int):
+    """Variables of `count` files and boxes, and what decodes them whenever it is iterated; traced once."""
+    import tensorflow as tf
+
+    data = tf.Variable([b""] * count)
+    boxes = tf.Variable(np.zeros((count, 4), np.int32))
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    options.threading.max_intra_op_parallelism = 1
+    options.experimental_optimization.inject_prefetch = False
+
+    def load(number):
+        image = tf.image.decode_and_crop_jpeg(data[number], boxes[number], channels=3)
+        image = tf.cast(tf.clip_by_value(tf.image.resize(image, [SIZE, SIZE]), 0, 255), tf.uint8)
+        # The other ways leave the pixels where they are, so these are not copied into a batch either.
+        return image[-1, -1]
+
+    samples = tf.data.Dataset.range(count).map(load).batch(-(-count // 10)).with_options(options)
+    return data, boxes, samples
+
+
+class Decoder(NamedTuple):
+    """A way to decode, and what it needs."""
+
+    way: Way
+    needs: str = "cv2"
+    marked: bool = False  # takes the photographs with restart markers
+    region_of: RegionOf = region_of_crop
+
+
+DECODERS = {
+    "limit: Huffman codes, restart markers": Decoder(each(region_alone), marked=True, region_of=codes_of_runs),
+    "limit: Huffman codes, plain files": Decoder(each(region_alone), region_of=last_pixel),
+    "limit: libraries, restart markers": Decoder(each(libraries), marked=True),
+    "limit: libraries, plain files": Decoder(each(libraries)),
+    "ours, restart markers": Decoder(each(ours), marked=True),
+    "ours, plain files": Decoder(each(ours)),
+    "ours, plain files, full scale": Decoder(each(ours_full_scale)),
+    BASE: Decoder(tensorflow, "tensorflow"),
+    "OpenCV, whole image": Decoder(each(opencv)),
+    "torchvision, whole image": Decoder(each(torchvision), "torchvision"),
+    "Pillow, whole image": Decoder(each(pillow)),
 }
+
+
+# ----------------------------------------------------------------------------- one interpreter
+
+
+def serve(shards: list[str]) -> None:
+    """Answer every line `[name, turn]` with the CPU-seconds an image that it takes; null where a library fails."""
+    cv2.setNumThreads(1)
+    photos = cache(lambda marked: read_photos(shards, marked))
+    for line in sys.stdin:
+        name, turn = json.loads(line)
+        decoder = DECODERS[name]
+        try:
+            crops = crops_of(photos(decoder.marked), turn, decoder.region_of)
+            start = time.process_time()
+            decoder.way(crops)
+            answer = (time.process_time() - start) / len(crops)
+        except (ImportError, OSError, RuntimeError) as error:  # a library that is there and does not load
+            print(f"left out: {name}: {error}", file=sys.stderr)
+            answer = None
+        print(json.dumps(answer), flush=True)
+
+
+class Interpreter:
+    """A process of some Python that runs ways, one at a time."""
+
+    def __init__(self, python: str, shards: str):
+        # Threads of libraries and TensorFlow's greetings are turned off.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+        command = [python, __file__, "--shards", shards, "--serve"]
+        pipe = subprocess.PIPE
+        self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def cpu_s(self, name: str, turn: int) -> float | None:
+        """CPU-seconds an image of a way; raises ValueError where the process has ended."""
+        assert self.child.stdin is not None and self.child.stdout is not None, "both are pipes"
+        print(json.dumps([name, turn]), file=self.child.stdin, flush=True)
+        return json.loads(self.child.stdout.readline())
+
+    def end(self) -> None:
+        """Let the process end."""
+        assert self.child.stdin is not None, "it is a pipe"
+        self.child.stdin.close()
+        self.child.wait()
+
+
+def python_of(needs: str, other: str) -> str | None:
+    """The Python that has a module: this one, the other one, or None."""
+    if importlib.util.find_spec(needs) is not None:
+        return sys.executable
+    has = subprocess.run([other, "-c", f"import importlib.util as u; exit(u.find_spec({needs!r}) is None)"])
+    return other if has.returncode == 0 else None
+
+
+# ----------------------------------------------------------------------------- all of them in turn
+
+
+def run_rounds(args: argparse.Namespace) -> dict[str, list[float]]:
+    """CPU-seconds an image of every way in every round."""
+    interpreters: dict[str, Interpreter] = {}
+    runs_in: dict[str, Interpreter] = {}
+    for name, decoder in DECODERS.items():
+        python = python_of(decoder.needs, args.python)
+        if python is None:
+            print(f"left out: {name}: needs {decoder.needs}; name a --python that has it", file=sys.stderr)
+            continue
+        if python not in interpreters:
+            interpreters[python] = Interpreter(python, args.shards)
+        runs_in[name] = interpreters[python]
+
+    seconds: dict[str, list[float]] = {}
+    # The first round imports, compiles and traces what is used first, and is not counted.
+    for turn in range(args.rounds + 1):
+        names = list(runs_in)
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            needed = runs_in[name].cpu_s(name, turn)
+            if needed is None:
+                del runs_in[name]
+            elif turn > 0:
+                seconds.setdefault(name, []).append(needed)
+    for interpreter in interpreters.values():
+        interpreter.end()
+    return seconds
+
+
+def print_table(seconds: dict[str, list[float]]) -> None:
+    """Print the medians, fastest first, as rows of a Markdown table."""
+    base = BASE if BASE in seconds else "Pillow, whole image"
+    print(f"| | µs an image (least … most) | speed × {base} |\n|---|--:|--:|")
+    for name, mine in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
+        # A machine's other work changes from round to round, and less within one.
+        ratios = [base_now / mine_now for mine_now, base_now in zip(mine, seconds[base], strict=True)]
+        middle = f"{1e6 * statistics.median(mine):,.0f} ({1e6 * min(mine):,.0f} … {1e6 * max(mine):,.0f})"
+        print(f"| {name} | {middle} | {statistics.median(ratios):.2f} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", required=True)
+    parser.add_argument("--shards", required=True, help="folder of imagenet*.tar")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has what this one lacks")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    cv2.setNumThreads(1)
-    photos = [sample.read() for sample in tars(sorted(Path(args.shards).glob("imagenet*.tar")))]
-    marked = [jpeg.add_restarts(photo) for photo in photos]
-    rates: dict[str, list[float]] = {}
-    for turn in range(args.rounds):
-        for name, way in WAYS.items():
-            start = time.process_time()
-            try:
-                for number, photo in enumerate(marked if "restart" in name else photos):
-                    way(photo, turn * len(photos) + number)
-            except ImportError:
-                continue
-            rates.setdefault(name, []).append(len(photos) / (time.process_time() - start))
-    base = statistics.median(rates["Pillow"])
-    for name, rates_of_rounds in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
-        middle = statistics.median(rates_of_rounds)
-        spread = f"({min(rates_of_rounds):.0f} … {max(rates_of_rounds):.0f})"
-        print(f"{name:28} × {middle / base:.2f}   {middle:6.0f} img per CPU-second {spread}")
+    if args.serve:
+        serve(sorted(str(path) for path in Path(args.shards).glob("imagenet*.tar")))
+    else:
+        print_table(run_rounds(args))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@
 2. The first 300 images are not timed. CPU-seconds are those of the process and of all its children.
 3. The table has medians, and of the ratios to the base the median of those within a round.
 
-What the contenders do: contenders.py. `--python` names an interpreter that has what this one lacks (tensorflow,
-torchvision, DALI), and OpenCV, Pillow and xxhash for the boxes and the tars; a contender that cannot run is left out,
-by name. Decoding alone: decode.py.
+What the contenders do: contenders.py. Rows that begin with "limit" load nothing: they are what a part of decoding takes
+alone (decode.py), in the same rounds. `--python` names an interpreter that has what this one lacks (tensorflow,
+torchvision, DALI), and OpenCV, Pillow, psutil and xxhash for the boxes, the tars and the clock; a contender that cannot
+run is left out, by name. Decoding alone: decode.py.
 """
 
 from __future__ import annotations

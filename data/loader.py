@@ -109,6 +109,7 @@ class TrainLoader:
         self.timeout_s = timeout_s
         self.cache = cache or CacheConfig()
         self.ahead: Ahead | None = None  # while shards are fetched in the background
+        self.stopped = False  # for good: nothing more is fetched
         self.has_said = False  # why samples are no longer read by range
 
         self.parts = cut(slots, micro_batch, accumulation)
@@ -149,6 +150,9 @@ class TrainLoader:
             ahead.stop()
             # This ends the decoding processes, which the generator holds.
             batches.close()
+            # Whoever iterates once more begins as this iteration did.
+            if not self.stopped:
+                self.decoder.reader.begin_again()
 
     def tasks(self) -> Iterator[Task]:
         """Every micro-batch to come, step by step."""
@@ -158,6 +162,7 @@ class TrainLoader:
 
     def stop(self) -> None:
         """Fetch no more shards, whatever the iteration waits for; from any thread. The process may then end."""
+        self.stopped = True
         self.decoder.reader.stop()
         if self.ahead is not None:
             self.ahead.stop()

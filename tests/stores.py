@@ -15,6 +15,7 @@ import pytest
 from data.shards import remote
 
 Files = dict[str, Path]  # key → file
+AT_ONCE = 1 << 16  # bytes that the proxy sends at once
 
 
 @contextmanager
@@ -35,13 +36,15 @@ class Proxy:
     `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
     the length of all of it) or "stall" (no answer for 1.5 s). `fault_of_any` is asked about the method and path of
     every other request, and may also answer "torn" (the store gets half of the content) or "deaf" (the request is
-    done, and its answer lost).
+    done, and its answer lost). "whole" answers a read as a store does that ignores ranges: with all of the object.
+    `pace` is told of every few bytes of a read before they are sent, so that it may hold them back.
     """
 
     def __init__(self) -> None:
         self.upstream = 0  # port of the store
         self.fault: Callable[[str], int | str | None] = lambda path: None
         self.fault_of_any: Callable[[str, str], int | str | None] = lambda method, path: None
+        self.pace: Callable[[int], object] = lambda piece_bytes: None
         self.gets: list[str] = []
         # A real store looks for the name and writes it in one; moto's threads can look all before one has written.
         self.one_write_at_a_time = threading.Lock()
@@ -69,6 +72,9 @@ class Proxy:
                     self.send_response(fault)
                     self.send_header("Content-Length", "0")
                     self.end_headers()
+                elif fault == "whole":
+                    del self.headers["Range"]
+                    self.answer(self.pass_on(body))
                 elif fault == "torn":
                     self.answer(self.pass_on(body[: len(body) // 2]))
                 else:
@@ -105,7 +111,11 @@ class Proxy:
                 self.end_headers()
                 if is_short:
                     content = content[: len(content) // 2]
-                self.wfile.write(content)
+                for start in range(0, len(content), AT_ONCE):
+                    piece = content[start : start + AT_ONCE]
+                    if self.command == "GET":
+                        proxy.pace(len(piece))
+                    self.wfile.write(piece)
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_request
 
@@ -238,9 +248,9 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
 
 
 @contextmanager
-def store(scheme: str, files: Files) -> Iterator[Proxy]:
+def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Proxy]:
     """A proxy before a store whose bucket `images` holds the files; the environment leads clients to it."""
-    proxy = Proxy()
+    proxy = proxy or Proxy()
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
     with served(proxy.handler()) as port, start(proxy, port, files):
         yield proxy

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -135,6 +136,29 @@ def test_many_processes_at_once_read_the_json_once(path, monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(load_index, [path] * 8))
     assert len(calls) == 1 and all(other == loaded[0] for other in loaded)
+
+
+def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path, state):
+    mapped = load_index(path)
+    (kept,) = state.glob("*.columns")
+    unused, lock, recent = (state / f"{name}" for name in ("0.columns", "0.lock", "1.columns"))
+    for other in (unused, lock, recent):
+        other.write_bytes(b"")
+    month_ago, days_ago = time.time() - 31 * 86400, time.time() - 29 * 86400
+    os.utime(unused, (month_ago, month_ago))
+    os.utime(kept, (month_ago, month_ago))
+    os.utime(recent, (days_ago, days_ago))
+    # To load an index is to use its columns; nothing is made, so nothing goes.
+    assert load_index(path) == mapped and unused.exists()
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert load_index(path) == mapped
+    assert not unused.exists() and not lock.exists() and recent.exists()
+    assert kept.exists() and len(list(state.glob("*.columns"))) == 3
+    # Who has mapped what goes keeps it, and may still send it to another process.
+    os.utime(kept, (month_ago, month_ago))
+    columns.delete_unused(state)
+    assert not kept.exists() and mapped.shards[17] == ROWS_HELD[17]
+    assert pickle.loads(pickle.dumps(mapped)) == mapped
 
 
 def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, monkeypatch, caplog):

@@ -150,6 +150,92 @@ def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty,
     assert len(wrong) <= BATCH
 
 
+def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(faulty, local, tmp_path):
+    """An answer breaks off, and before the rest is asked for somebody overwrites the object, as large as before."""
+    import boto3
+
+    key = f"set/{local.shards[0].name}"
+    first, other = (Path(local.location(number)).read_bytes() for number in (0, 1))
+    assert len(first) == len(other)
+    overwrite = boto3.client("s3").put_object
+    reads = iter(["the half that arrives", "the rest, of another version", "the whole shard"])
+
+    def fault(path):
+        read = next(reads, "")
+        if read == "the half that arrives":
+            return "short"
+        overwrite(Bucket="images", Key=key, Body=other if read == "the rest, of another version" else first)
+        return None
+
+    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path / "a"), **PATIENT), by_range=True)
+    faulty.fault = fault
+    # Of the image a half is the first version's: the other one's has other bytes there.
+    assert by_range.read(0, 0) == Reader(local).read(0, 0) != Reader(local).read(1, 0)
+    assert "is not what was indexed" in by_range.said and len(faulty.gets) == 3
+    by_range.stop()
+    # Where it stays overwritten, the shard says so.
+    overwrite(Bucket="images", Key=key, Body=other)
+    faulty.fault = lambda path: None
+    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
+    with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
+        by_range.read(0, 0)
+    by_range.stop()
+    overwrite(Bucket="images", Key=key, Body=first)
+
+
+def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypatch):
+    """It answers 200 with all of the object: a gigabyte for each sample, and no shard of more than a piece."""
+    faulty.fault = lambda path: "whole"
+    cfg = CacheConfig(str(tmp_path), **PATIENT)
+    by_range = Reader(faulty.index, cache=cfg, by_range=True)
+    size = local.shards[0].bytes
+    # A shard that comes in one piece is asked for from its first byte to its last, which is what comes.
+    assert by_range.read(0, 0) == Reader(local).read(0, 0)
+    pattern = rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: {size} bytes came, \d+ were asked"
+    assert re.search(pattern, by_range.said) and by_range.said.endswith("waiting for whole shards")
+    monkeypatch.setattr(cache_module, "PIECE", size // 2)
+    with pytest.raises(
+        DataError, match=f"train-000001.tar: the store ignores byte ranges: {size} bytes came, {size // 2}"
+    ):
+        by_range.read(1, 0)
+    by_range.stop()
+
+
+def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_path, monkeypatch):
+    read_range = remote.read_range
+    last_bytes = []
+
+    def one_byte_short(url, start, stop, timeout_s):
+        if stop - start == 1:
+            last_bytes.append(start)
+        return read_range(url, start, max(start + 1, stop - 1), timeout_s)
+
+    monkeypatch.setattr(cache_module, "read_range", one_byte_short)
+    assert_same(take(faulty.index, CacheConfig(str(tmp_path), **PATIENT), steps=1), take(local, None, steps=1))
+    assert len(last_bytes) == BATCH and not list(tmp_path.glob("*.tar"))
+
+
+def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp_path):
+    order = Order(local.shard_samples, seed=0, batch_size=BATCH)
+    cfg = CacheConfig(str(tmp_path), **PATIENT)
+    loader = TrainLoader(faulty.index, order, image_size=16, slots=range(BATCH), micro_batch=BATCH, cache=cfg)
+    for _ in range(2):
+        faulty.gets.clear()
+        batches = iter(loader)
+        assert_same([next(batches)], take(local, None, steps=1))
+        batches.close()
+        assert len(faulty.gets) == BATCH
+    assert not list(tmp_path.glob("*.tar"))
+    # Who was told to fetch nothing more stays so; who had given ranges up tries no more.
+    loader.stop()
+    assert loader.decoder.reader.ranges.stopped
+    reader_that_gave_up = Reader(faulty.index, cache=cfg, by_range=True)
+    reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
+    reader_that_gave_up.stop()
+    reader_that_gave_up.begin_again()
+    assert "too slow" in reader_that_gave_up.said and not reader_that_gave_up.ranges.stopped
+
+
 def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     faulty, local, tmp_path, caplog, monkeypatch
 ):

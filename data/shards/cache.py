@@ -212,7 +212,7 @@ class Cache:
         def ask() -> bytes:
             return read_range(url, start, stop, self.cfg.timeout_s)
 
-        return self.patiently(url, ask)[: stop - start]
+        return self.patiently(url, ask)
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
         """What the storage answers; patient with all but a missing file, a refused address and a missing client.

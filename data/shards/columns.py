@@ -6,7 +6,8 @@ As Python objects, 300,000 shards are 139 MiB in every worker and in each of its
 2. whoever loads the index compares the file's last 32 bytes, the sha256 of all before them, and maps it
    (`open_columns`); a file that is torn or altered is made anew;
 3. `MappedShards` gives a `Shard` when it is asked for one, and a whole column without a copy;
-4. another process is sent the path and the digest of the file, and maps it too.
+4. another process is sent the path and the digest of the file, and maps it too;
+5. whoever makes a file deletes those that nobody has opened for a month (`delete_unused`).
 
     5d41….columns    {"format": 1, "index": {…}, "shards": 300000}      one line, padded to a multiple of 64 bytes
                      ends, samples, bytes: 8 bytes a shard each; sha256, table: 64 each; names, end to end; the digest
@@ -20,7 +21,9 @@ import json
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import file_digest, sha256
@@ -41,6 +44,7 @@ HEX = "S64"  # a sha256 in hexadecimal, or nothing
 COLUMNS = {"ends": "<i8", "samples": "<i8", "bytes": "<i8", "sha256": HEX, "table": HEX}  # of n each, in this order
 AT_ONCE = 4096  # shards that are made while all are gone through
 PIECE = 1 << 20  # bytes that are hashed at once
+UNUSED_S = 30 * 24 * 3600  # without being opened, after which a file may go
 HELD_PER_BYTE = 3.6  # bytes of Python objects for each byte of a JSON: 139 MiB of 38 MB
 
 
@@ -202,6 +206,9 @@ def mapped_shards(path: Path, read: ReadJson) -> tuple[Mapping[str, Any], Sequen
             f"about {held_mb:.0f} MB; give PATCHLINE_CACHE a folder that can be written"
         )
         return read(path, path.read_bytes())
+    # The time of last use, as of a shard in the cache; the file may be another user's.
+    with suppress(OSError):
+        os.utime(shards.path)
     return shards.header["index"], shards
 
 
@@ -223,10 +230,21 @@ def make_columns(path: Path, columns: Path, read: ReadJson) -> MappedShards:
         # The JSON may have been replaced since its digest was taken: the columns go by what was read.
         columns = columns_path(sha256(text).hexdigest())
         write_columns(columns, content, held)
+        delete_unused(columns.parent)
     shards = open_columns(columns)
     if shards is None:
         raise StorageError(f"{columns}: is not what was written a moment ago")
     return shards
+
+
+def delete_unused(folder: Path) -> None:
+    """Delete the columns of a folder that nobody has opened for a month; who has them mapped keeps them."""
+    for path in folder.glob("*.columns"):
+        # Another process may delete it meanwhile; it may be another user's.
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > UNUSED_S:
+                path.unlink()
+                path.with_suffix(".lock").unlink()
 
 
 def columns_path(json_digest: str) -> Path:

@@ -171,6 +171,14 @@ class Reader:
         if self.ranges is not None:
             self.ranges.stop()
 
+    def begin_again(self) -> None:
+        """Read by range again, after a `stop`, what is read from now on; unless that was given up before."""
+        if self.ranges is not None:
+            given_up = self.ranges.given_up
+            # Another one: the threads of the one that was stopped still go by its word.
+            self.ranges = Ranges(self.cache)
+            self.ranges.given_up = given_up
+
     def expect(self, places: np.ndarray) -> None:
         """Begin to read those of the samples (b, 2: shard, sample) whose shards are not here, for `read` to take."""
         if self.ranges is None:

@@ -82,7 +82,8 @@ def redacted(url: str) -> str:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Bytes start … stop−1, or fewer where the answer breaks off.
 
-    Raises FileNotFoundError, PermissionError, Refused, and many kinds of errors that are worth another try.
+    Raises FileNotFoundError, PermissionError, Refused, and many kinds of errors that are worth another try; Refused
+    also where the store ignores ranges: each would bring all of the object, and a run would end in wrong digests.
     """
     check_url(url)
     if url.startswith("https:"):
@@ -92,6 +93,11 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
             content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
     if not content:
         raise ConnectionError("empty answer")
+    if len(content) > stop - start:
+        raise Refused(
+            f"{redacted(url)}: the store ignores byte ranges: {len(content)} bytes came, {stop - start} were asked "
+            "for; copy the shards to this machine"
+        )
     return content
 
 
