@@ -1,15 +1,21 @@
 """Compares the memory that `plan` says with what torch's allocator counts while the real step is taken, on CPU.
 
     python -m benchmarks.memory                   # all configurations; the lines of the table in benchmarks/README.md
+    python -m benchmarks.memory 0:15              # the first 15
     python -m benchmarks.memory "dropout"         # those whose description holds the word
 
-Each configuration is measured in workers of its own (gloo), with real numbers: the counter is torch's profiler, which
-hears of every allocation from the allocator itself and knows nothing of the tracer. Widths are small, structures whole.
+Each configuration is measured in workers of its own (gloo), with real numbers: the counter is an allocator in the place
+of torch's own (counting_allocator.cpp), which knows nothing of the tracer. Widths are small, structures whole.
 """
 
+import ctypes
+import functools
 import json
 import multiprocessing
 import os
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -18,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 import models
 from pipeline.arithmetic import batch_arithmetic
@@ -110,6 +115,7 @@ def measured(case: Case) -> int:
     """Return the most bytes that the allocator of rank 0 had given out at once, from the model's start to two steps."""
     # Forks share what was imported, which takes longer than the steps.
     import_deepspeed()
+    counting_allocator()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         workers = []
@@ -122,8 +128,27 @@ def measured(case: Case) -> int:
         return int((Path(folder) / "0.json").read_text())
 
 
+@functools.cache
+def counting_allocator() -> ctypes.CDLL:
+    """Build and load the allocator that counts, once for this process and its forks."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler (g++, c++): the allocator that counts cannot be built; install one")
+    torch_folder = Path(torch.__file__).parent
+    source = Path(__file__).with_name("counting_allocator.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/counting_allocator.so"
+        command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", str(source)]
+        command += [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib", "-o", library]
+        subprocess.run(command, check=True)
+        counter = ctypes.CDLL(library)  # once loaded it needs its file no more
+    for function in (counter.most_bytes, counter.living_bytes):
+        function.restype = ctypes.c_int64
+    return counter
+
+
 def worker(case: Case, rank: int, folder: str) -> None:
-    """Be one worker of a configuration: build it and take two real steps under the profiler."""
+    """Be one worker of a configuration: build it and take two real steps over the allocator that counts."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world))
     deepspeed = import_deepspeed()
@@ -132,23 +157,15 @@ def worker(case: Case, rank: int, folder: str) -> None:
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     cfg = case.cfg
     accumulation = batch_arithmetic(cfg, case.world).accumulation
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = models.from_config(case.model_config, torch.Generator().manual_seed(0))
-        model.recomputed_blocks = cfg.checkpoint_blocks
-        engine = build_engine(cfg, model, accumulation)
-        traced = TracedWorker(cfg, torch.device("cpu"), case.model_config, engine)
-        for _ in range(2):
-            take_step(traced, accumulation, cfg.micro_batch, lambda phase: None)
-    changes = []
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-    now = 0
-    most = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        now += size
-        most = max(most, now)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(most))
+    counter = counting_allocator()
+    counter.start_counting()
+    model = models.from_config(case.model_config, torch.Generator().manual_seed(0))
+    model.recomputed_blocks = cfg.checkpoint_blocks
+    engine = build_engine(cfg, model, accumulation)
+    traced = TracedWorker(cfg, torch.device("cpu"), case.model_config, engine)
+    for _ in range(2):
+        take_step(traced, accumulation, cfg.micro_batch, lambda phase: None)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(counter.most_bytes()))
     engine.close()
     dist.destroy_process_group()
 
@@ -160,8 +177,11 @@ def planned(case: Case) -> MemoryNeed:
 
 def main() -> None:
     """Print a line of the table for each configuration."""
-    word = " ".join(sys.argv[1:])
-    cases = [case for case in CASES if word in case.name]
+    asked = " ".join(sys.argv[1:])
+    part = re.fullmatch(r"(\d+):(\d+)", asked)
+    cases = [case for case in CASES if asked in case.name]
+    if part:
+        cases = list(CASES[int(part[1]) : int(part[2])])
     steps = []
     for case in cases:
         accumulation = batch_arithmetic(case.cfg, case.world).accumulation

@@ -16,7 +16,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
@@ -286,10 +286,21 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def size_text(size_bytes: int) -> str:
-    """Return a number of bytes as people say it: 23.4 MB."""
-    if size_bytes < 1e6:
-        return f"{size_bytes / 1e3:.1f} kB"
-    if size_bytes < 1e9:
-        return f"{size_bytes / 1e6:.1f} MB"
-    return f"{size_bytes / 1e9:.1f} GB"
+def size_text(size_bytes: float) -> str:
+    """Return a number of bytes as people say it of disks and links: 23.4 MB."""
+    return in_units(size_bytes, 1000, ("kB", "MB", "GB"))
+
+
+def memory_text(size_bytes: float) -> str:
+    """Return a number of bytes as people say it of memory: 22.3 MiB."""
+    return in_units(size_bytes, 1024, ("KiB", "MiB", "GiB"))
+
+
+def in_units(size_bytes: float, base: int, units: Sequence[str]) -> str:
+    """Return a number of bytes in the largest unit, each `base` of the one before, that it has at least one of."""
+    size = size_bytes / base
+    for unit in units[:-1]:
+        if size < base:
+            return f"{size:.1f} {unit}"
+        size /= base
+    return f"{size:.1f} {units[-1]}"

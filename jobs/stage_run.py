@@ -38,7 +38,7 @@ from jobs.supervisor import StageFailed
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
-from pipeline.planning.memory import GIB
+from pipeline.planning.memory import GIB, blocks_of, with_blocks
 from pipeline.planning.memory_remedies import check_fits
 from pipeline.planning.memory_traces import TraceFailed
 from pipeline.training_config import TrainConfig
@@ -159,26 +159,44 @@ def missing_inputs(campaign: Campaign, stages: Sequence[Stage]) -> list[str]:
 
 
 def check_memory(campaign: Campaign, stages: Sequence[Stage], say: Callable[[str], None]) -> None:
-    """Raise ConfigError, with what to change, where a stage to be trained needs more than `cluster.gpu_memory_gb`.
+    """Raise ConfigError, with what to change, where a stage to be trained does not fit `activation_gb` or
+    `cluster.gpu_memory_gb`, or where how many blocks the first comes to cannot be told.
 
-    Without that field nothing is traced, which takes some seconds for a step that never was. What cannot be traced is
-    said, and goes on unchecked.
+    Without these fields nothing is traced, which takes some seconds for a step that never was. What the second needs
+    and cannot be traced is said, and goes on unchecked.
     """
     limit = campaign.cluster.gpu_memory_gb
-    if limit is None or not campaign.cluster.gpus_per_worker:
-        return
+    is_gpu = campaign.cluster.gpus_per_worker > 0
     for stage in stages:
-        if campaign.done(stage) is None and isinstance(stage.config, TrainConfig) and stage.model is not None:
-            # What is traced is of whole images, and nobody has traced fewer patches: nothing is refused for them.
-            if not stage.config.thinning.has_whole_images:
-                say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known with patch dropout")
-                continue
-            # What a worker needs is the most where the workers are the fewest.
-            fewest = allowed_worlds(stage.config, campaign.cluster)[-1]
-            try:
-                check_fits(stage.config, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
-            except TraceFailed as error:
-                say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known: {error}")
+        if campaign.done(stage) is not None or not isinstance(stage.config, TrainConfig) or stage.model is None:
+            continue
+        check_activation_budget(stage, stage.config, is_gpu=is_gpu)
+        if limit is None or not is_gpu:
+            continue
+        # What is traced is of whole images, and nobody has traced fewer patches: nothing is refused for them.
+        if not stage.config.thinning.has_whole_images:
+            say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known with patch dropout")
+            continue
+        # What a worker needs is the most where the workers are the fewest.
+        fewest = allowed_worlds(stage.config, campaign.cluster)[-1]
+        try:
+            check_fits(stage.config, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+        except TraceFailed as error:
+            say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known: {error}")
+
+
+def check_activation_budget(stage: Stage, cfg: TrainConfig, *, is_gpu: bool) -> None:
+    """Raise ConfigError where nobody can tell how many blocks `activation_gb` recomputes, or none are enough."""
+    try:
+        with_blocks(cfg, stage.model, is_gpu=is_gpu)
+    except TraceFailed as error:
+        # To guess would end the run out of memory hours later, or take a third more time without a word.
+        blocks = blocks_of(stage.model)
+        raise ConfigError(
+            f"{stage.name}.activation_gb={cfg.activation_gb:g}: how many blocks to recompute is not known: {error}\n"
+            f"  type the number in its place: {stage.name}.activation_gb=null {stage.name}.checkpoint_blocks=N, from 0 "
+            f"to {blocks}, with which a worker needs the least memory"
+        ) from None
 
 
 def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool) -> None:

@@ -118,14 +118,15 @@ class ExactEngine(Engine):
             first_of[name] = total
             total += size
 
-        # Fragments are views; the memory that a view lies in tells which flat it belongs to.
+        # Fragments are views; the storage that a view lies in tells which flat it belongs to. Its own address does, and
+        # not that of its numbers: fake tensors, with which a step's memory is planned, have none.
         plans: dict[int, FlatPlan] = {}
         for flat in self._flats:
-            plans[flat.untyped_storage().data_ptr()] = FlatPlan(flat, [])
+            plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
         fragments = self._whole(("master",)) if self.zero == 0 else self.fragments(("master",))
         for fragment in fragments:
             view = fragment.tensors["master"]
-            plan = plans[view.untyped_storage().data_ptr()]
+            plan = plans[view.untyped_storage()._cdata]
             in_flat = view.storage_offset() - plan.flat.storage_offset()
             in_whole = first_of[fragment.name] + fragment.start
             count = view.numel()

@@ -67,7 +67,7 @@ def test_what_is_well_is_ok_and_says_its_figures() -> None:
     # 16.8 MB in 10 ms are 1.7 GB/s; 344 MB twice, and the latency, are 410 ms; 3 × 16.8 MB in 0.1 s are 503 MB/s.
     for figure in ("1.7 GB/s", "about 410 ms a step, 41% of the 1.0 s that plan assumes", "503.3 MB/s", "about 6.0 s"):
         assert figure in text, f"{figure} in\n{text}"
-    for figure in ("100.0 GB free, 12.0 GB needed", "10.0 GB free on n0 for 1 worker, about 3.0 GB", "40.0 MB/s read"):
+    for figure in ("100.0 GB free, 12.0 GB needed", "9.3 GiB free on n0 for 1 worker, about 2.8 GiB", "40.0 MB/s read"):
         assert figure in text, f"{figure} in\n{text}"
     assert "/run/packed: not there yet" in text
 
@@ -100,8 +100,8 @@ def ill(change: str) -> list[Finding]:
         ("workers.2.folder.skew_s = null", "clocks", "WARN", "not measured"),
         ("workers.2.folder.free_bytes = 100", "disk", "FAIL", "0.1 kB free, 12.0 GB needed"),
         ("workers.2.folder.written_s = 10", "disk speed", "WARN", "a checkpoint of 3.0 GB takes about 596.0 s"),
-        ("workers.1.machine.memory_free = 1000000000", "memory", "WARN", "1.0 GB free on n1 for 1 worker, about 3.0"),
-        ("workers.1.machine.shm_free = 10000000", "/dev/shm", "WARN", "10.0 MB free on n1"),
+        ("workers.1.machine.memory_free = 1000000000", "memory", "WARN", "953.7 MiB free on n1 for 1 worker, about"),
+        ("workers.1.machine.shm_free = 10000000", "/dev/shm", "WARN", "9.5 MiB free on n1"),
         ("workers.1.machine.shm_free = null", "/dev/shm", "OK", "free on n0"),
         ("workers.1.machine.open_files = 256", "open files", "WARN", "256 for a worker on n1, about 536 needed"),
         ('workers.1.sets./data.error = "gone"', "data", "FAIL", "worker 1 on n1 cannot read /data: gone"),

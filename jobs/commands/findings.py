@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from data.errors import ExitCode
-from data.files import size_text
+from data.files import memory_text, size_text
 from jobs.commands.links import judge_links
 from jobs.commands.needs import Finding, Needs
 from pipeline.monitoring.telemetry import counted, milliseconds
@@ -215,14 +215,15 @@ def judge_memory(workers: Sequence[WorkerReport], needs: Needs) -> Finding:
         if not needs.gpus_per_worker:
             bytes_here += stage.memory_bytes or 0
         needed = max(needed, bytes_here * counts[node])
-    text = f"{size_text(free)} free on {node} for {counted(counts[node], 'worker')}, about {size_text(needed)} needed"
+    free_text = f"{memory_text(free)} free on {node} for {counted(counts[node], 'worker')}"
+    text = f"{free_text}, about {memory_text(needed)} needed"
     if free < needed:
         return Finding("WARN", "memory", text, "lower micro_batch, activation_gb or data.processes, or add nodes")
 
     gpu_free = tightest["machine"]["gpu_memory_free"]
     if gpu_free is not None:
         gpu_needed = max((stage.memory_bytes or 0 for stage in needs.stages), default=0)
-        text += f"; {size_text(gpu_free)} free on its GPU, about {size_text(gpu_needed)} needed"
+        text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
         if gpu_free < gpu_needed:
             return Finding("WARN", "memory", text, "lower micro_batch or activation_gb, or raise zero")
     untraced = [stage.name for stage in needs.stages if stage.memory_bytes is None]
@@ -243,11 +244,11 @@ def judge_shm(workers: Sequence[WorkerReport], needs: Needs) -> Finding:
             node = worker["identity"]["node"]
     if least is None:
         return Finding("WARN", "/dev/shm", "not there, so not measured")
-    text = f"{size_text(least)} free on {node}"
+    text = f"{memory_text(least)} free on {node}"
     wanted = SHM_WITH_GPUS if needs.gpus_per_worker else SHM
     if least < wanted:
         remedy = "a container: --shm-size=8g, or a volume of medium Memory at /dev/shm"
-        return Finding("WARN", "/dev/shm", f"{text}, expected {size_text(wanted)}", remedy)
+        return Finding("WARN", "/dev/shm", f"{text}, expected {memory_text(wanted)}", remedy)
     return Finding("OK", "/dev/shm", text)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import models
 from data.errors import ConfigError
+from data.files import memory_text
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import checkpoint_bytes
@@ -23,7 +24,6 @@ from pipeline.planning.memory_traces import is_kept, step_to_trace, traces_of
 from pipeline.training_config import TrainConfig
 
 GIB = 2**30
-MIB = 2**20
 AHEAD = 2  # micro-batches that a decoding process may be ahead (data.loader.TrainLoader)
 LABELS = 8  # bytes of a label
 MOST_BYTES_OF_RGB = 3  # of a pixel
@@ -169,13 +169,6 @@ def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> in
             low = middle
             low_needed = middle_needed
     return high
-
-
-def memory_text(size_bytes: float) -> str:
-    """Return bytes of memory as people say them: 23.4 GiB."""
-    if size_bytes < GIB / 10:
-        return f"{size_bytes / MIB:.1f} MiB"
-    return f"{size_bytes / GIB:.1f} GiB"
 
 
 def in_words(need: MemoryNeed, *, is_gpu: bool) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from data.errors import ConfigError
+from data.files import memory_text
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
-from pipeline.planning.memory import blocks_of, fewest_blocks, memory_need, memory_text
+from pipeline.planning.memory import blocks_of, fewest_blocks, memory_need
 from pipeline.training_config import TrainConfig
 
 LAST_STAGE = 3  # of ZeRO

@@ -3,7 +3,8 @@
     echo '[{"model": {…}, "config": {…}, "world": 8, …}]' | python -m pipeline.planning.memory_trace
 
 1. Everything is the real thing: the model, DeepSpeed around it, the recipe's loss, dropout, recomputed blocks and
-   optimizer. Only its tensors are fake: they have shapes and no numbers. So are the other workers (a "fake" group).
+   optimizer. Only its tensors are fake: they have shapes and no numbers. So are the other workers (a "fake" group);
+   what gloo would allocate between real ones on CPUs is allocated in its place (`gloo_buffers`).
 2. One step is taken to start with: optimizers and ZeRO 3 set things apart at their first.
 3. One step is written down with micro-batches of 2 images and one with 3. Event for event, what does not differ
    between them does not depend on the micro-batch, and what does grows with every image.
@@ -41,6 +42,7 @@ from pipeline.config import build as build_config
 from pipeline.engine import Engine
 from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import OBJECTIVES
+from pipeline.planning.gloo_buffers import GlooBuffers
 from pipeline.planning.gpu_kernels import as_on_a_gpu
 from pipeline.planning.live_bytes import Event, Kind, LiveBytes
 from pipeline.planning.memory_traces import Moment
@@ -91,6 +93,9 @@ def trace(
             around.enter_context(as_on_a_gpu())
         around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = around.enter_context(LiveBytes())
+        # Entered last, it is asked first: what it allocates is counted as the step's own.
+        if not is_gpu:
+            around.enter_context(GlooBuffers())
         worker = traced_worker(cfg, model_config, accumulation, recomputed)
         for module in worker.engine.model.modules():
             if isinstance(module, (Block, StemUnit, BiTUnit)):
@@ -184,37 +189,47 @@ def events_of_step(live: LiveBytes, worker: TracedWorker, accumulation: int, ima
 
 def fullest_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
     """Return the moments at which most lives for some micro-batch, all kinds together and activations alone."""
+    fixed, per_image = living_after_each(before, small, large)
+    of_all = upper_hull(fixed.sum(0), per_image.sum(0))
+    of_activations = upper_hull(fixed[Kind.ACTIVATIONS], per_image[Kind.ACTIVATIONS])
+
+    def moments(places: list[int]) -> list[dict[str, Any]]:
+        described = []
+        for place in places:
+            phase = small[place][0]
+            moment = Moment(phase, tuple(fixed[:, place].tolist()), tuple(per_image[:, place].tolist()))
+            described.append(dataclasses.asdict(moment))
+        return described
+
+    living_at_start = np.cumsum([size for _, _, size in before])
+    return {
+        "start": int(living_at_start.max()),
+        "moments": moments(of_all),
+        "activations": moments(of_activations),
+    }
+
+
+def living_after_each(
+    before: list[Event], small: list[Event], large: list[Event]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what lives after each event of a step, (kinds, events): the fixed bytes, and those of every image.
+
+    The step has been taken with SMALL and with LARGE images, `before` is what happened until then.
+    """
     assert [event[:2] for event in small] == [event[:2] for event in large], "a step's order depends on the micro-batch"
     bytes_small = np.array([size for _, _, size in small], float)
     bytes_large = np.array([size for _, _, size in large], float)
     per_image = (bytes_large - bytes_small) / (LARGE - SMALL)
     fixed = bytes_small - SMALL * per_image
-    kinds = np.array([kind for _, kind, _ in small])
 
-    # What lives after each event, by kind; it begins with what lives before the step.
-    fixed_by_kind = []
-    per_image_by_kind = []
+    kinds = np.array([kind for _, kind, _ in small])
+    living_fixed = np.zeros((len(Kind), len(small)))
+    living_per_image = np.zeros((len(Kind), len(small)))
     for kind in Kind:
         at_start = sum(size for _, of, size in before if of == kind)
-        fixed_by_kind.append(at_start + np.cumsum(np.where(kinds == kind, fixed, 0)))
-        per_image_by_kind.append(np.cumsum(np.where(kinds == kind, per_image, 0)))
-    all_fixed = np.stack(fixed_by_kind)
-    all_per_image = np.stack(per_image_by_kind)
-
-    def moments(places: list[int]) -> list[Moment]:
-        return [
-            Moment(small[place][0], tuple(all_fixed[:, place].tolist()), tuple(all_per_image[:, place].tolist()))
-            for place in places
-        ]
-
-    sums = upper_hull(all_fixed.sum(0), all_per_image.sum(0))
-    activations = upper_hull(all_fixed[Kind.ACTIVATIONS], all_per_image[Kind.ACTIVATIONS])
-    starts = np.cumsum([size for _, _, size in before])
-    return {
-        "start": int(starts.max()),
-        "moments": [dataclasses.asdict(moment) for moment in moments(sums)],
-        "activations": [dataclasses.asdict(moment) for moment in moments(activations)],
-    }
+        living_fixed[kind] = at_start + np.cumsum(np.where(kinds == kind, fixed, 0))
+        living_per_image[kind] = np.cumsum(np.where(kinds == kind, per_image, 0))
+    return living_fixed, living_per_image
 
 
 def upper_hull(fixed: NDArray[np.float64], slope: NDArray[np.float64]) -> list[int]:

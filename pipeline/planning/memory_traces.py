@@ -14,7 +14,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,7 @@ SOURCES = ("models", "pipeline")  # whose code says what a step allocates
 LIBRARIES = ("torch", "deepspeed")
 TRACER = "pipeline.planning.memory_trace"
 MOST_MICRO_BATCHES = 2  # that are traced: a third adds its gradients to the same sums as the second
+MOST_KEPT = 1000  # traces, of about 1 kB; every change of the sources makes the older ones useless
 LONGEST_REASON = 300  # characters of what a tracer that failed has said
 
 
@@ -113,40 +115,67 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
 
     Raises TraceFailed.
     """
-    folder = state_folder() / "memory"
-    step_of_path = {folder / f"{key_of(step)}.json": step for step in steps}
-    answers: dict[Path, str] = {}
-    if any(kept(path) is None for path in step_of_path):
-        try:
+    folder = traces_folder()
+    step_of_path = {path_of(step): step for step in steps}
+    known = kept_of(step_of_path)
+    if len(known) < len(step_of_path):
+        # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
+        with alone_if_possible(folder):
+            known = kept_of(step_of_path)
+            missing = [path for path in step_of_path if path not in known]
+            answers = run_tracer([step_of_path[path] for path in missing])
+            for path, answer in zip(missing, answers, strict=True):
+                trace = trace_in(answer)
+                if trace is None:
+                    raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
+                known[path] = trace
+            keep(dict(zip(missing, answers, strict=True)), folder)
+    return [known[path_of(step)] for step in steps]
+
+
+@contextmanager
+def alone_if_possible(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which a home that is read-only or has no locks does not give; nothing ends for that."""
+    with ExitStack() as around:
+        with suppress(OSError, StorageError):
             folder.mkdir(parents=True, exist_ok=True)
-            # The workers of a node may ask at the same moment: the others wait for the first and find its answers.
-            with locked(folder / "lock"):
-                answers = missing_answers(step_of_path)
-                for path, answer in answers.items():
-                    write_whole(path, answer)
-        except (OSError, StorageError):
-            # A home that is full or read-only, or has no locks, ends no plan: the next one traces again.
-            answers = answers or missing_answers(step_of_path)
-    traces = []
-    for step in steps:
-        path = folder / f"{key_of(step)}.json"
-        trace = trace_in(answers[path]) if path in answers else kept(path)
-        if trace is None:
-            raise TraceFailed(f"the trace of the step, kept in {folder}, cannot be read back")
-        traces.append(trace)
-    return traces
+            around.enter_context(locked(folder / "lock"))
+        yield
 
 
-def missing_answers(step_of_path: Mapping[Path, StepToTrace]) -> dict[Path, str]:
-    """Return what the tracer says of the steps that are not kept. Raises TraceFailed."""
-    missing = [path for path in step_of_path if kept(path) is None]
-    answers = run_tracer([step_of_path[path] for path in missing])
-    return dict(zip(missing, answers, strict=True))
+def keep(answers: Mapping[Path, str], folder: Path) -> None:
+    """Write down what the tracer has said, and forget the oldest traces; where there is no room, nothing is kept."""
+    with suppress(OSError, StorageError):
+        for path, answer in answers.items():
+            write_whole(path, answer)
+        newest_first = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in newest_first[MOST_KEPT:]:
+            path.unlink(missing_ok=True)
+
+
+def traces_folder() -> Path:
+    """Return where traces are kept."""
+    return state_folder() / "memory"
+
+
+def path_of(step: StepToTrace) -> Path:
+    """Return the file in which the trace of a step is kept."""
+    return traces_folder() / f"{key_of(step)}.json"
 
 
 def is_kept(step: StepToTrace) -> bool:
     """Return whether the step has been traced before."""
-    return kept(state_folder() / "memory" / f"{key_of(step)}.json") is not None
+    return kept(path_of(step)) is not None
+
+
+def kept_of(paths: Iterable[Path]) -> dict[Path, Trace]:
+    """Return those of these traces that are kept."""
+    known: dict[Path, Trace] = {}
+    for path in paths:
+        trace = kept(path)
+        if trace is not None:
+            known[path] = trace
+    return known
 
 
 def kept(path: Path) -> Trace | None:
