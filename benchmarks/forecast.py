@@ -85,6 +85,10 @@ ROWS = (
     Row(8, "S/16", 1, "fp32", 2),
     Row(8, "Ti/16", 8, "bf16", 1),
     Row(8, "S/32", 4, "bf16", 2),
+    # Added when the engine's model had last been changed.
+    Row(1, "B/32", 8, "bf16", 2),
+    Row(2, "B/32", 8, "fp32", 2),
+    Row(4, "S/32", 4, "bf16", 2),
 )
 
 

@@ -8,10 +8,12 @@ models.transfer(weights, source, target)              the same weights for anoth
 from models import analysis, masked
 from models.catalog import blocks, build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
 from models.cost import (
+    Size,
     forward_macs,
     macs_of,
     parameter_count,
     parameters_of,
+    size_of,
     training_flops,
 )
 from models.families import Model, ModelConfig
@@ -24,6 +26,7 @@ from models.weights.files import load, load_class_names, load_weights, save, sav
 __all__ = [
     "Model",
     "ModelConfig",
+    "Size",
     "TransferReport",
     "ViT",
     "ViTConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "resize_positions",
     "save",
     "save_weights",
+    "size_of",
     "to_dict",
     "training_flops",
     "transfer",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,9 +27,23 @@ COMPILER = "torch._dynamo"
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
 
 
+class Size(NamedTuple):
+    """How much of a model the optimizer trains."""
+
+    tensors: int
+    elements: int  # of all tensors
+
+
+@functools.lru_cache(maxsize=64)
+def size_of(config: ModelConfig) -> Size:
+    """Return how many tensors, and numbers in them, the optimizer trains."""
+    parameters = list(catalog.empty(config).parameters())
+    return Size(len(parameters), sum(parameter.numel() for parameter in parameters))
+
+
 def parameters_of(config: ModelConfig) -> int:
     """Return how many numbers the optimizer trains."""
-    return sum(parameter.numel() for parameter in catalog.empty(config).parameters())
+    return size_of(config).elements
 
 
 def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
@@ -36,13 +51,18 @@ def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000,
     return parameters_of(catalog.config_of(name, image_size, classes, **config))
 
 
-@functools.lru_cache(maxsize=64)
 def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
     """Return the multiply-accumulates of one image's forward pass: every matrix product and convolution.
 
     Counted as the paper counts: with the last block's work on tokens that pooling does not read. With `kept_patches`
     only so many of the patches go through the blocks, as `ViT.encode` does it.
     """
+    # A call with the default and one that spells it out are two to the cache: it stands behind this one.
+    return _macs_of(config, kept_patches)
+
+
+@functools.lru_cache(maxsize=64)
+def _macs_of(config: ModelConfig, kept_patches: int | None) -> int:
     model = catalog.empty(config).eval()
     # The counter hooks onto a MAP probe that requires a gradient. None are recorded here, so that the hook would fail
     # with "Expected gradient function to be set".

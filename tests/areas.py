@@ -73,6 +73,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "jobs": (
         "test_analyze.py",
         "test_areas.py",
+        "test_calibrate.py",
         "test_campaign.py",
         "test_checkpoint_command.py",
         "test_class_names.py",

@@ -102,8 +102,10 @@ def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, wor
 )
 def test_a_recipe_is_resolved_with_its_overrides_wherever_the_option_stands(recipe, capsys, words):
     assert main(["plan", *(word.format(recipe=recipe) for word in words)]) == 0
-    pretrain = yaml.safe_load(capsys.readouterr().out)["pretrain"]
+    out = capsys.readouterr().out
+    pretrain = yaml.safe_load(out)["pretrain"]
     assert (pretrain["seed"], pretrain["keep"]) == (5, 7)
+    assert out.endswith("\n") and not out.endswith("\n\n"), "a file that it is written to has no empty last line"
 
 
 def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):

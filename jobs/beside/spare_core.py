@@ -8,6 +8,7 @@ from pathlib import Path
 from jobs.cluster import processes
 from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import ClusterConfig, Task, WorkerFunction
+from pipeline.preflight.machine import cores
 
 
 class SpareCore:
@@ -20,7 +21,7 @@ class SpareCore:
 
     def are_free(self) -> bool:
         """Tell whether this process may use more cores and GPUs than the workers do."""
-        if len(os.sched_getaffinity(0)) <= self.busy_cores:
+        if cores() <= self.busy_cores:
             return False
         gpus = self.cluster.gpus_per_worker
         return not gpus or processes.gpus_present() >= self.gpus_in_use + gpus

@@ -77,7 +77,8 @@ def plan(
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
-        print(campaign.resolved(loaded))
+        # YAML ends its last line itself.
+        print(campaign.resolved(loaded), end="")
         return
     outlook = outlook_of(calibration, price=price, mtbf_hours=mtbf_hours, restart_s=restart_s)
     with looked_at(loaded.run, loaded.remote) as folder:

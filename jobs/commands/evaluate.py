@@ -24,6 +24,7 @@ from jobs import campaign
 from jobs.session import run_campaign
 from pipeline import config
 from pipeline.evaluation.document import NAME
+from pipeline.preflight.machine import cores
 
 STAGE = "evaluate"
 MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
@@ -72,7 +73,7 @@ def name_of(path: str) -> str:
 def local_cluster() -> dict[str, Any]:
     """Return a cluster of as many workers as this machine has GPUs, or cores; of Ray's, where one is to be joined."""
     gpus = torch.cuda.device_count()
-    cluster: dict[str, Any] = {"workers": gpus or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)}
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
     if gpus:
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:

@@ -4,7 +4,6 @@ patchline leaks shards/train --test shards/test --output leaks
 patchline subset shards/train --but leaks/leaks.json --output shards/train-clean
 """
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -22,6 +21,7 @@ from jobs.commands.data import cache_config, refuse_file, stoppable
 from jobs.commands.weights import load, refuse_missing, verified
 from jobs.progress import Progress
 from pipeline.evaluation import embedding
+from pipeline.preflight.machine import cores
 
 REPORT = "report.txt"
 PAGE = "leaks.html"
@@ -59,7 +59,7 @@ def search(
             folder,
             fits=fits,
             embeddings=embeddings,
-            workers=workers or len(os.sched_getaffinity(0)),
+            workers=workers or cores(),
             cache=fetched_by,
             report=progress.of,
             report_test=progress.of,

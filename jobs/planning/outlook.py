@@ -1,8 +1,8 @@
 """What a stage will take in time and money: the lines of `plan`, and the forecast that a run keeps.
 
-    time    412 ms a step on 2 workers: compute 371, host 18, reduce 21, data 0, save 0.4, evaluate 1.2; 155 images/s
+    time    412 ms a step on 2 workers: compute 371 ms, host 18 ms, reduce 21 ms, save 0.40 ms, …; 155 images/s
     finish  10d02h for 2,190,000 steps, 484 worker-hours, 1,210.00 at 2.5; with 1.7 failures 10d04h
-    save    every 1,000 steps; 340 would cost least, type pretrain.save_every=340
+    save    every 9,000 steps; every 340 would cost least, the stage then ends 2% sooner: …
     worlds  least bill on 1 worker: 1 worker 18d04h, 436 worker-hours; 2 workers 10d02h, 484 worker-hours
 
 1. `outlook_of` reads the calibration: the file that is named, else this machine's own.
@@ -12,8 +12,8 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, inf
 from pathlib import Path
 
 from data.errors import ConfigError, DataError, PatchlineError
@@ -23,19 +23,19 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.worlds import allowed_worlds, batch_fits
 from models import ModelConfig
 from pipeline.checkpoints.room import checkpoint_bytes
-from pipeline.monitoring.telemetry import amount, counted, duration
+from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.planning.calibration import Calibration, Hardware, calibration_file, decode_key, read_calibration
 from pipeline.planning.forecast import StepForecast, forecast_step, passes_of, workers_on_a_node
 from pipeline.planning.kept_forecast import KeptStep, write_forecast
-from pipeline.planning.measure import cores, processor
 from pipeline.planning.memory import with_blocks
 from pipeline.planning.price import Bill, Failures, best_save_every, bill
-from pipeline.preflight.machine import gpu_models
+from pipeline.preflight.machine import cores, gpu_models, processor
 from pipeline.training_config import TrainConfig
 from pipeline.versions import MUST_BE_EQUAL, package_versions
 
 CALIBRATE = "python -m jobs calibrate RECIPE"
 MOST_WORLDS = 6  # that a line compares
+LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed
 KEPT_WORLDS = 8  # that a run keeps a forecast of
 
 
@@ -176,9 +176,8 @@ def time_lines(
         return [refused(error)]
     main_bill = bill_of(step, steps, cfg, stage.model, outlook)
     lines = [f"  time    {step_text(step)}", f"  finish  {bill_text(main_bill, steps, outlook)}"]
-    failures = outlook.failures(step.world)
-    if failures is not None:
-        lines.append(f"  save    {save_text(stage.name, cfg, stage.model, step, failures, calibration)}")
+    if outlook.mtbf_hours is not None:
+        lines.append(f"  save    {save_text(stage.name, cfg, stage.model, step, steps, outlook)}")
     others = compared_worlds(cfg, worlds)
     if len(others) > 1:
         bills = [bill_of(forecast(world), steps, cfg, stage.model, outlook) for world in others]
@@ -209,19 +208,16 @@ def decode_rate(
 
 def step_text(step: StepForecast) -> str:
     """Return the forecast of a step with its parts."""
-    parts = [f"compute {ms(step.compute_s)}", f"host {ms(step.host_s)}", f"reduce {ms(step.reduce_s)}"]
+    parts = {"compute": step.compute_s, "host": step.host_s, "reduce": step.reduce_s}
     if step.knows_decoding:
-        parts.append(f"data {ms(step.wait_s)}")
-    parts += [f"save {ms(step.save_s)}", f"evaluate {ms(step.evaluate_s)}"]
+        parts["data"] = step.wait_s
+    parts["save"] = step.save_s
+    parts["evaluate"] = step.evaluate_s
+    in_words = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in parts.items())
     return (
-        f"{ms(step.step_s)} ms a step on {counted(step.world, 'worker')}: {', '.join(parts)}; "
+        f"{milliseconds(step.step_s)} a step on {counted(step.world, 'worker')}: {in_words}; "
         f"{amount(step.images_per_s)} images/s"
     )
-
-
-def ms(seconds: float) -> str:
-    """Return milliseconds with three digits: "412", "0.4", "0"."""
-    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
 def bill_of(step: StepForecast, steps: int, cfg: TrainConfig, model: ModelConfig, outlook: Outlook) -> Bill:
@@ -254,25 +250,31 @@ def bill_text(stage_bill: Bill, steps: int, outlook: Outlook) -> str:
 
 def finish_text(stage_bill: Bill) -> str:
     """Return how long a stage takes with failures."""
-    if stage_bill.finish_s == float("inf"):
+    if stage_bill.finish_s == inf:
         return "it NEVER ENDS: a failure costs more than the time between two"
     return duration(stage_bill.finish_s)
 
 
-def save_text(
-    name: str, cfg: TrainConfig, model: ModelConfig, step: StepForecast, failures: Failures, calibration: Calibration
-) -> str:
-    """Return how often saving costs least, by Young's formula, beside how often the stage saves."""
-    durable_s = durable_seconds(cfg, model, step, failures, calibration)
-    best = best_save_every(step.training_s + step.evaluate_s, step.snapshot_s, durable_s, failures)
+def save_text(name: str, cfg: TrainConfig, model: ModelConfig, step: StepForecast, steps: int, outlook: Outlook) -> str:
+    """Return how often saving costs least, by Young's formula, and what to type where that is worth it."""
+    failures = outlook.failures(step.world)
+    assert failures is not None and outlook.calibration is not None
+    durable_s = durable_seconds(cfg, model, step, failures, outlook.calibration)
     reason = (
-        f"a save holds {ms(step.snapshot_s)} ms up and is on the disk after {durable_s:.1f} s, a node of "
+        f"a save holds {milliseconds(step.snapshot_s)} up and is on the disk after {durable_s:.1f} s, a node of "
         f"{failures.nodes} fails every {failures.interval_s / 3600:,.0f} h (Young 1974)"
     )
-    text = f"every {cfg.save_every:,} steps; every {best:,} would cost least: {reason}"
-    if best == cfg.save_every:
-        return text
-    return f"{text}; type {name}.save_every={best}"
+    best = best_save_every(step.training_s + step.evaluate_s, step.snapshot_s, durable_s, failures)
+    finish_s = bill_of(step, steps, cfg, model, outlook).finish_s
+    best_step = replace(step, save_s=step.snapshot_s / best)
+    best_s = bill_of(best_step, steps, replace(cfg, save_every=best), model, outlook).finish_s
+    if best_s > (1 - LEAST_GAIN) * finish_s:
+        return f"every {cfg.save_every:,} steps; no other number ends {LEAST_GAIN:.0%} sooner: {reason}"
+    sooner = "at all" if finish_s == inf else f"{1 - best_s / finish_s:.0%} sooner"
+    return (
+        f"every {cfg.save_every:,} steps; every {best:,} would cost least, the stage then ends {sooner}: {reason}; "
+        f"type {name}.save_every={best}"
+    )
 
 
 def durable_seconds(

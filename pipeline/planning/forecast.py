@@ -19,7 +19,8 @@ from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.optimization.thinning import share_of_operations
-from pipeline.planning.calibration import Calibration, Overhead
+from pipeline.planning.calibration import Calibration
+from pipeline.planning.engine_cost import EngineKind, Overhead
 from pipeline.planning.operations import Work, traced
 from pipeline.training_config import TrainConfig
 
@@ -178,16 +179,8 @@ def engine_overhead(
     cfg: TrainConfig, model: ModelConfig, world: int, calibration: Calibration, *, cpu: bool
 ) -> Overhead:
     """Return what the engine adds to a stage's micro-batches and steps. Raises ConfigError."""
-    return calibration.engine_s(
-        world,
-        cfg.zero,
-        cfg.precision,
-        cfg.optim.name,
-        bool(cfg.exact_parts),
-        len(list(models.catalog.empty(model).parameters())),
-        models.parameters_of(model),
-        cpu,
-    )
+    kind = EngineKind(cfg.zero, cfg.precision, cfg.optim.name, bool(cfg.exact_parts))
+    return calibration.engine_s(world, kind, models.size_of(model), cpu=cpu)
 
 
 def seconds_of(overhead: Overhead, accumulation: int) -> float:

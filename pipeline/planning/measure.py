@@ -2,7 +2,7 @@
 
 1. As many workers of each node as it has cores for run small models' forward and backward passes, and take the time of
    every operator that torch calls; then one worker of a node alone runs the last again, to see what company costs.
-2. All workers put small models under the engine: what it adds to their passes, at each ZeRO stage asked for.
+2. All workers put four models under the engine: what it adds to their passes, at each ZeRO stage asked for.
 3. The first 2, 4, 8 … workers sum, scatter and gather numbers.
 4. The first worker of each node writes and reads a file.
 
@@ -10,8 +10,8 @@ In:  {"works": [Work.plain(), …], "engines": [{"zero": 2, "precision": "bf16",
 Out: of rank 0, what all have found out, as JSON: the parts of a pipeline.planning.calibration.Calibration
 """
 
+import dataclasses
 import os
-import platform
 import socket
 import statistics
 import time
@@ -29,19 +29,23 @@ from models.vit import ViTConfig
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine
 from pipeline.optimization.optimizer import OptimConfig
-from pipeline.planning.operations import Work, cuda_clock, inputs, loss_of, timed
+from pipeline.planning.operations import Work, built, cuda_clock, inputs, loss_of, timed
 from pipeline.preflight.identity import device_name
+from pipeline.preflight.machine import cores, processor
 from pipeline.process_group import join_group
 
 ROUNDS = 3  # that a work is timed
-ENGINE_ROUNDS = 6
+LONG_PASSES_S = 0.3  # of a work that is timed once: its operators take so long that little disturbs them
+# Width, blocks, rounds of the models that are put under the engine, one patch an image each. The first two have hardly
+# any elements and differ in tensors; the others have 7 and 43 million elements, on both sides of the 32 MB above which
+# malloc asks the kernel for new pages every time.
+ENGINE_MODELS = ((64, 1, 4), (64, 12, 4), (384, 4, 3), (768, 6, 2))
 COLLECTIVE_ROUNDS = 5
 COLLECTIVE_BYTES = (64, 2**16, 2**20, 2**24)
 LONG_COLLECTIVE_S = 0.5  # longer ones are not repeated as often, and larger ones not tried
 FILE_BYTES = 2**25
 COPIED_BYTES = 2**26
 PROBE = 512  # side of the product that tells how noisy the machine is
-CPUINFO = Path("/proc/cpuinfo")
 
 
 def measure(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def measure(task: Mapping[str, Any]) -> dict[str, Any]:
     report["at_once"] = at_once
     report["copy_bytes_per_s"] = copy_rate()
     dist.barrier()
-    report["engines"] = [time for asked in task["engines"] for time in engine_times(asked, device)]
+    report["engines"] = all_engine_times(task["engines"], task["engines_s"], device)
     report["collectives"] = collective_times(device) if task["collectives"] else {}
     probes += probe(clock, device)
     dist.barrier()
@@ -103,24 +107,6 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 def hardware(device: torch.device) -> tuple[str, int, str]:
     """Return (processor, cores that this process may use, "cpu" or the GPU's name)."""
     return processor(), cores(), device_name(device)
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        for line in CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def probe(clock: Callable[[], float], device: torch.device) -> list[float]:
@@ -157,11 +143,11 @@ def compute_times(works: Sequence[Work], device: torch.device, clock: Callable[[
     for work in works:
         part = by_precision.setdefault(work.precision, {"operations": {}})
         is_smallest = work == smallest[work.precision]
-        timing = timed(work, device, ROUNDS, clock, plainly=is_smallest or work in last)
+        timing = timed(work, device, ROUNDS, clock, plainly=is_smallest or work in last, long_s=LONG_PASSES_S)
         inside_s = 0.0
         for operation, seconds in timing.seconds.items():
             part["operations"].setdefault(operation, []).extend(seconds)
-            inside_s += statistics.median(seconds) * len(seconds) / ROUNDS
+            inside_s += statistics.median(seconds) * len(seconds) / timing.rounds
         if is_smallest:
             part["call_s"] = (statistics.median(timing.without_onlooker_s) - inside_s) / timing.calls
         if work in last:
@@ -196,33 +182,62 @@ def probe_works(works: Sequence[Work]) -> list[Work]:
 # ------------------------------------------------------------------------ the engine
 
 
-def engine_models() -> list[ViTConfig]:
-    """Return three small models of one patch an image: of few tensors, of many, and of many elements."""
-    made = []
-    for width, heads, depth in ((384, 6, 1), (384, 6, 4), (1024, 16, 1)):
-        config = models.config_of("S/16", 16, 10, width=width, heads=heads, mlp=4 * width, depth=depth)
-        assert isinstance(config, ViTConfig)
-        made.append(config)
-    return made
+def all_engine_times(
+    engines: Sequence[Mapping[str, Any]], most_s: float | None, device: torch.device
+) -> list[dict[str, Any]]:
+    """Collective: return the EngineTimes of these engines, in their order, as JSON.
+
+    After `most_s` no other is begun, but the first is always measured.
+    """
+    began = time.monotonic()
+    passes: dict[str, list[tuple[float, float]]] = {}
+    times: list[dict[str, Any]] = []
+    for asked in engines:
+        # Rank 0's clock decides for all.
+        elapsed_s = torch.tensor(time.monotonic() - began, device=device)
+        dist.broadcast(elapsed_s, 0)
+        if times and most_s is not None and float(elapsed_s) > most_s:
+            break
+        precision = asked["precision"]
+        if precision not in passes:
+            passes[precision] = passes_without_engine(precision, device)
+        times += engine_times(asked, passes[precision], device)
+    return times
 
 
-def engine_times(asked: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """Collective: return an EngineTime of each small model, as JSON; of the slowest worker."""
+def engine_model(width: int, depth: int) -> ViTConfig:
+    """Return a model of one patch an image, whose own passes take little beside what the engine adds."""
+    config = models.config_of("S/16", 16, 10, width=width, heads=width // 64, mlp=4 * width, depth=depth)
+    assert isinstance(config, ViTConfig)
+    return config
+
+
+def passes_without_engine(precision: str, device: torch.device) -> list[tuple[float, float]]:
+    """Collective: return what the passes of each model take by themselves: they are the model's, not the engine's."""
     times = []
-    for config in engine_models():
+    for width, depth, rounds in ENGINE_MODELS:
+        work = Work(engine_model(width, depth), 1, precision)
+        times.append(measured_plainly(built(work, device), work, rounds, device))
+    return times
+
+
+def engine_times(
+    asked: Mapping[str, Any], passes: Sequence[tuple[float, float]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Collective: return an EngineTime of each model, as JSON; of the slowest worker."""
+    times = []
+    for (width, depth, rounds), plain in zip(ENGINE_MODELS, passes, strict=True):
+        config = engine_model(width, depth)
         work = Work(config, 1, asked["precision"])
-        torch.manual_seed(0)
-        model = models.from_config(config, torch.Generator().manual_seed(0)).to(device)
-        tensors = sum(1 for _ in model.parameters())
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        engine = engine_of(asked, model)
-        plain = measured_plainly(engine.dtype, config, work, device)
-        micro, step = measured_under(engine, work, device)
-        # What a pass takes by itself is the model's and not the engine's.
-        values = torch.tensor([m - p for m, p in zip((*micro, *step), (*plain, *plain), strict=True)], device=device)
+        # A step of one micro-batch takes more than the last micro-batch of two, which finds the gradients' memory made.
+        one = step_times(asked, work, 1, rounds, device)
+        two = step_times(asked, work, 2, rounds, device)
+        step = [seconds - plain_s for seconds, plain_s in zip(one, plain, strict=True)]
+        micro = [more - less - plain_s for more, less, plain_s in zip(two, one, plain, strict=True)]
+        values = torch.tensor([*micro, *step], device=device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         micro_s, micro_cpu_s, step_s, step_cpu_s = (max(value, 0.0) for value in values.tolist())
-        engine.close()
+        size = models.size_of(config)
         times.append(
             {
                 "world": dist.get_world_size(),
@@ -230,8 +245,8 @@ def engine_times(asked: Mapping[str, Any], device: torch.device) -> list[dict[st
                 "precision": asked["precision"],
                 "optimizer": asked["optimizer"],
                 "exact": asked["exact"],
-                "tensors": tensors,
-                "elements": elements,
+                "tensors": size.tensors,
+                "elements": size.elements,
                 "micro_s": micro_s,
                 "step_s": step_s,
                 "micro_cpu_s": micro_cpu_s,
@@ -241,44 +256,51 @@ def engine_times(asked: Mapping[str, Any], device: torch.device) -> list[dict[st
     return times
 
 
-def engine_of(asked: Mapping[str, Any], model: nn.Module) -> Engine:
-    """Put a model under the engine as a stage does, with two micro-batches a step."""
+def step_times(
+    asked: Mapping[str, Any], work: Work, accumulation: int, rounds: int, device: torch.device
+) -> tuple[float, float]:
+    """Collective: return the median (seconds, processor seconds) of an optimizer step of so many micro-batches."""
+    torch.manual_seed(0)
+    model = built(dataclasses.replace(work, precision="fp32"), device)
+    engine = engine_of(asked, model, accumulation)
+    images, labels = inputs(work, device)
+
+    def run() -> None:
+        for _ in range(accumulation):
+            engine.backward(loss_of(work, engine.forward, images, labels))
+            engine.end_micro_batch(1e-4)
+
+    times = [clocked(run, device) for _ in range(rounds)]
+    engine.close()
+    return medians(times)
+
+
+def engine_of(asked: Mapping[str, Any], model: nn.Module, accumulation: int) -> Engine:
+    """Put a model under the engine as a stage does."""
     settings = deepspeed_config(
-        zero=asked["zero"], precision=asked["precision"], micro_batch=1, accumulation=2, clip=1.0, user_file=None
+        zero=asked["zero"],
+        precision=asked["precision"],
+        micro_batch=1,
+        accumulation=accumulation,
+        clip=1.0,
+        user_file=None,
     )
     optim = OptimConfig(name=asked["optimizer"])
     decayed = models.decayed(model)
     if asked["exact"]:
-        return ExactEngine(model, decayed, optim, settings, parts=2 * dist.get_world_size())
+        return ExactEngine(model, decayed, optim, settings, parts=accumulation * dist.get_world_size())
     return Engine(model, decayed, optim, settings)
 
 
-def measured_plainly(dtype: torch.dtype, config: ViTConfig, work: Work, device: torch.device) -> tuple[float, float]:
+def measured_plainly(model: nn.Module, work: Work, rounds: int, device: torch.device) -> tuple[float, float]:
     """Collective: return the median (seconds, processor seconds) of a forward and backward pass without an engine."""
-    model = models.from_config(config, torch.Generator().manual_seed(0)).to(device, dtype)
     images, labels = inputs(work, device)
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
         loss_of(work, model, images, labels).backward()  # type: ignore[no-untyped-call]
 
-    return medians([clocked(run, device) for _ in range(ENGINE_ROUNDS)])
-
-
-def measured_under(engine: Engine, work: Work, device: torch.device) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Collective: return the medians of a micro-batch without, and of one with, a step behind it."""
-    images, labels = inputs(work, device)
-
-    def run() -> None:
-        engine.backward(loss_of(work, engine.forward, images, labels))
-        engine.end_micro_batch(1e-4)
-
-    without_step = []
-    with_step = []
-    for _ in range(ENGINE_ROUNDS):
-        without_step.append(clocked(run, device))
-        with_step.append(clocked(run, device))
-    return medians(without_step), medians(with_step)
+    return medians([clocked(run, device) for _ in range(rounds)])
 
 
 def clocked(run: Callable[[], None], device: torch.device) -> tuple[float, float]:

@@ -272,14 +272,24 @@ class Timing:
     """What a work took where it really ran."""
 
     seconds: dict[Operation, list[float]]  # of each call
-    calls: int
+    rounds: int
+    calls: int  # of a round
     without_onlooker_s: list[float]  # of the forward and backward pass as it runs in training; [] where not asked for
 
 
 def timed(
-    work: Work, device: torch.device, rounds: int, clock: Callable[[], float], *, plainly: bool = False
+    work: Work,
+    device: torch.device,
+    rounds: int,
+    clock: Callable[[], float],
+    *,
+    plainly: bool = False,
+    long_s: float = math.inf,
 ) -> Timing:
-    """Run a work `rounds` times under an onlooker with this clock; `plainly` as often without one too."""
+    """Run a work `rounds` times under an onlooker with this clock; `plainly` as often without one too.
+
+    A work whose passes take `long_s` is run under the onlooker once.
+    """
     model = built(work, device)
     images, labels = inputs(work, device)
 
@@ -291,7 +301,11 @@ def timed(
     seconds: dict[Operation, list[float]] = {}
     plain_s = []
     calls = 0
-    run()  # the first one makes what is kept
+    # The first one makes what is kept.
+    began = clock()
+    run()
+    if clock() - began > long_s:
+        rounds = 1
     for _ in range(rounds):
         with Onlooker(clock) as onlooker:
             run()
@@ -302,7 +316,7 @@ def timed(
             began = clock()
             run()
             plain_s.append(clock() - began)
-    return Timing(seconds, calls, plain_s)
+    return Timing(seconds, rounds, calls, plain_s)
 
 
 def cuda_clock() -> float:

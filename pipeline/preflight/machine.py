@@ -1,5 +1,7 @@
-"""What a node has left for its workers: memory, shared memory, open files, GPUs."""
+"""What a node is and what it has left for its workers: processor, cores, memory, shared memory, open files, GPUs."""
 
+import os
+import platform
 import re
 import resource
 import shutil
@@ -13,6 +15,7 @@ import torch
 SHARED_MEMORY = Path("/dev/shm")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also for who may not use them
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 class Machine(TypedDict):
@@ -43,6 +46,22 @@ def machine(device: torch.device) -> Machine:
         "gpus_present": max(gpus, torch.cuda.device_count()),
         "gpu_memory_free": gpu_memory_free,
     }
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    with suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def gpu_models() -> tuple[str, ...]:

@@ -1,0 +1,111 @@
+"""How a calibration is made: hand-made reports of workers put together, and what is measured where time is short."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cluster.worker_group import ClusterConfig
+from jobs.planning import calibrate as calibrating
+from jobs.planning.reports import put_together
+from models import Size
+from pipeline.planning.calibration import read_calibration
+from pipeline.planning.engine_cost import EngineKind, carried_over
+from pipeline.planning.operations import Operation
+
+MM = ["mm", "float32", 2_000_000, 120_000, [100, 100, 100, 1]]
+ADD = ["add", "float32", 0, 1_000_000, []]
+
+
+def worker(node: str, mm_s: float, **changes: Any) -> dict[str, Any]:
+    """What a worker has found out that took `mm_s` for a product."""
+    compute = {"fp32": {"operations": [[*MM, mm_s], [*ADD, 0.001]], "call_s": 2e-5, "passes_s": 0.5}}
+    report = {
+        "node": node,
+        "hardware": [f"processor of {node}", 2, "cpu"],
+        "threads": 1,
+        "compute": compute,
+        "alone": {},
+        "at_once": 2,
+        "copy_bytes_per_s": 2e9,
+        "engines": [],
+        "collectives": {"2": {"all_reduce": [[64.0, 0.001]], "all_gather": []}},
+        "probes": [1.0, 1.0, 1.0, 1.0],
+    }
+    return {**report, **changes}
+
+
+def test_of_several_nodes_the_slowest_counts_and_company_is_taken_out_of_its_times() -> None:
+    alone = {"fp32": {"passes_s": 0.4}}
+    workers = [
+        worker("fast", 0.001, storage=[3e8, 9e8]),
+        worker("fast", 0.001),
+        # Half a second where two computed, 0.4 s alone: 1.25 × as long.
+        worker("slow", 0.004, alone=alone, storage=[1e8, 8e8], copy_bytes_per_s=1e9),
+        worker("slow", 0.006),
+    ]
+    made = put_together({4: {"workers": workers}}, ClusterConfig(backend="processes"), 0.5, "/here")
+    assert made.worker.processor == "processor of slow"
+    (mm, mm_s), (add, add_s) = made.operations["fp32"]
+    assert mm == Operation("mm", "float32", 2_000_000, 120_000, (100, 100, 100, 1)) and add.name == "add"
+    # The median of 4 and 6 ms, over 1.25.
+    assert (mm_s, add_s) == (pytest.approx(0.005 / 1.25), pytest.approx(0.001 / 1.25))
+    assert made.call_s["fp32"] == pytest.approx(2e-5 / 1.25)
+    assert made.slowdown("fp32", 2) == pytest.approx(1.25) and made.slowdown("fp32", 1) == 1
+    assert made.collectives == {2: {"all_reduce": [(64, 0.001)]}}, "what the backend cannot do is not there"
+    assert (made.nodes, made.workers_on_a_node, made.copy_bytes_per_s) == (2, 2, 1e9)
+    assert made.storage == ("/here", 1e8, 8e8)
+
+
+def test_an_engine_is_carried_over_by_tensors_and_along_the_measured_elements() -> None:
+    # 2 ms whatever the model is and 0.1 ms a tensor; 1 ns an element up to 10 million, above them 3 ns.
+    measured = [
+        (Size(20, 0), 0.004),
+        (Size(150, 0), 0.017),
+        (Size(50, 10_000_000), 0.002 + 0.005 + 0.010),
+        (Size(40, 20_000_000), 0.002 + 0.004 + 0.040),
+    ]
+    fixed_s = 0.002 + 0.0001 * 100
+    assert carried_over(measured, Size(100, 5_000_000)) == pytest.approx(fixed_s + 0.005)
+    assert carried_over(measured, Size(100, 15_000_000)) == pytest.approx(fixed_s + 0.025)
+    # Beyond the largest in proportion to it: twice its 40 ms.
+    assert carried_over(measured, Size(100, 40_000_000)) == pytest.approx(fixed_s + 0.080)
+    # A model of more tensors that took less is noise: a tensor costs nothing then.
+    assert carried_over([(Size(20, 0), 0.004), (Size(150, 0), 0.003)], Size(100, 0)) == pytest.approx(0.004)
+
+
+def test_without_a_recipe_what_most_people_have_is_measured_first_and_what_is_left_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: dict[int, Mapping[str, Any]] = {}
+
+    def run_workers(_campaigns: object, cluster: ClusterConfig, task: Mapping[str, Any], _say: object) -> Any:
+        tasks[cluster.workers] = task
+        # Of two workers there is time for three kinds of engines.
+        engines = []
+        for asked in task["engines"][:3]:
+            times = {"tensors": 20, "elements": 0, "micro_s": 0.1, "step_s": 0.1, "micro_cpu_s": 0.1, "step_cpu_s": 0.1}
+            engines.append({**asked, "world": cluster.workers, **times})
+        return {"workers": [worker("here", 0.001, engines=engines, at_once=1)]}
+
+    monkeypatch.setattr(calibrating, "run_workers", run_workers)
+    monkeypatch.setattr(calibrating, "cores", lambda: 2)
+    monkeypatch.setattr(calibrating, "gpus_present", lambda: 0)
+    said: list[str] = []
+    calibrating.calibrate([], tmp_path / "calibration.json", said.append)
+    assert list(tasks) == [2, 1], "what the largest group had no time for, the others are not asked for"
+    assert [(asked["zero"], asked["precision"]) for asked in tasks[1]["engines"]] == [
+        (2, "bf16"),
+        (2, "fp32"),
+        (1, "bf16"),
+    ]
+    assert tasks[2]["engines_s"] > 0 and tasks[1]["engines_s"] is None
+    assert tasks[2]["works"] and not tasks[1]["works"]
+    assert any(line.startswith("left out   ZeRO 0 in fp32, ZeRO 1 in fp32, ZeRO 3 in bf16, ZeRO 3 in") for line in said)
+    calibration = read_calibration(tmp_path / "calibration.json")
+    assert {time.kind for time in calibration.engines if time.world == 1} == {
+        EngineKind(2, "bf16", "adam"),
+        EngineKind(2, "fp32", "adam"),
+        EngineKind(1, "bf16", "adam"),
+    }
