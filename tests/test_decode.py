@@ -18,7 +18,7 @@ from PIL import Image
 from data.images import augment as augmentation
 from data.images import jpeg
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
-from data.images.decode import MAX_SCANS, BadImage, decode, decode_crop, read_header
+from data.images.decode import MAX_SCANS, BadImage, Header, decode, decode_crop, read_header, reduced_box
 from data.images.preprocess import resize_small
 from data.images.resizes import bilinear
 
@@ -159,6 +159,52 @@ def test_flipping_mirrors_the_same_crop():
         flipped += np.array_equal(either, plain[:, ::-1])
         assert np.array_equal(either, plain) or np.array_equal(either, plain[:, ::-1])
     assert 4 <= flipped <= 16
+
+
+def test_an_image_that_needs_no_resize_is_mirrored_too():
+    image = scene(32, 32)
+    mirrored = 0
+    for number in range(20):
+        out = np.empty((32, 32, 3), np.uint8)
+        augment(encoded(image, "PNG"), 32, Draws(number), AugmentConfig(crop="none"), out)
+        mirrored += np.array_equal(out, image[:, ::-1])
+        assert np.array_equal(out, image) or np.array_equal(out, image[:, ::-1])
+    assert 4 <= mirrored <= 16
+
+
+def test_the_last_offset_is_never_drawn():
+    """TensorFlow's sampler draws offsets below `height - h`, though that one would be inside too."""
+    for number in range(300):
+        y, x, h, w = boxes(number, 12, 15, AugmentConfig())
+        assert (y == 0 or y + h < 12) and (x == 0 or x + w < 15)
+
+
+def test_a_random_crop_comes_from_everywhere():
+    image = np.zeros((32, 32, 3), np.uint8)  # of the side that it is resized to; each pixel tells where it lies
+    image[..., 0] = np.arange(32)[:, None]
+    image[..., 1] = np.arange(32)
+    offsets = set()
+    for number in range(200):
+        out = np.empty((28, 28, 3), np.uint8)
+        augment(encoded(image, "PNG"), 28, Draws(number), AugmentConfig(crop="random", flip=False), out)
+        y, x, _ = out[0, 0].tolist()
+        assert np.array_equal(out, image[y : y + 28, x : x + 28])
+        offsets.add((y, x))
+    assert len(offsets) == 25, "five rows and five columns"
+
+
+def test_a_reduced_box_lies_inside_and_moves_by_half_a_pixel_at_most():
+    header = Header("jpeg", 203, 171)
+    for number in range(200):
+        box = inception_box(203, 171, Draws(number), AugmentConfig())
+        for denominator in (2, 4, 8):
+            reduced = reduced_box(box, header, denominator)
+            assert reduced.y + reduced.height <= math.ceil(203 / denominator)
+            assert reduced.x + reduced.width <= math.ceil(171 / denominator)
+            moved = np.array(reduced) - np.array(box) / denominator
+            assert np.abs(moved[2:]).max() <= 0.5
+            # At the far edges there may be no pixel left to round up to.
+            assert moved[:2].max() <= 0.5 and moved[:2].min() >= -1
 
 
 @pytest.mark.parametrize("size", [24, 200])
@@ -309,6 +355,15 @@ def test_a_resize_out_of_all_proportion_is_a_bad_image():
 def test_broken_images_are_refused_by_reason(reason):
     with pytest.raises(BadImage, match=reason):
         decode(BROKEN[reason])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_file_that_was_cut_short_is_refused(kind):
+    """Their decoders would fill up with grey, or with what was in memory, and say nothing."""
+    whole = encoded(scene(60, 60), kind)
+    for share in (0.5, 0.9, 0.99):
+        with pytest.raises(BadImage, match="truncated"):
+            decode(whole[: int(share * len(whole))])
 
 
 def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
