@@ -7,7 +7,8 @@
 2. A training step of ours, timm and transformers, compiled and not, in turn, against the ceiling of a run: the speed of
    a matrix product of the model's own shape (benchmarks/train_step.py).
 3. A training step of our engine and of stock DeepSpeed at ZeRO 1, 2 and 3 on all GPUs, in turn; its memory; and what
-   `plan` forecast for either beside what was measured: for time it needs `python -m jobs calibrate` before.
+   `plan` forecast for either beside what was measured. For time it needs a calibration: where there is none yet,
+   `python -m jobs calibrate` is run first, but not in a rehearsal, which has no forecasts of time without.
 
 Every part runs in a process of its own: one that runs out of memory costs its rows, and they say so. Exit code 1 where
 a test or a part failed. A rehearsal shows that the command runs; its numbers say nothing about a GPU.
@@ -53,6 +54,10 @@ MARKER = "RESULT "  # before the line of JSON that a part ends with
 CONTENDERS = ["ours", "ours, compiled", "timm", "timm, compiled", "transformers"]
 STAGES = (1, 2, 3)
 NO_FORECAST = "no forecast"
+MEMORY = {
+    "cuda": "GiB a worker: the most that torch had allocated on the GPU of rank 0; the forecast is `plan`'s.",
+    "cpu": "GiB a worker: all of rank 0's process, with Python and torch; the forecast is of tensors alone.",
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def zero_part(plan: Plan, model: str, zero: int) -> list[dict[str, Any]]:
         }
         if kind == "ours":
             cfg = config_of(plan, model, zero)
-            row["forecast_s"] = forecast_step_s(cfg, models.config_of(model), plan.world)
+            row["forecast_s"], row["no_forecast"] = forecast_step_s(cfg, models.config_of(model), plan.world)
             need = memory_need(cfg, models.config_of(model), plan.world, is_gpu=torch.cuda.is_available())
             row["forecast_gib"] = need.device_bytes / 2**30
         rows.append(row)
@@ -154,14 +159,13 @@ def config_of(plan: Plan, model: str, zero: int) -> TrainConfig:
     )
 
 
-def forecast_step_s(cfg: TrainConfig, model: models.ModelConfig, world: int) -> float | None:
-    """Return the seconds that `plan` forecasts for a step; None where this machine has no calibration that tells."""
+def forecast_step_s(cfg: TrainConfig, model: models.ModelConfig, world: int) -> tuple[float | None, str]:
+    """Return the seconds that `plan` forecasts for a step; or None, and why no calibration tells them."""
     try:
         calibration = read_calibration(calibration_file())
-        return forecast_step(cfg, model, world, passes_of(cfg, model, calibration), calibration).training_s
+        return forecast_step(cfg, model, world, passes_of(cfg, model, calibration), calibration).training_s, ""
     except (OSError, PatchlineError) as error:
-        print(f"{NO_FORECAST}: {error}", file=sys.stderr)
-        return None
+        return None, str(error)
 
 
 def run_group(plan: Plan, task: dict[str, Any]) -> Any:
@@ -289,6 +293,15 @@ def in_a_process(plan: Plan, part: str) -> Outcome:
     return Outcome(part, [], f"exit code {ended.returncode}: {last}")
 
 
+def calibrate_once(plan: Plan) -> None:
+    """Have this machine measured for `plan` to forecast by, where that has not been done; needs no rehearsal."""
+    if plan.device == "cpu" or calibration_file().exists():
+        return
+    print("python -m jobs calibrate: there is none yet …", flush=True)
+    # Where it fails it has said why, and every row says that it has no forecast.
+    subprocess.run([sys.executable, "-m", "jobs", "calibrate"], cwd=ROOT)
+
+
 def run_tests(plan: Plan) -> list[dict[str, Any]]:
     """Run the tests; returns name, outcome, seconds and reason of each."""
     files = ["tests/test_on_gpu.py", "tests/test_gpu.py"]
@@ -347,6 +360,10 @@ def page(plan: Plan, heading: list[str], tests: list[dict[str, Any]], outcomes: 
     for outcome in outcomes:
         if outcome.part.startswith("zero"):
             lines += [zero_row(row) for row in outcome.rows] or [failed_row(outcome, 13)]
+    lines += ["", MEMORY[plan.device]]
+    reasons = {row["no_forecast"]: None for outcome in outcomes for row in outcome.rows if row.get("no_forecast")}
+    for reason in reasons:
+        lines += ["", f"{NO_FORECAST} of time: {' '.join(reason.split())}"]
     return "\n".join(lines) + "\n"
 
 
@@ -435,6 +452,7 @@ def main(arguments: list[str] | None = None) -> int:
     if plan.device == "cpu":
         print("no GPU: rehearsed on the CPU, with tiny models", flush=True)
     tests = [] if options.no_tests else run_tests(plan)
+    calibrate_once(plan)
     outcomes = []
     for part in parts_of(plan):
         print(f"{part} …", flush=True)

@@ -86,10 +86,9 @@ class Health:
         return None
 
     def judge(self, step: int, loss: float, norm: float, ledger: str, ids: list[list[int]]) -> None:
-        """Look at a finished step: report a gradient spike, and end a run of steps that are not finite.
+        """Look at a finished step: report a gradient spike, and count steps in a row that are not finite.
 
-        `ids` are the samples of this worker, each (epoch, shard, sample). Raises WentBack or Diverged, on all ranks
-        alike, after `max_skipped` non-finite steps in a row.
+        `ids` are the samples of this worker, each (epoch, shard, sample).
         """
         limit = self.spike_limit()
         # Not `norm > limit`: that is false for NaN, which is a spike too.
@@ -103,15 +102,18 @@ class Health:
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return
-        # The engine has already left the weights alone; here we count, and give up in time. All workers see the same
-        # norm, so all of them raise at the same step and none is left waiting in a collective.
+        # The engine has already left the weights alone. All workers see the same norm, so all of them count alike, give
+        # up at the same step, and none is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.say(
             f"step {step}: gradient not finite, step skipped, weights unchanged; "
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
-        if self.skipped_in_a_row >= self.cfg.max_skipped:
-            self.go_back_or_end(step)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Return whether so many steps in a row were not finite that the run goes back, or ends."""
+        return self.skipped_in_a_row >= self.cfg.max_skipped
 
     def spike_limit(self) -> float:
         """Return the norm above which a step is a spike; the largest float until enough norms are known."""
@@ -140,7 +142,10 @@ class Health:
         )
 
     def go_back_or_end(self, step: int) -> None:
-        """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped."""
+        """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
+
+        The caller has committed the save in flight, so that the run goes back no further than it must.
+        """
         last_committed = newest_committed_step(self.directory, self.remote)
         happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
         # Where nothing was committed since the run went back, it would go back to the same step and fail once more.

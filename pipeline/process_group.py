@@ -28,10 +28,14 @@ def join_group(timeout_s: float) -> torch.device:
     """
     deepspeed = import_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    bound_device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         backend = "nccl"
+        # Left to itself NCCL takes for a barrier that comes first the GPU with the number of the rank, counted over all
+        # nodes alike: where they have not equally many workers, another worker's.
+        bound_device = device
     else:
         device = torch.device("cpu")
         backend = "gloo"
@@ -39,7 +43,7 @@ def join_group(timeout_s: float) -> torch.device:
     timeout = timedelta(seconds=timeout_s)
     # Under Ray Train the group is there already; plain processes make it here.
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
     give_later_groups_the_timeout(timeout)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device

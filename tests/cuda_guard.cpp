@@ -9,6 +9,11 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstdlib>
+#include <mutex>
+#include <utility>
+#include <vector>
+
 namespace {
 
 const c10::Device the_device(c10::DeviceType::CUDA, 0);
@@ -31,6 +36,33 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   }
 };
 
+// Gives out ordinary memory, and remembers that it was asked for as pinned. Nothing is given back: it is little.
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = std::aligned_alloc(64, (bytes + 64) / 64 * 64);
+    const std::lock_guard<std::mutex> lock(mutex);
+    pieces.emplace_back(static_cast<char*>(memory), bytes);
+    return {memory, c10::Device(c10::DeviceType::CPU)};
+  }
+  bool has(const void* address) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [first, bytes] : pieces) {
+      if (address >= first && address < first + bytes) {
+        return true;
+      }
+    }
+    return false;
+  }
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+
+  std::mutex mutex;
+  std::vector<std::pair<char*, size_t>> pieces;
+};
+
+PinnedMemory pinned_memory;
+
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -51,6 +83,13 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   }
   int getNumGPUs() const override {
     return 1;
+  }
+  // Pinned memory is what was asked for as such: ordinary memory whose addresses are remembered.
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    return &pinned_memory;
+  }
+  bool isPinnedPtr(const void* address) const override {
+    return pinned_memory.has(address);
   }
 };
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -395,6 +396,71 @@ def poisoned_stretch() -> None:
 
 def poisoned_for_ever() -> None:
     poison(range(12, 1000))
+
+
+def hold_saves_until(step: int) -> None:
+    """A save that is in flight is written no sooner than the forward pass of the step that follows this one."""
+    may_write = threading.Event()
+    write = Saver.write
+
+    def write_later(saver: Saver, path: Path, content: memoryview) -> None:
+        # Those that begin before the steps in question, and behind them, are written at once.
+        if step - 5 < saver.manifest.step <= step:
+            may_write.wait()
+        write(saver, path, content)
+
+    def let_write(worker: start.Worker, at_step: int, *args: Any) -> None:
+        if at_step == step:
+            may_write.set()
+            if worker.saver.thread is not None:
+                worker.saver.thread.join()
+
+    Saver.write = write_later  # type: ignore[method-assign]
+    first_of(let_write)
+
+
+def first_of(act: Callable[..., None]) -> None:
+    """Have a worker do this before each micro-batch's forward pass."""
+    original = objectives.OBJECTIVES["classification"]
+
+    def with_act(worker: start.Worker, step: int, *args: Any) -> torch.Tensor:
+        act(worker, step, *args)
+        return original(worker, step, *args)
+
+    objectives.OBJECTIVES["classification"] = with_act
+
+
+def infinite_in_one_micro_batch(step: int) -> None:
+    """The gradient of worker 1's first micro-batch of the step after `step` is infinite."""
+    original = objectives.OBJECTIVES["classification"]
+    seen = []
+
+    def poisoned_loss(worker: start.Worker, at_step: int, *args: Any) -> torch.Tensor:
+        loss = original(worker, at_step, *args)
+        if at_step == step and worker.rank == 1 and not seen:
+            seen.append(at_step)
+            loss = loss * torch.inf
+        return loss
+
+    objectives.OBJECTIVES["classification"] = poisoned_loss
+
+
+def all_in_one_step(step: int) -> None:
+    """In the step after `step` one worker's gradient is infinite, it alone is told to stop, and a save is written."""
+
+    def stop(worker: start.Worker, at_step: int, *args: Any) -> None:
+        if at_step == step and worker.rank == 1:
+            worker.sigterm.set()
+
+    infinite_in_one_micro_batch(step)
+    hold_saves_until(step)
+    first_of(stop)
+
+
+def given_up_with_a_save_in_flight() -> None:
+    """The save of step 10 is written no sooner than the third of the steps 13, 14, 15, which are not finite."""
+    poison(range(12, 15))
+    hold_saves_until(14)
 
 
 def full_log() -> None:

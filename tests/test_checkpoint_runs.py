@@ -530,6 +530,31 @@ def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(r
     assert whole_state(run) == whole_state(alone)
 
 
+@pytest.mark.slow
+def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_step_and_nothing_is_lost(run) -> None:
+    """Against a run whose step 13 had that gradient, and in which nothing else happened."""
+    alone = run.parent / "alone"
+    shutil.copytree(run, alone)
+    assert finish(alone, "pretrain.log_every=1", patch="infinite_in_one_micro_batch 12") == 0, said(run)
+    assert finish(run, "pretrain.log_every=1", patch="all_in_one_step 12") == 75, said(run)
+    heard = said(run)
+    assert "step 13: gradient not finite, step skipped" in heard and "stopped at step 13 after committing it" in heard
+    assert "checkpoint step 10 committed" in heard.split("checkpoint step 13 committed")[0]
+    assert read_manifest(committed(stage(run) / "checkpoints")[0]).updates == 12
+    assert finish(run, "pretrain.log_every=1") == 0, said(run)
+
+    ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, alone))
+    assert ours.files == theirs.files and ours.ledger == theirs.ledger and ours.updates == theirs.updates == 39
+    assert json.dumps(step_losses(stage(run))) == json.dumps(step_losses(stage(alone)))
+    assert [report["step"] for report in reports(run)] == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_step(run) -> None:
+    assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, said(run)
+    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are left out" in said(run)
+
+
 def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
     """Every parameter's master, moments and average, put together from the files of the last checkpoint."""
     last = committed(stage(run) / "checkpoints")[0]

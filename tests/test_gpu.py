@@ -91,6 +91,16 @@ def test_what_is_refused_everywhere_is_replaced_alike(index, monkeypatch):
         assert batch.bad == other.bad
 
 
+def test_a_gpu_without_memory_ends_the_worker_and_refuses_no_image(index, monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("data.loader.torchcodec", lambda: run_out)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        batches(index, "gpu")
+
+
 def test_without_torchcodec_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     with pytest.raises(DataError, match="pip install torchcodec"):

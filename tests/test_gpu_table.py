@@ -27,7 +27,7 @@ def test_on_a_gpu_every_model_is_timed_against_its_peers_and_at_every_zero_stage
 def test_the_page_holds_tests_ratios_forecasts_and_why_a_part_has_no_rows():
     measured = {"model": "B/16", "images": 512, "workers": 2, "zero": 2, "code": "ours", "step_s": 0.5, "to_ours": 1.0}
     ours = {**measured, "memory_gib": 12.0, "forecast_s": 0.4, "forecast_gib": 10.0}
-    unforeseen = {**ours, "zero": 3, "forecast_s": None}
+    unforeseen = {**ours, "zero": 3, "forecast_s": None, "no_forecast": "there is no calibration\n  type this"}
     stock = {**measured, "code": "stock DeepSpeed", "to_ours": 1.25, "memory_gib": 14.0}
     timm = {"model": "B/16", "images": 64, "code": "timm", "step_s": 0.125, "to_ours": 1.1, "of_ceiling": 0.4}
     outcomes = [
@@ -44,6 +44,8 @@ def test_the_page_holds_tests_ratios_forecasts_and_why_a_part_has_no_rows():
     # 512 images in 0.5 s; 0.5 s are 1.25 times the forecast, 12 GiB 1.2 times theirs.
     assert "| ours | 0.5000 | 1,024 | 1.00 | 0.4 | 1.25 | 12.00 | 10 | 1.20 |" in page
     assert "| 3 | ours | 0.5000 | 1,024 | 1.00 | no forecast | | 12.00 | 10 | 1.20 |" in page
+    assert page.count("no forecast of time: there is no calibration type this") == 1
+    assert "GiB a worker: the most that torch had allocated on the GPU of rank 0" in page
     assert "| stock DeepSpeed | 0.5000 | 1,024 | 1.25 | | | 14.00 | | |" in page
     rows = [line for line in page.splitlines() if line.startswith(("| B/16 | 512", "| model | images | workers"))]
     assert len({line.count(" |") for line in rows}) == 1, "as many cells in every row as in the heading"
@@ -69,10 +71,23 @@ def test_the_benchmarks_are_rehearsed_from_end_to_end_on_a_cpu(tmp_path: Path) -
     assert not failed.rows and failed.failure.startswith("exit code 1: ") and "nonsense" in failed.failure
 
 
-def test_without_a_calibration_there_is_no_forecast_of_time(monkeypatch, tmp_path, capsys):
+def test_without_a_calibration_there_is_no_forecast_of_time_and_the_page_says_what_to_type(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "calibration_file", lambda: tmp_path / "none.json")
     plan = gpu.PLANS["cpu"]
     cfg = gpu.config_of(plan, "mu/16", 2)
     assert (cfg.batch_size, cfg.micro_batch, cfg.precision, cfg.zero) == (4, 2, "bf16", 2)
-    assert gpu.forecast_step_s(cfg, gpu.models.config_of("mu/16"), plan.world) is None
-    assert gpu.NO_FORECAST in capsys.readouterr().err
+    forecast_s, reason = gpu.forecast_step_s(cfg, gpu.models.config_of("mu/16"), plan.world)
+    assert forecast_s is None and "type python -m jobs calibrate" in reason
+
+
+def test_a_machine_with_gpus_is_calibrated_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "calibration_file", lambda: tmp_path / "calibration.json")
+    commands = []
+    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: commands.append(command[1:]))
+    gpu.calibrate_once(gpu.PLANS["cpu"])
+    assert not commands, "a rehearsal takes no minutes for it"
+    gpu.calibrate_once(gpu.PLANS["cuda"])
+    assert commands == [["-m", "jobs", "calibrate"]]
+    (tmp_path / "calibration.json").touch()
+    gpu.calibrate_once(gpu.PLANS["cuda"])
+    assert len(commands) == 1

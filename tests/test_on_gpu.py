@@ -4,10 +4,12 @@ A test marked `gpu` is skipped where torch sees no GPU. Its twin on the CPU runs
 the place of NCCL, fused kernels and pinned memory: it shows that the test can run, and nothing about a GPU.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
@@ -16,6 +18,7 @@ from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.session import run_campaign
 from models.layers import attend
+from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from tests import on_device
@@ -76,10 +79,21 @@ def test_attention_is_computed_by_a_flash_kernel_forward_and_backward(device, he
     assert len(forward) == 1 and forward <= FLASH[device], chosen
     assert len(chosen) == 2, "the backward pass has a kernel too"
 
-    exact_q, exact_k, exact_v = (tensor.detach().double().cpu() for tensor in (q[:, :, :queries], k, v))
-    weights = (exact_q @ exact_k.mT / head**0.5).softmax(-1)
+    # The same in float64, written out.
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in (q, k, v)]
+    weights = (exact[0][:, :, :queries] @ exact[1].mT / head**0.5).softmax(-1)
+    expected = weights @ exact[2]
+    expected.sum().backward()
     tolerance = 2e-2 if device == "cuda" else 1e-5
-    torch.testing.assert_close(mixed.detach().double().cpu(), weights @ exact_v, rtol=tolerance, atol=tolerance)
+    assert off_by(mixed, expected) < tolerance
+    for tensor, exact_tensor in zip((q, k, v), exact, strict=True):
+        assert off_by(tensor.grad, exact_tensor.grad) < tolerance
+
+
+def off_by(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest number that is expected."""
+    difference = (tensor.detach().double().cpu() - expected.detach()).abs().max()
+    return float(difference / expected.detach().abs().max())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,6 +132,22 @@ def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
         results.append([logits.detach(), *(p.grad for p in model.parameters())])
     for plain, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_the_process_group_is_bound_to_the_gpu_of_the_worker(monkeypatch):
+    """Left to itself NCCL takes, for a barrier that comes first, the GPU with the number of the rank."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.update(backend=backend, **options))
+    monkeypatch.setattr(dist, "new_group", dist.new_group)  # which `join_group` replaces
+    without_deepspeed = SimpleNamespace(init_distributed=lambda **_: None)
+    monkeypatch.setattr(process_group, "import_deepspeed", lambda: without_deepspeed)
+    own = torch.device("cuda", 1)
+    assert process_group.join_group(60.0) == own
+    assert asked["backend"] == "nccl" and asked["current"] == asked["device_id"] == own
 
 
 @pytest.fixture(scope="module", params=DEVICES_SLOW)

@@ -70,6 +70,14 @@ CASES = [
     ("R26+S/32", 2, {}, 0),
     ("H/14", 2, {}, 0),
 ]
+# The paper, table 1, and at 224 px with the class token: width, MLP, blocks, tokens. A hybrid's patches are 32 px.
+SHAPES = {
+    "B/16": (768, 3072, 12, 197),
+    "S/16": (384, 1536, 12, 197),
+    "R26+S/32": (384, 1536, 12, 50),
+    "H/14": (1280, 5120, 32, 257),
+}
+IMAGES = 16
 
 
 @pytest.mark.slow
@@ -78,16 +86,16 @@ def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recompute
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the tests that are marked gpu take real steps on it")
     model = models.config_of(name, 224, 1000, **options)
-    cfg = TrainConfig(steps=1, zero=zero, micro_batch=16, batch_size=16 * WORLD, checkpoint_blocks=recomputed)
+    cfg = TrainConfig(steps=1, zero=zero, micro_batch=IMAGES, batch_size=IMAGES * WORLD, checkpoint_blocks=recomputed)
     seen = rehearsed(guard, cfg, model, recomputed)
+    parameters = models.parameter_count(name, 224, 1000, **options)
 
-    # Nothing computes on the CPU but the batch as it came, and no operation has tensors of two devices.
-    assert seen["mixed"] == []
-    for phase in ("forward", "backward"):
-        assert set(seen["devices"][phase]) == {"cuda"}, phase
+    check_devices(seen)
+    check_types_and_shapes(seen, *SHAPES[name])
+    # Of every parameter one worker of eight has the master: in fp32, as its moments, and padded by next to nothing.
     assert seen["parameters"] == ["cuda:0 torch.bfloat16"]
-    assert seen["shapes"]["logits"] == [16, 1000]
-    assert "float64" not in seen["dtypes"]["forward"] and "float16" not in seen["dtypes"]["forward"]
+    assert seen["masters"] == seen["moments"] == ["cuda:0 torch.float32"]
+    assert parameters <= seen["of_this_worker"] * WORLD <= parameters * 1.001
     assert seen["updates"] == 3
     # What a GPU is counted on for: fused attention, dropout with a mask of bytes, one kernel for AdamW.
     kernels = seen["kernels"]
@@ -100,3 +108,40 @@ def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recompute
     on_device = sum(size for kind, size in seen["parts"].items() if kind != Kind.IMAGES.name)
     planned = sum(size for kind, size in need.parts.items() if kind is not Kind.IMAGES)
     assert on_device == pytest.approx(planned, rel=0.01)
+    # By hand: bf16 weights, an eighth of master and two moments in fp32.
+    states = 2 * parameters + 12 * parameters / WORLD
+    if zero == 3:
+        # An eighth of the weights; beside it one bucket of fp32 gradients, and an eighth of them that stays.
+        states = (2 + 12 + 4) * parameters / WORLD + 4 * parameters
+    assert seen["parts"]["STATES"] == pytest.approx(states, rel=0.05)
+
+
+def check_devices(seen: dict[str, Any]) -> None:
+    """All computes on the GPU; what comes from the host comes without a wait, and one thing is read there."""
+    assert seen["mixed"] == [], "operations with tensors of two devices"
+    for phase in ("batch", "forward", "backward"):
+        assert set(seen["devices"][phase]) == {"cuda"}, phase
+    assert seen["copies"] == [], "copies for which the host waits"
+    assert seen["is_snapshot_pinned"]
+    # The stream of the copies is waited for before anything computes, and their memory said to be read elsewhere.
+    assert seen["too_early"] == [] and seen["unrecorded"] == 0
+    # The norm, and what the workers agree on: loss, bad samples, stop, written.
+    assert seen["reads"] == {"update": 5}
+
+
+def check_types_and_shapes(seen: dict[str, Any], width: int, hidden: int, blocks: int, tokens: int) -> None:
+    """Every layer gives bf16 of the paper's shape; gradients are summed in fp32, weights gathered in bf16."""
+    outputs = seen["outputs"]
+    assert {output[0] for output in outputs.values()} == {"bfloat16"}
+    for number in range(blocks):
+        # The last block computes the class token alone, the only one that is pooled.
+        computed = 1 if number == blocks - 1 else tokens
+        assert outputs[f"blocks.{number}"] == ["bfloat16", IMAGES, computed, width]
+        assert outputs[f"blocks.{number}.mlp.up"] == ["bfloat16", IMAGES, computed, hidden]
+    assert f"blocks.{blocks}" not in outputs
+    assert outputs["embedding"] == ["bfloat16", IMAGES, tokens - 1, width]
+    assert outputs["logits"] == ["bfloat16", IMAGES, 1000]
+    assert "float64" not in seen["dtypes"]["forward"] and "float16" not in seen["dtypes"]["forward"]
+    for name, types in seen["sums"].items():
+        is_sum = "reduce" in name
+        assert set(types) <= ({"float32", "float64"} if is_sum else {"bfloat16"}), name

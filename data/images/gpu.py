@@ -53,7 +53,7 @@ def decode_rows(
         row_bytes = images[jpeg.row].flatten()
         sources.append(row_bytes[: jpeg.bytes])
 
-    on_device = images.to(device)
+    on_device = images.to(device, non_blocking=True)  # from pinned memory
     refused = []
     for jpeg, whole in zip(encoded, decode_all(sources, decode, device), strict=True):
         # Sides other than the header's would make the box another part of the image.
@@ -66,9 +66,11 @@ def decode_rows(
 
 
 def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> Sequence[Tensor | None]:
-    """Every image (3, H, W), None where it is refused."""
+    """Every image (3, H, W), None where it is refused. Raises OutOfMemoryError."""
     try:
         return decode(sources, device)
+    except torch.OutOfMemoryError:
+        raise  # of the GPU: it says nothing about the images
     except RuntimeError:
         # One bad image costs the whole call: each is decoded alone, to find it.
         return [decode_alone(source, decode, device) for source in sources]
@@ -78,6 +80,8 @@ def decode_alone(source: Tensor, decode: Decode, device: torch.device) -> Tensor
     """One image (3, H, W), None where it is refused."""
     try:
         return decode([source], device)[0]
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return None
 
