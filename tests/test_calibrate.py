@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.planning import calibrate as calibrating
 from jobs.planning.reports import put_together
 from models import Size
+from pipeline.planning import measure as measuring
 from pipeline.planning.calibration import read_calibration
 from pipeline.planning.engine_cost import EngineKind, carried_over
 from pipeline.planning.operations import Operation
@@ -109,3 +111,28 @@ def test_without_a_recipe_what_most_people_have_is_measured_first_and_what_is_le
         EngineKind(2, "fp32", "adam"),
         EngineKind(1, "bf16", "adam"),
     }
+
+
+def test_what_the_engine_adds_is_a_step_of_one_micro_batch_and_what_each_further_one_takes_more(monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "ENGINE_MODELS", ((64, 1, 4),))
+    monkeypatch.setattr(measuring.dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(measuring.dist, "get_world_size", lambda: 1)
+    # (seconds, processor seconds) of steps of one and of two micro-batches; their passes take 0.2 and 0.1 each.
+    steps = {1: (1.0, 0.9), 2: (1.6, 1.3)}
+    monkeypatch.setattr(measuring, "step_times", lambda _asked, _work, accumulation, *_: steps[accumulation])
+    asked = calibrating.engine(2, "bf16", "adam", False)
+    (measured,) = measuring.engine_times(asked, [(0.2, 0.1)], torch.device("cpu"))
+    assert (measured["step_s"], measured["step_cpu_s"]) == (pytest.approx(0.8), pytest.approx(0.8))
+    assert (measured["micro_s"], measured["micro_cpu_s"]) == (pytest.approx(0.4), pytest.approx(0.3))
+    assert (measured["world"], measured["zero"], measured["tensors"]) == (1, 2, 20)
+
+
+def test_no_engine_is_begun_after_the_time_for_them_but_the_first(monkeypatch) -> None:
+    seconds = iter((0.0, 10.0, 11.0, 13.5))
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(measuring.dist, "broadcast", lambda *_: None)
+    monkeypatch.setattr(measuring, "passes_without_engine", lambda *_: [])
+    monkeypatch.setattr(measuring, "engine_times", lambda asked, *_: [asked])
+    engines = [{"precision": "fp32", "zero": zero} for zero in (0, 1, 2, 3)]
+    # They begin after 10, 11 and 13.5 seconds, of which 12 are given.
+    assert measuring.all_engine_times(engines, 12.0, torch.device("cpu")) == engines[:2]

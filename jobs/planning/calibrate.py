@@ -1,7 +1,7 @@
 """The work of `patchline calibrate [RECIPE…]`: measure a machine, or every node of a cluster, for `plan` to go by.
 
     fp32       products 89 GFLOP/s (2 … 98), attention 42 GFLOP/s (2 … 76), norms and softmax 22.2 GB/s, …
-    ZeRO 2     fp32, 1 worker: 395 ms a step for 43.2M parameters in 80 tensors, 98 ms a micro-batch more
+    ZeRO 2     fp32, 1 worker: 395 ms a step for 38.6M parameters in 44 tensors, 98 ms a micro-batch more
     all-reduce     2 workers: 0.1 kB in 0.25 ms, 65.5 kB in 0.31 ms, 1.0 MB in 0.59 ms, 16.8 MB in 15 ms
     wrote      ~/.cache/patchline/calibration.json in 173 s; `python -m jobs plan RECIPE` goes by it
 

@@ -79,9 +79,13 @@ def compute_text(samples: Sequence[tuple[Operation, float]]) -> str:
 
 def engine_line(engine_time: EngineTime) -> str:
     """Return what the engine adds to a small model."""
-    kind = ", exact" if engine_time.exact else ""
+    kind = engine_time.precision
+    if engine_time.optimizer != "adam":
+        kind += f", {engine_time.optimizer}"
+    if engine_time.exact:
+        kind += ", exact"
     return (
-        f"ZeRO {engine_time.zero}     {engine_time.precision}{kind}, {counted(engine_time.world, 'worker')}: "
+        f"ZeRO {engine_time.zero}     {kind}, {counted(engine_time.world, 'worker')}: "
         f"{milliseconds(engine_time.step_s)} a step for {engine_time.elements / 1e6:.1f}M parameters in "
         f"{engine_time.tensors} tensors, {milliseconds(engine_time.micro_s)} a micro-batch more"
     )

@@ -1,6 +1,6 @@
 """What the engine adds to a model's passes: measured on a few models, carried over to others by tensors and elements.
 
-In:  EngineTimes of models of 20 to 152 tensors and 0.1 to 43 million elements
+In:  EngineTimes of models of 20 to 152 tensors and 0.1 to 39 million elements
 Out: Overhead(micro_s=0.009, step_s=0.055) of a model of 152 tensors and 22 million elements
 
 1. Two models of hardly any elements say what the engine adds to every model, and what for each tensor.
