@@ -182,7 +182,7 @@ def main() -> None:
                 costs.update(costs_of_commands(checkouts[name], folder))
                 for what, cost in costs.items():
                     measured.setdefault(what, {}).setdefault(name, []).append(cost)
-            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+                    print(f"round {number + 1}, {name}: {what} {cost[0]:.2f} CPU-s, {cost[1]:.2f} s", file=sys.stderr)
     print_table(measured)
 
 

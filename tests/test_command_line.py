@@ -52,6 +52,7 @@ def test_help_imports_nothing_heavy():
 
 
 LEAN = """
+import os
 import sys
 from jobs.commands import status
 print("torch" in sys.modules)
@@ -63,16 +64,29 @@ import_deepspeed()
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # whose functions torch.compile would wrap
 print("torch._dynamo" in sys.modules)
 import torch
+from pipeline.engine import Engine, deepspeed_config
+from pipeline.optimization.optimizer import OptimConfig
+from pipeline.process_group import join_group
+os.environ["LOCAL_RANK"] = "0"
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+join_group(60.0)
+settings = deepspeed_config(zero=2, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None)
+model = models.build("mu/8", 16, 10)
+engine = Engine(model, models.decayed(model), OptimConfig(), settings)
+engine.backward(engine.forward(torch.ones(1, 3, 16, 16)).square().sum())
+engine.end_micro_batch(1e-3)
+assert engine.updates == 1
+print("torch._dynamo" in sys.modules)
 assert torch.compile(torch.sin, backend="eager")(torch.ones(())) > 0.8
 print(hasattr(torch._dynamo, "optimize"))
 """
 
 
-def test_status_imports_no_torch_and_a_plan_and_deepspeed_no_compiler_until_something_is_compiled():
+def test_status_imports_no_torch_and_a_plan_and_a_step_no_compiler_until_something_is_compiled():
     """Each takes a second or more, of every command or every worker (benchmarks/README.md)."""
     done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
     said = [line for line in done.stdout.splitlines() if line in ("True", "False")]
-    assert said == ["False", "False", "False", "True"]
+    assert said == ["False", "False", "False", "False", "True"]
 
 
 @pytest.mark.parametrize(

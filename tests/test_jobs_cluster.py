@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["processes", "ray"]
+# Train's actors and processes of Ray's head that this has no use for.
+NOT_NEEDED = {"DatasetManager", "PlacementGroupCleaner", "_AutoscalingCoordinatorActor", "SynchronizationActor"}
+NOT_NEEDED_OF_HEAD = {"monitor.py", "log_monitor.py"}
 FAILURES = [
     # backend, act, cause, exit code
     ("processes", "die", "killed by SIGKILL", None),
@@ -169,8 +172,10 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
     # Train's actors that are not needed are not there, and of the others the workers alone have torch.
-    assert not actors.keys() & {"DatasetManager", "PlacementGroupCleaner", "_AutoscalingCoordinatorActor"}
+    assert not actors.keys() & NOT_NEEDED
     if backend == "ray":
+        scripts = {Path(word).name for process in psutil.Process().children(True) for word in process.cmdline()[:3]}
+        assert "dashboard.py" in scripts and not scripts & NOT_NEEDED_OF_HEAD
         assert actors["RayTrainWorker"] and not actors["TrainController"] and not actors["TrainStateActor"]
 
 

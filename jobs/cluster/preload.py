@@ -3,8 +3,9 @@
 Importing must start no thread and touch no GPU: neither outlives a fork.
 """
 
-# Torch's optimizers import the first at their first step; the second writes event files, in rank 0.
-import torch._dynamo
+# The first brings sympy, which torch imports to work out shapes on the meta device, as every worker does when it makes
+# its model; the second writes event files, in rank 0.
+import torch.fx.experimental.symbolic_shapes
 import torch.utils.tensorboard
 
 from pipeline.process_group import import_deepspeed

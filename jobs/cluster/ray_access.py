@@ -65,6 +65,8 @@ ENVIRONMENT = {
 EMBEDDED_ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "240000",  # on a busy small machine the raylet aborts after 30 s
     "RAY_worker_register_timeout_seconds": "240",
+    # Ray would start a process for each CPU at once, and Train's actors, which have variables of their own, use none.
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 _reapers: list[subprocess.Popen[bytes]] = []  # the embedded cluster's, while there is one
@@ -130,7 +132,7 @@ def _start_embedded(cluster: ClusterConfig) -> None:
     # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
     ray._private.worker.print_to_stdstream = _print_nothing
     try:
-        with _loopback_only(), _any_agent_port():
+        with _loopback_only(), _our_parameters():
             ray.init(
                 address="local",
                 # Workers that compute with few threads share the cores; Ray only counts.
@@ -181,14 +183,18 @@ def _loopback_only() -> Iterator[None]:
 
 
 @contextmanager
-def _any_agent_port() -> Iterator[None]:
-    """Let the agent of the cluster that the block starts listen on any free port, and not on 52365.
+def _our_parameters() -> Iterator[None]:
+    """Start the cluster in the block with what `ray.init` has no option for.
 
-    `ray.init` has no option for it. Of two clusters on one machine that want the same port, the later one starts
-    without its agent's server: it says nothing, and then takes no jobs.
+    Its agent listens on any free port, and not on 52365: of two clusters on one machine that want the same port, the
+    later one starts without its agent's server, says nothing, and then takes no jobs. Two processes are left out, which
+    take half a CPU-second each: what asks for more nodes, of which there are none, and what sends the workers' output
+    to drivers, which do not ask for it.
     """
     original = RayParams.__init__
-    RayParams.__init__ = functools.partialmethod(original, dashboard_agent_listen_port=0)
+    RayParams.__init__ = functools.partialmethod(
+        original, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False
+    )
     try:
         yield
     finally:

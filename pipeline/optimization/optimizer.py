@@ -1,5 +1,7 @@
 """The paper's optimizers in torch terms: Adam with decoupled decay on kernels only, and SGD with momentum."""
 
+import functools
+import inspect
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 from data.checks import at_least, more_than_0
+from models.cost import without_compiler
 from pipeline.config import Tags, require, tags
 from pipeline.optimization.schedule import ScheduleConfig
 
@@ -60,9 +63,28 @@ def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> to
                 decay = cfg.head_weight_decay
         by_decay.setdefault(decay, []).append(parameter)
     groups: list[dict[str, object]] = [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()]
+    with without_compiler():
+        optimizer = _torch_optimizer(groups, cfg, is_cuda=next(model.parameters()).is_cuda)
+    _free_from_compiler(optimizer)
+    return optimizer
+
+
+def _torch_optimizer(groups: list[dict[str, object]], cfg: OptimConfig, *, is_cuda: bool) -> torch.optim.Optimizer:
     if cfg.name == "adam":
         # Not on CPUs: there torch's fused kernels give other bits where a vector is cut in pieces. Exact mode cannot
         # have that: with 30,011 pieces 72,002 of 200,003 second moments differed after five steps (docs/exact.md).
-        is_cuda = next(model.parameters()).is_cuda
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=is_cuda)
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+
+
+def _free_from_compiler(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer step without importing torch._dynamo, which takes 1.3 CPU-seconds of every worker.
+
+    Torch wraps these two functions, so that its compiler leaves them out of what it compiles, and imports it to say so.
+    An optimizer's step is never compiled here: the functions within the wrappers do the same.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    zero_grad = inspect.unwrap(type(optimizer).zero_grad)
+    # One of the wrappers of `step` turns gradients off.
+    optimizer.step = torch.no_grad()(functools.partial(step, optimizer))  # type: ignore[method-assign]
+    optimizer.zero_grad = functools.partial(zero_grad, optimizer)  # type: ignore[method-assign]
