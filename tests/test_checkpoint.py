@@ -639,13 +639,13 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
 
 @pytest.fixture
 def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
-    """A disk that `was_asked` to delete something, and `may_delete` it when that is set."""
+    """A disk that `was_asked` to delete something, and does when it `may_delete`, or after 10 s."""
     disk = SimpleNamespace(was_asked=threading.Event(), may_delete=threading.Event())
     rmtree = shutil.rmtree
 
     def delete(path: Path, **options: bool) -> None:
         disk.was_asked.set()
-        disk.may_delete.wait()
+        disk.may_delete.wait(10)
         rmtree(path, **options)
 
     monkeypatch.setattr(checkpoint.shutil, "rmtree", delete)
