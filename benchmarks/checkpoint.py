@@ -1,14 +1,17 @@
 """What a checkpoint costs: ours against the bare disk, torch's DCP (async) and DeepSpeed, interleaved in one run.
 
     python benchmarks/checkpoint.py [--model S/16] [--workers 2] [--zero 2] [--rounds 10]
+    python benchmarks/checkpoint.py --model B/16 --depth 24 --saves-only      (1 GB a worker)
 
 Every contender takes its turn once a round, in rotated order, on the same state; the table has medians over the rounds,
-and ratios to the bare disk. All workers begin together, and a time ends when the last of them is done.
+and ratios to the bare disk. All workers begin together, on a disk that has nothing left to do of the turn before, and
+a time ends when the last of them is done.
 
-Saves. Raw: the same bytes from memory, written and fsynced. Ours, blocked: the copy into host memory and the commit
-once all files are written; durable: until the folder is renamed and fsynced, with nothing else running. DCP: its
-async_save, which fsyncs. DeepSpeed blocks for all of its save, and neither fsyncs nor takes digests; a further row adds
-the fsync.
+Saves. Raw: the same bytes from memory, written and fsynced; also past the page cache, as ours are. Ours, blocked: the
+copy into host memory and the commit once all files are written; durable: until the folder is renamed and fsynced, with
+nothing else running; and until the checkpoint is deleted that it has made superfluous, which training does not wait
+for. DCP: its async_save, which fsyncs. DeepSpeed blocks for all of its save, and neither fsyncs nor takes digests; a
+further row adds the fsync.
 
 Loads, once from the disk (the files were driven out of the page cache) and once from the page cache. Raw: a worker's
 file into memory that is there. Ours: the choice, and masters and moments filled in with what was compared with its
@@ -38,6 +41,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import models
+from data.files import write_durably
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.checkpoint import Reader
@@ -66,6 +70,13 @@ class Contenders:
         self.rows: Rows = {}
         self.number = 0  # of the round
 
+    def settle(self) -> None:
+        """Have the disk do what it has been asked for: what was deleted is freed when it is flushed the next time."""
+        dist.barrier()
+        if self.rank == 0:
+            os.sync()
+        dist.barrier()
+
     @contextmanager
     def timed(self, row: str) -> Iterator[None]:
         """Time a block from the moment when all begin to the moment when all are done."""
@@ -86,15 +97,24 @@ class Contenders:
         """Write what the last save of ours has left in memory."""
         path = self.folder / f"raw-{self.rank}"
         path.unlink(missing_ok=True)
+        self.settle()
         with self.timed("raw write and fsync"), open(path, "wb") as file:
             file.write(self.saver.snapshot.numpy().data)
             file.flush()
             os.fsync(file.fileno())
 
+    def save_past_the_cache(self) -> None:
+        """Write the same as our files are written, with no digest and no commit."""
+        path = self.folder / f"past-{self.rank}"
+        path.unlink(missing_ok=True)
+        self.settle()
+        with self.timed("raw write past the page cache and fsync"):
+            write_durably(path, self.saver.snapshot.numpy().data)
+
     def save_ours(self) -> None:
         """Save as the training loop does."""
         manifest = Manifest(self.number, 0, 0, "", 1, dist.get_world_size(), self.engine.zero, {}, "", "")
-        dist.barrier()
+        self.settle()
         began = time.monotonic()
         self.saver.begin(self.engine, manifest)
         blocked = time.monotonic() - began
@@ -102,16 +122,19 @@ class Contenders:
             time.sleep(0.001)  # the loop would train here, and go on until all have written
         dist.barrier()
         commit = time.monotonic()
-        self.saver.finish()  # commits and prunes
+        self.saver.finish()
         now = time.monotonic()
         self.add("ours, loop blocked", blocked + now - commit)
         self.add("ours, until durable", now - began)
+        self.saver.wait_for_deleting()
+        dist.barrier()
+        self.add("ours, until the old one is deleted", time.monotonic() - began)
 
     def save_dcp(self) -> None:
         """Let torch's DCP stage the same fragments, and write them in a thread."""
         folder = self.folder / "dcp"
         self.remove(folder)
-        dist.barrier()
+        self.settle()
         began = time.monotonic()
         written = dcp.async_save(self.dcp_state(), checkpoint_id=folder)
         self.add("DCP async, loop blocked", time.monotonic() - began)
@@ -131,7 +154,7 @@ class Contenders:
         """Save with DeepSpeed, and then fsync its files."""
         folder = self.folder / "deepspeed"
         self.remove(folder)
-        dist.barrier()
+        self.settle()
         began = time.monotonic()
         self.theirs.engine.save_checkpoint(str(folder), tag="last")
         dist.barrier()
@@ -219,7 +242,9 @@ def prepare_file(path: Path, where: str) -> None:
 
 def engine_of(task: dict[str, Any]) -> Engine:
     """Return an engine whose state is there to be saved."""
-    model = models.from_config(models.config_of(task["model"], 224, 1000), torch.Generator().manual_seed(0))
+    changes = {"depth": task["depth"]} if task["depth"] else {}
+    config = models.config_of(task["model"], 224, 1000, **changes)
+    model = models.from_config(config, torch.Generator().manual_seed(0))
     settings = deepspeed_config(
         zero=task["zero"], precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None
     )
@@ -237,13 +262,20 @@ def interleave(task: dict[str, Any]) -> dict[str, Any]:
     join_group(600)
     logging.disable(logging.WARNING)
     contenders = Contenders(task)
-    saves = [contenders.save_ours, contenders.save_raw, contenders.save_dcp, contenders.save_deepspeed]
+    saves = [
+        contenders.save_ours,
+        contenders.save_raw,
+        contenders.save_past_the_cache,
+        contenders.save_dcp,
+        contenders.save_deepspeed,
+    ]
+    places = () if task["saves_only"] else ("disk", "page cache")
     for number in range(task["rounds"] + 1):
         contenders.number = number
         # The first round begins with ours, which makes the memory that the raw write writes.
         for save in rotated(saves, number):
             save()
-        for where in ("disk", "page cache"):
+        for where in places:
             loads = [
                 contenders.load_raw,
                 contenders.load_ours,
@@ -302,6 +334,8 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="S/16")
+    parser.add_argument("--depth", type=int, default=0, help="blocks, where not those of the model")
+    parser.add_argument("--saves-only", action="store_true")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--zero", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
@@ -314,6 +348,8 @@ def main() -> None:
     of_cache = {row: seconds for row, seconds in rows.items() if row.endswith(", page cache")}
     of_saves = {row: seconds for row, seconds in rows.items() if row not in of_disk | of_cache}
     print_table(of_saves, "save", "raw write and fsync")
+    if options.saves_only:
+        return
     print_table(of_disk, "load", "raw read, disk")
     print_table(of_cache, "load", "raw read, page cache")
 

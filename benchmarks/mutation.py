@@ -61,6 +61,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/health.py": (*GOES_BACK, *SHORT),
     "pipeline/objectives.py": (*SHORT, "tests/test_twin.py"),
     "pipeline/checkpoints/checkpoint.py": GOES_BACK,
+    "pipeline/checkpoints/commit.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
     "pipeline/checkpoints/saver.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
     "pipeline/checkpoints/room.py": ("tests/test_full_disk.py",),
     "pipeline/evaluation/evaluate.py": (*STOPS, *SHORT, *CAMPAIGN),

@@ -46,6 +46,7 @@ from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
 from jobs.stage_run import newest_attempt_name
 from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
     MANIFEST,
@@ -57,7 +58,6 @@ from pipeline.checkpoints.manifest import (
     read_manifest,
     seal,
 )
-from pipeline.checkpoints.saver import records_of
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 

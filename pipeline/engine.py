@@ -361,10 +361,22 @@ class Engine:
 
     def _refresh(self) -> None:
         """Bring the weights that compute up to the masters."""
-        if self.zero in (1, 2):
+        if self.zero in (1, 2) and dist.get_backend() == "gloo":
+            self._refresh_over_gloo()
+        elif self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()
         elif self.zero == 3:
             self._refresh_stage_3()
+
+    def _refresh_over_gloo(self) -> None:
+        # Gloo's all-gather, which DeepSpeed calls, takes four times as long as a broadcast of every worker's part.
+        zero_2 = self.engine.optimizer
+        for parts, master in zip(
+            zero_2.parallel_partitioned_bit16_groups, zero_2.single_partition_of_fp32_groups, strict=True
+        ):
+            parts[dist.get_rank()].data.copy_(master.data)
+            for owner, part in enumerate(parts):
+                dist.broadcast(part.data, owner)
 
     def _whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
         """Iterate, at stage 0, every parameter as one fragment."""

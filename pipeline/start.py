@@ -35,7 +35,7 @@ from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
-from pipeline.checkpoints import checkpoint, restore
+from pipeline.checkpoints import checkpoint, restore, stored_restore
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
@@ -170,7 +170,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         if remote is None:
             chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
         else:
-            chosen = remote.choose_together(job.attempt, telemetry.say)
+            chosen = stored_restore.choose_together(remote, job.attempt, telemetry.say)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
         check_stage(cfg, job, chosen.manifest, checkpoints)
@@ -234,7 +234,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
             chosen = restore.load_together(engine, checkpoints, chosen, job.attempt, telemetry.say)
             check_stage(cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
         else:
-            remote.load(engine, chosen)
+            stored_restore.load(engine, chosen)
         manifest = chosen.manifest
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
         # A stage killed between its last commit and its end need not save that step a second time.

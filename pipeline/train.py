@@ -286,6 +286,7 @@ def end(worker: Worker, progress: Progress) -> StageResult:
         if worker.rank == 0:
             outcome = [hand_on(worker, progress)]
     dist.broadcast_object_list(outcome, src=0)
+    worker.saver.wait_for_deleting()
     worker.telemetry.close()
     worker.phases.close()
     worker.engine.close()

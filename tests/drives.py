@@ -32,7 +32,7 @@ from jobs import terminal
 from jobs.cluster import processes, worker_files
 from jobs.ownership import owned
 from pipeline import judge, objectives, reports, start, train
-from pipeline.checkpoints import checkpoint, restore, sight
+from pipeline.checkpoints import checkpoint, commit, restore, sight
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.checkpoint import Chosen
 from pipeline.checkpoints.manifest import Manifest, committed
@@ -102,13 +102,18 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 # what a driver and its workers are made to suffer; the workers are forks of the driver, so one patch reaches all
 
 
+def write_durably_by(function: Callable[[Path, Any], None]) -> None:
+    """Have all files of a save written by a function, the workers' and the manifest."""
+    saving.write_durably = commit.write_durably = function  # type: ignore[attr-defined]
+
+
 def full_disk() -> None:
     """No checkpoint file can be written."""
 
     def refuse(path: Path, blob: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    saving.write_durably = refuse  # type: ignore[attr-defined]
+    write_durably_by(refuse)
 
 
 def full_disk_for_a_while() -> None:
@@ -121,7 +126,7 @@ def full_disk_for_a_while() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, blob)
 
-    saving.write_durably = refuse  # type: ignore[attr-defined]
+    write_durably_by(refuse)
 
 
 def full_disk_at_the_end(step: int, times: int) -> None:
@@ -134,7 +139,7 @@ def full_disk_at_the_end(step: int, times: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, blob)
 
-    saving.write_durably = refuse  # type: ignore[attr-defined]
+    write_durably_by(refuse)
 
 
 def fates(seed: int) -> dict[str, tuple[str, str]]:
@@ -164,7 +169,7 @@ def suffering_in_saves(seed: int) -> None:
         if how != "slow":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.write_durably = suffer  # type: ignore[attr-defined]
+    write_durably_by(suffer)
 
 
 def slowly(clock_s: int = 0) -> None:
@@ -584,6 +589,12 @@ class WorkerGroup:
         self.rank = 0
 
     def finish(self) -> Manifest | None:
+        committed = self.finish_only()
+        self.savers[0].wait_for_deleting()
+        return committed
+
+    def finish_only(self) -> Manifest | None:
+        """As the loop does, which goes on while old checkpoints are deleted."""
         for saver in self.savers[1:]:
             saver.thread = None
         return self.savers[0].finish()

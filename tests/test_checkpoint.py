@@ -13,11 +13,13 @@ import socket
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
-from pipeline.checkpoints import checkpoint, fragment_file, room, saver, sight
+from pipeline.checkpoints import checkpoint, commit, fragment_file, room, saver, sight
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
@@ -583,14 +585,14 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
 
 def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:
     """Not the room that there is again when the files of the failed save are deleted."""
-    original = saver.write_durably
+    original = commit.write_durably
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "MANIFEST.json":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, content)
 
-    monkeypatch.setattr(saver, "write_durably", full)
+    monkeypatch.setattr(commit, "write_durably", full)
     monkeypatch.setattr(files, "free_bytes", lambda path: 1_000 if path.parent.exists() else 9_000_000)
     assert group.save(30) is None
     assert group.savers[0].failure.endswith("MANIFEST.json (1.0 kB free)")
@@ -633,6 +635,87 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     prune(group.folder, 2, 40)
     assert [step_of(p) for p in committed(group.folder)] == [70, 60, 40]
     assert not list(group.folder.glob(".tmp-*"))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
+    """A disk that `was_asked` to delete something, and does when it `may_delete`, or after 10 s."""
+    disk = SimpleNamespace(was_asked=threading.Event(), may_delete=threading.Event())
+    rmtree = shutil.rmtree
+
+    def delete(path: Path, **options: bool) -> None:
+        disk.was_asked.set()
+        disk.may_delete.wait(10)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", delete)
+    yield disk
+    disk.may_delete.set()
+
+
+def test_the_loop_goes_on_while_an_old_checkpoint_is_deleted_and_no_save_begins_before_it_is_gone(
+    slow_disk, tmp_path, monkeypatch
+) -> None:
+    group = drives.WorkerGroup(tmp_path / "run", keep=2)
+    first = group.savers[0]
+    for step in (10, 20):
+        group.save(step)
+    looked_at: list[list[str]] = []  # what is there whenever room is looked for
+    shortage = saver.shortage
+
+    def look(temporary: Path, needed_bytes: int) -> str:
+        looked_at.append(sorted(path.name for path in group.folder.iterdir()))
+        return shortage(temporary, needed_bytes)
+
+    monkeypatch.setattr(saver, "shortage", look)
+    group.begin(30)
+    assert group.finish_only() is not None  # ends, though nothing is deleted
+    assert slow_disk.was_asked.wait(10)
+    assert [step_of(path) for path in committed(group.folder)] == [30, 20], "no start takes what is half deleted"
+    old = ".tmp-old-step-0000000010"
+    assert (group.folder / old).is_dir()
+    # A worker that ends now, as one that is asked to stop, waits for it.
+    assert first.deleting is not None and not first.deleting.daemon
+
+    # The next save of rank 0 waits, in its thread, for the room that the old one takes.
+    looked_at.clear()
+    first.begin(drives.FakeEngine(0, 2, 40), drives.manifest(40, 1, 2))  # type: ignore[arg-type]
+    time.sleep(0.2)
+    assert not first.written and not looked_at
+    slow_disk.may_delete.set()
+    assert first.thread is not None
+    first.thread.join()
+    assert len(looked_at) == 1 and old not in looked_at[0]
+
+
+def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_the_loop_waits_until_it_is_gone(
+    slow_disk, tmp_path, monkeypatch
+) -> None:
+    """Other workers than rank 0 do not look for room: they would find the disk full."""
+    group = drives.WorkerGroup(tmp_path / "run", keep=2)
+    for step in (10, 20):
+        group.save(step)
+    group.begin(30)
+    monkeypatch.setattr(room, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
+    threading.Timer(0.2, slow_disk.may_delete.set).start()
+    assert group.finish_only() is not None
+    assert sorted(path.name for path in group.folder.iterdir()) == ["step-0000000020", "step-0000000030"]
+
+
+def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) -> None:
+    events: list[str] = []
+    group = drives.WorkerGroup(tmp_path / "run")
+
+    class Watching(drives.Quiet):
+        def sync(self) -> None:
+            events.append(f"fsync, {len(committed(group.folder))} committed, in flight: {group.savers[0].in_flight}")
+
+    for of_rank in group.savers:
+        of_rank.telemetry = Watching()  # type: ignore[assignment]
+    group.save(10)
+    # Once, by rank 0, and behind the beginning of the save, by when the loop has written the records of its steps.
+    assert events == ["fsync, 0 committed, in flight: True"]
+    assert [step_of(path) for path in committed(group.folder)] == [10]
 
 
 def test_a_manifest_says_everything_and_only_the_truth(group) -> None:

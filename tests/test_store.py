@@ -28,9 +28,10 @@ from jobs.__main__ import main
 from jobs.mirror import mirrored
 from jobs.ownership import claim_attempt
 from pipeline import handover
-from pipeline.checkpoints import saver, stored
+from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader
 from pipeline.checkpoints.stored import REFUSED, StoredCheckpoints, committed_steps
+from pipeline.checkpoints.stored_restore import choose_together, fetch_together
 from tests import drives
 from tests.stores import Proxy, store
 
@@ -241,11 +242,11 @@ def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> drives.W
 
 def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Chosen | None, list[str]]:
     """What the next attempt of one worker would load on a machine with an empty disk, and what it says on the way."""
-    monkeypatch.setattr(stored, "dist", ALONE)
+    monkeypatch.setattr(stored_restore, "dist", ALONE)
     shutil.rmtree(scratch, ignore_errors=True)
     said: list[str] = []
     attempt = claim_attempt(scratch, run)
-    return StoredCheckpoints(run, scratch / STAGE).choose_together(attempt, said.append), said
+    return choose_together(StoredCheckpoints(run, scratch / STAGE), attempt, said.append), said
 
 
 def assert_is_step(chosen: Chosen | None, step: int) -> None:
@@ -317,7 +318,7 @@ def test_an_owner_that_commits_while_the_next_one_starts_is_not_lost(group, run,
         listed = listing(self)
         if group.savers[0].thread is not None:
             monkeypatch.setattr(StoredCheckpoints, "listing", listing)
-            monkeypatch.setattr(saver, "newest_attempt_in", lambda store: 1)  # it has looked before the claim
+            monkeypatch.setattr(commit, "newest_attempt_in", lambda store: 1)  # it has looked before the claim
             assert group.finish() is not None
         return listed
 
@@ -387,22 +388,22 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
         raise CheckpointError("its sha256 is not the manifest's")
 
     two_nodes = SimpleNamespace(**{**vars(ALONE), "get_world_size": lambda: 2, "all_gather_object": gather})
-    monkeypatch.setattr(stored, "dist", two_nodes)
-    monkeypatch.setattr(stored.socket, "gethostname", lambda: "bad-node")
+    monkeypatch.setattr(stored_restore, "dist", two_nodes)
+    monkeypatch.setattr(stored_restore.socket, "gethostname", lambda: "bad-node")
     monkeypatch.setattr(StoredCheckpoints, "fetch", keep_badly)
     with pytest.raises(CheckpointError, match="bad-node cannot keep a good copy of step-0000000020-000001"):
-        StoredCheckpoints(run, tmp_path / "other" / STAGE).choose_together(1, print)
+        choose_together(StoredCheckpoints(run, tmp_path / "other" / STAGE), 1, print)
     assert key(20, REFUSED) not in objects(bucket, run)
 
 
 def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stored, "dist", ALONE)
+    monkeypatch.setattr(stored_restore, "dist", ALONE)
     folder = tmp_path / "shared" / STAGE
     (folder / "checkpoints" / "step-0000000010-000001").mkdir(parents=True)
     (folder / "checkpoints" / ".tmp-step-0000000010-000001-rank-00000.safetensors").write_text("of a save")
 
     def fetch(_: int) -> str:
-        return StoredCheckpoints(run, folder).fetch_together("step-0000000020-000001")
+        return fetch_together(StoredCheckpoints(run, folder), "step-0000000020-000001")
 
     with ThreadPoolExecutor(8) as nodes:
         assert list(nodes.map(fetch, range(8))) == [""] * 8
@@ -424,9 +425,9 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
     proxy.fault_of_any = lambda method, path: 503
     made = drives.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(30) is None and "no answer after 2 attempts" in made.savers[0].failure
-    monkeypatch.setattr(stored, "dist", ALONE)
+    monkeypatch.setattr(stored_restore, "dist", ALONE)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*\n  nothing was changed"):
-        StoredCheckpoints(run, tmp_path / "other" / STAGE).choose_together(1, print)
+        choose_together(StoredCheckpoints(run, tmp_path / "other" / STAGE), 1, print)
     proxy.fault_of_any = lambda method, path: None
     assert made.save(40) is not None
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)

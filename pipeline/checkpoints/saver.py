@@ -1,62 +1,52 @@
 """Writing checkpoints while training goes on: one save in flight, committed by rank 0 when every file is whole.
 
 A save, in order:
-1. `Saver.begin`: every worker copies its fragments into host memory, the only part the training loop waits for, and
-   rank 0 looks whether the disk has room: a save that cannot fit has failed before a byte of rank 0 is written;
-2. a thread of each worker writes its file under `.tmp-<step>-<attempt>/` and fsyncs it; while the disk works, another
-   takes the digests of the same memory;
+1. `Saver.begin`: every worker copies its fragments into host memory, for which the training loop waits, and starts a
+   thread;
+2. the thread of rank 0 fsyncs the metrics and looks whether the disk has room: a save that cannot fit has failed before
+   a byte of rank 0 is written. Each thread writes its worker's file under `.tmp-<step>-<attempt>/` and fsyncs it; while
+   the disk works, another takes the digests of the same memory;
 3. the loop's per-step status tells every worker that all threads have ended (`Saver.written`);
 4. `Saver.finish`: sizes and digests are gathered, and rank 0 alone commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent;
-5. rank 0 reports the checkpoint and deletes old ones.
+5. rank 0 reports the checkpoint, and a thread of its own deletes old ones while training goes on.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (checkpoint.py reads them)
 
 A save that fails costs that checkpoint, not the run; `max_failed_saves` in a row end the run.
 
-Where the nodes share no folder, the thread of step 2 puts the file into an object store, and rank 0 commits there
-(stored.py, `commit_in_store`).
+Step 1 is in snapshot.py, step 4 in commit.py. Where the nodes share no folder, the thread of step 2 puts the file into
+an object store (stored.py), and rank 0 commits there.
 """
 
-import json
-import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
-from data.files import DISK_BLOCK, make_folder, refusal, sync, write_durably
+from data.files import make_folder, refusal, write_durably
 from pipeline.checkpoints.checkpoint import prune
-from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, committed, digest, newest_attempt, seal
+from pipeline.checkpoints.commit import Decision, commit, commit_in_store
+from pipeline.checkpoints.manifest import FileRecord, Manifest, committed, digest
 from pipeline.checkpoints.room import shortage
-from pipeline.checkpoints.sight import WrittenFile, unseen_files
-from pipeline.checkpoints.stored import StoredCheckpoints, newest_attempt_in
+from pipeline.checkpoints.sight import WrittenFile
+from pipeline.checkpoints.snapshot import copied
+from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Holds what rank 0 has decided about a save; every worker is told."""
-
-    manifest: Manifest | None  # None: nothing was committed, for the reason in `failure`
-    failure: str = ""
-    has_newer_owner: bool = False
 
 
 class Saver:
     """Saves in the background, one save at a time.
 
-    `begin` costs the loop a copy in host memory; `finish` commits what the threads of all workers have written.
+    `begin` costs the loop a copy in host memory; `finish` commits what the threads of all workers have written;
+    `wait_for_deleting` ends the work.
     """
 
     def __init__(
@@ -87,7 +77,8 @@ class Saver:
         self.failure = ""  # of the last save that failed
         self.stalled_s = 0.0  # that the loop has waited for saves since its last report
 
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # writes this worker's file
+        self.deleting: threading.Thread | None = None  # deletes old checkpoints; on rank 0 alone
         self.snapshot = torch.empty(0, dtype=torch.uint8)  # kept for the next save, which has the same size
         self.snapshot_s = 0.0  # that the loop waited for the snapshot in flight
         self.began = 0.0  # of the save in flight, on the monotonic clock
@@ -111,38 +102,23 @@ class Saver:
         # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
         path = self.temporary / f"rank-{dist.get_rank():05d}.safetensors"
-        content = self.take_snapshot(engine)
+        self.snapshot = copied(engine, self.snapshot)
         # `write` puts its own result in place of this one. Where its thread dies of what it does not catch, this one
         # stays, and the save counts as failed.
         self.result = WrittenFile(path.name, error=f"{path.name}: the thread that writes it has died, see stderr")
         # A daemon, so that a worker that ends with an error does not stay until a slow disk has taken the file.
-        self.thread = threading.Thread(target=self.write, args=(path, content), name="checkpoint", daemon=True)
+        arguments = (path, self.snapshot.numpy().data)
+        self.thread = threading.Thread(target=self.write, args=arguments, name="checkpoint", daemon=True)
         self.thread.start()
         self.snapshot_s = time.monotonic() - self.began
         self.stalled_s += self.snapshot_s
 
-    def take_snapshot(self, engine: Engine) -> memoryview:
-        """Copy this worker's fragments, once, into the kept host memory, which then is a safetensors file."""
-        views: dict[str, Tensor] = {}
-        for fragment in engine.fragments():
-            for kind, view in fragment.tensors.items():
-                views[f"{fragment.name}|{kind}|{fragment.start}"] = view
-        # The header is made here, because safetensors' own writer would copy all of the state a second time.
-        header, spans = safetensors_header(views)
-        header_bytes = len(header)
-        total_bytes = header_bytes + sum(view.nbytes for view in views.values())
-        # The memory is kept from save to save; on a GPU it is pinned, so that the copy is not staged once more.
-        if self.snapshot.numel() != total_bytes:
-            self.snapshot = host_memory(total_bytes)
-        self.snapshot[:header_bytes] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        data = self.snapshot[header_bytes:].view(torch.float32)
-        for key, view in views.items():
-            data[spans[key]].copy_(view.detach())
-        return self.snapshot.numpy().data
-
     def write(self, path: Path, content: memoryview) -> None:
         """Do the thread's work: leave the record of the written file in `result`, or why there is none."""
         try:
+            if dist.get_rank() == 0:
+                self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
+            self.wait_for_deleting()  # what is on its way out is no room yet
             missing = self.missing_room()
             if missing:
                 self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
@@ -191,7 +167,6 @@ class Saver:
         dist.all_gather_object(results, self.result)
         decision = [Decision(None)]
         if dist.get_rank() == 0:
-            self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
             if self.remote is None:
                 decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
             else:
@@ -213,7 +188,7 @@ class Saver:
             self.expected_bytes = bytes_of(decision[0].manifest)
             if dist.get_rank() == 0:
                 self.report(decision[0].manifest, stalled_s, took_s)
-                self.delete_old()
+                self.begin_to_delete()
         self.stalled_s += time.monotonic() - finish_began
         return decision[0].manifest
 
@@ -251,6 +226,29 @@ class Saver:
                 f"  make room under {self.folder}, or lower keep, then run the same command again"
             )
 
+    def begin_to_delete(self) -> None:
+        """Have a thread delete old checkpoints, which may take a third of the time that it took to write them."""
+        # No daemon: a worker that is asked to stop leaves no checkpoint half deleted, which only the next start sweeps.
+        self.deleting = threading.Thread(target=self.delete_old, name="old checkpoints")
+        self.deleting.start()
+        # All workers may begin the next save at once: where it does not fit beside what goes, they wait for rank 0.
+        if not self.has_room_for_next():
+            self.wait_for_deleting()
+
+    def has_room_for_next(self) -> bool:
+        """Return whether one more save fits on the disk as it is now."""
+        if self.remote is not None:
+            return True
+        try:
+            return not shortage(self.temporary, self.expected_bytes)
+        except OSError:  # the disk does not tell
+            return False
+
+    def wait_for_deleting(self) -> None:
+        """Wait until the old checkpoints are gone that a commit has made superfluous."""
+        if self.deleting is not None:
+            self.deleting.join()
+
     def delete_old(self) -> None:
         """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
         try:
@@ -268,133 +266,6 @@ class Saver:
         return self.remote.fetch_newest().folder
 
 
-def host_memory(size: int) -> Tensor:
-    """Return so many bytes of host memory, pinned where there is a GPU, from which a disk can be written directly."""
-    memory = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    first = -memory.data_ptr() % DISK_BLOCK
-    return memory[first : first + size]
-
-
 def bytes_of(manifest: Manifest) -> int:
     """Return the size of a checkpoint's files."""
     return sum(file["bytes"] for file in manifest.files.values())
-
-
-def safetensors_header(views: dict[str, Tensor]) -> tuple[bytes, dict[str, slice]]:
-    """Return the head of a safetensors file that holds these flat fp32 views one after the other.
-
-    Returns it with where each view's elements lie in the data behind it. The format is 8 bytes of length, little
-    endian, and so much JSON (https://huggingface.co/docs/safetensors).
-    """
-    described = {}
-    spans = {}
-    first_byte = 0
-    for key, view in views.items():
-        assert view.dtype == torch.float32 and view.dim() == 1, (key, view.dtype, view.shape)
-        end_byte = first_byte + view.nbytes
-        described[key] = {"dtype": "F32", "shape": [view.numel()], "data_offsets": [first_byte, end_byte]}
-        spans[key] = slice(first_byte // 4, end_byte // 4)
-        first_byte = end_byte
-    text = json.dumps(described).encode()
-    # Padded to 8 bytes, so that the data behind it can be viewed as fp32 in place.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, spans
-
-
-def commit(
-    folder: Path,
-    temporary: Path,
-    run: Path,
-    manifest: Manifest,
-    results: Sequence[WrittenFile],
-    say: Callable[[str], None],
-) -> Decision:
-    """Make a whole checkpoint visible under its final name, if every file was written and the run is still ours.
-
-    Runs on rank 0 alone. Where something fails before the renaming, the temporary folder is deleted.
-    """
-    try:
-        # A driver that was frozen may wake up after another has taken the run over: it must not write any more.
-        newest = newest_attempt(run)
-        if newest > manifest.attempt:
-            shutil.rmtree(temporary, ignore_errors=True)
-            message = (
-                f"step {manifest.step} is not committed: attempt {newest} owns {run} now, this is "
-                f"attempt {manifest.attempt}\n  nothing of the newer attempt was touched; this process should end"
-            )
-            return Decision(None, message, has_newer_owner=True)
-
-        # One worker's full disk makes the whole save fail: a checkpoint that lacks a file could not be loaded anywhere.
-        errors = [result.error for result in results if result.error]
-        if errors:
-            shutil.rmtree(temporary, ignore_errors=True)
-            return Decision(None, "; ".join(errors))
-
-        # Whoever resumes reads all files in this one folder: what is not seen here would be missing then.
-        unseen = unseen_files(temporary, results, say)
-        if unseen:
-            shutil.rmtree(temporary, ignore_errors=True)
-            return Decision(None, unseen)
-
-        # The manifest is written last of all files, and fsynced: where it is valid, what it names is on the disk.
-        manifest = replace(manifest, files=records_of(results))
-        write_durably(temporary / MANIFEST, seal(manifest).encode())
-        sync(temporary)
-        final = folder / f"step-{manifest.step:010d}"
-        # A former owner of the run, unfrozen after our start, may have committed this step: both stay, and the later
-        # attempt comes first in `checkpoint.committed`.
-        if final.exists():
-            final = final.with_name(f"{final.name}-{manifest.attempt:06d}")
-        os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
-        # A rename is durable only once the folder that holds the name is flushed.
-        sync(folder)
-    except OSError as error:
-        # Said before the room is free again that the save has taken.
-        failure = refusal(error)
-        shutil.rmtree(temporary, ignore_errors=True)
-        return Decision(None, failure)
-    return Decision(manifest)
-
-
-def commit_in_store(remote: StoredCheckpoints, manifest: Manifest, results: Sequence[WrittenFile]) -> Decision:
-    """Do in an object store what `commit` does in a folder: the last put makes the checkpoint exist.
-
-    Runs on rank 0 alone.
-    """
-    try:
-        # For the message alone: what nobody can pass is that the manifest's name is taken (`StoredCheckpoints.sweep`).
-        newest = newest_attempt_in(remote.store)
-        if newest > manifest.attempt:
-            return newer_owner(manifest, f"attempt {newest} owns {remote.store.address('')} now")
-        errors = [result.error for result in results if result.error]
-        if errors:
-            remote.discard(manifest)
-            return Decision(None, "; ".join(errors))
-        manifest = replace(manifest, files=records_of(results))
-        if not remote.commit(manifest):
-            return newer_owner(manifest, "a newer attempt has taken its place")
-    except CheckpointError as error:
-        remote.discard(manifest)
-        return Decision(None, str(error))
-    except (OSError, StorageError) as error:
-        # Nothing is deleted: the manifest may be there, and only the answer was lost.
-        return Decision(None, str(error))
-    return Decision(manifest)
-
-
-def records_of(results: Sequence[WrittenFile]) -> dict[str, FileRecord]:
-    """Return what a manifest says of the files that were written, by name."""
-    records: dict[str, FileRecord] = {}
-    for result in results:
-        assert result.record is not None, "a save with an error is not committed"
-        records[result.name] = result.record
-    return records
-
-
-def newer_owner(manifest: Manifest, reason: str) -> Decision:
-    """Return the decision about a save of an attempt that does not own the run any more."""
-    message = (
-        f"step {manifest.step} is not committed: {reason}, this is attempt {manifest.attempt}\n"
-        "  nothing of the newer attempt was touched; this process should end"
-    )
-    return Decision(None, message, has_newer_owner=True)
