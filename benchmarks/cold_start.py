@@ -32,7 +32,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from data.shards.index import Index
+from data.index.index import Index
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.sources import Sample
@@ -51,7 +51,7 @@ import sys, time
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards.cache import CacheConfig
-from data.shards.index import load_index
+from data.index.document import load_index
 import s3fs
 index_path, cache, way, batch_size, batches = sys.argv[1:]
 index = load_index(index_path)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import PatchlineError
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from jobs.cluster.worker_group import ClusterConfig
 
 

@@ -20,7 +20,8 @@ import torch
 
 import models
 from data.evaluation import EvaluationBatch
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from models import ModelConfig
 from pipeline import config
 from pipeline.checkpoints import checkpoint

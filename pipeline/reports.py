@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from data.checks import one_line
 from data.evaluation import EvaluationBatch, EvaluationSet
-from data.shards.index import Index
+from data.index.index import Index
 from models import ModelConfig
 from pipeline.evaluation import beside
 from pipeline.evaluation.evaluate import (

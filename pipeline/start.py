@@ -29,9 +29,10 @@ from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError, Preempted
+from data.index.document import load_index
+from data.index.index import Index
 from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ledger, Mixture, Order
-from data.shards.index import Index, load_index
 from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of

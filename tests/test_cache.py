@@ -25,6 +25,7 @@ from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.shards import cache as cache_module
 from data.shards import remote
+from data.shards.ahead import Ahead
 from data.shards.cache import Cache, CacheConfig
 from data.shards.doctor import check
 from data.shards.indexing import build_index
@@ -145,7 +146,7 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     """As in a mixture of sets here and sets elsewhere."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
-    ahead = cache_module.Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
+    ahead = Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
     ahead.fetch(0)
     ahead.stop()
     ahead.thread.join()
@@ -158,7 +159,7 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
     slow = cache_module.read_range
     monkeypatch.setattr("data.shards.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
-    ahead = cache_module.Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
+    ahead = Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
     assert first.wait(10)
     ahead.stop()
     ahead.thread.join()

@@ -16,8 +16,8 @@ import torch
 
 import models
 from data.images import preprocess
+from data.index.document import load_index
 from data.shards import packing
-from data.shards.index import load_index
 from data.shards.sources import DIGITS, Sample, digits
 from jobs import campaign
 from jobs.__main__ import main

@@ -13,9 +13,10 @@ from pyarrow import parquet
 import models
 from data.errors import DataError
 from data.evaluation import EvaluationSet
+from data.index.document import load_index, seal_of
+from data.index.joined import join
+from data.index.names import number, read_class_list
 from data.shards.doctor import check, repair
-from data.shards.index import join, load_index, seal_of
-from data.shards.names import number, read_class_list
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample

@@ -14,7 +14,7 @@ import torch
 import models
 from data.evaluation import EvaluationSet
 from data.images import preprocess
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
 from jobs import campaign

@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ExitCode, PatchlineError
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample, digits

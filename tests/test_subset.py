@@ -13,9 +13,12 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
+from data.index.document import load_index
+from data.index.index import Index
+from data.index.joined import join
+from data.index.left_out import without
 from data.shards import subset
 from data.shards.doctor import check, repair
-from data.shards.index import Index, join, load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import models
 from data.errors import ConfigError, Preempted
+from data.index.document import load_index
 from data.loader import TrainLoader
-from data.shards.index import load_index
 from jobs import campaign
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay

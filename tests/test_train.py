@@ -10,7 +10,7 @@ import torch
 import models
 from data.errors import ConfigError
 from data.evaluation import EvaluationSet
-from data.shards.index import load_index
+from data.index.document import load_index
 from jobs import campaign
 from jobs.session import run_campaign
 from pipeline.checkpoints import checkpoint, manifest

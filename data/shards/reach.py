@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import TypedDict
 
 from data.errors import PatchlineError
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from data.shards.remote import read_range, redacted
 
 PIECE_BYTES = 2**22  # of a shard

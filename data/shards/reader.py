@@ -28,11 +28,13 @@ import numpy as np
 from data.errors import DataError, PatchlineError
 from data.files import state_folder
 from data.images.decode import MAX_BYTES
+from data.index.index import Index
+from data.index.left_out import shortest
+from data.index.shard import Shard
+from data.index.tar import sample_digest
 from data.shards.cache import Cache, CacheConfig
-from data.shards.index import Index, Shard, shortest
 from data.shards.ranges import SMALLEST, Ranges, Span
 from data.shards.remote import redacted
-from data.shards.tar import sample_digest
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 MOST_LINES = 10  # unusable shards that an error names with their problems

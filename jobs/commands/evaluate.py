@@ -19,7 +19,7 @@ import torch
 
 from data.errors import UsageError
 from data.files import write_whole
-from data.shards.index import SUFFIX
+from data.index.document import SUFFIX
 from jobs import campaign
 from jobs.session import run_campaign
 from pipeline import config

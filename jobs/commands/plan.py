@@ -13,8 +13,8 @@ from math import ceil
 
 import models
 from data.decoder import images_per_cpu_s
+from data.index.index import Index
 from data.order import shares as shares_of
-from data.shards.index import Index
 from jobs import class_names
 from jobs.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig

@@ -28,7 +28,7 @@ import models
 from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.cluster.worker_group import Task
 from jobs.context import Context

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import models
 from data.checks import at_least, more_than_0
 from data.files import write_whole
+from data.index.document import load_index
 from data.shards.cache import CacheConfig
-from data.shards.index import load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import frozen, training

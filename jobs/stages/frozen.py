@@ -22,8 +22,9 @@ import models
 from data.checks import printable_lines
 from data.errors import Preempted
 from data.evaluation import EvaluationBatch, EvaluationSet
+from data.index.document import load_index
+from data.index.index import Index
 from data.shards.cache import CacheConfig
-from data.shards.index import Index, load_index
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.supervisor import attempt_folder

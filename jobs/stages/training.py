@@ -14,7 +14,9 @@ from typing import Any
 
 import models
 from data.errors import DataError
-from data.shards.index import Index, load_index, without
+from data.index.document import load_index
+from data.index.index import Index
+from data.index.left_out import without
 from data.shards.reader import check_sizes
 from jobs.beside.evaluations import Evaluations
 from jobs.cluster.worker_group import Task
