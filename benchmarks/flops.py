@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.session import run_campaign
 from pipeline.arithmetic import steps_of

@@ -1,6 +1,6 @@
 """A recipe, resolved: which stages a campaign has, with which keys, and where each of them lies in the run directory.
 
-jobs/campaign.py makes these of a recipe; all else that works on a campaign reads them.
+jobs/campaigns/campaign.py makes these of a recipe; all else that works on a campaign reads them.
 """
 
 from collections.abc import Mapping

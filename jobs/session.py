@@ -24,8 +24,8 @@ from typing import Any
 
 from data.errors import ExitCode, Preempted, exit_code
 from data.files import explain, write_with_reserve
-from jobs.campaign import recipe_digest
-from jobs.choices import settled
+from jobs.campaigns.campaign import recipe_digest
+from jobs.campaigns.choices import settled
 from jobs.cluster import backends
 from jobs.cluster.backends import ClusterConfig
 from jobs.follow import Follower

@@ -32,8 +32,8 @@ from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import digits
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.session import run_campaign
 from tests.stores import store
 

@@ -20,9 +20,9 @@ from data.shards.doctor import check, repair
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample
-from jobs import class_names
 from jobs.__main__ import main
-from jobs.campaign import load
+from jobs.campaigns import class_names
+from jobs.campaigns.campaign import load
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
 from tests.tars import write_tar

@@ -10,8 +10,8 @@ import yaml
 from setuptools import find_packages
 
 from data.errors import Preempted
-from jobs import campaign
 from jobs.__main__ import main, run_one
+from jobs.campaigns import campaign
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +86,7 @@ def test_status_imports_no_torch_and_a_plan_and_deepspeed_no_compiler_until_some
 )
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
-    monkeypatch.setattr("jobs.campaign.load", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr("jobs.campaigns.campaign.load", lambda path, overrides: (path, overrides))
     monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     assert calls == [((recipe, ["a=1", "b=2"]), True)]

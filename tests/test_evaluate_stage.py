@@ -17,8 +17,8 @@ from data.images import preprocess
 from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import Task
 from jobs.reevaluation import with_new_evaluations

@@ -32,8 +32,8 @@ from data.index.index import Index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample, digits
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.session import write_status
 from pipeline import health
 from pipeline.checkpoints import checkpoint

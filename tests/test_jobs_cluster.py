@@ -27,10 +27,10 @@ import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
 from data.files import write_whole
-from jobs import campaign
 from jobs.attempts.attempt import look_at_attempt
 from jobs.attempts.growth import Sizes
 from jobs.attempts.supervisor import growth_of
+from jobs.campaigns import campaign
 from jobs.cluster import processes, worker_files, worker_group
 from jobs.cluster.backends import (
     ClusterConfig,

@@ -13,7 +13,7 @@ import models
 from benchmarks.memory import CASES, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.campaign import load
+from jobs.campaigns.campaign import load
 from jobs.commands.preflight import stage_need
 from pipeline.objectives import patches_to_keep
 from pipeline.planning import memory, memory_remedies, memory_traces

@@ -16,8 +16,8 @@ from data.index.joined import join
 from data.index.left_out import without
 from data.loader import TrainLoader
 from data.order import Ledger, Mixture
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.commands.replay import order_of, rebuild
 from pipeline import config
 from pipeline.checkpoints import checkpoint, manifest

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from jobs import campaign
 from jobs.attempts import restarts
+from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.session import run_campaign

@@ -30,9 +30,9 @@ from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
 
 from data.errors import ClusterError
-from jobs import campaign
 from jobs.attempts.attempt import attempt_folder
 from jobs.attempts.supervisor import supervise
+from jobs.campaigns import campaign
 from jobs.cluster import placement, queue, ray_access
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.failures import group_failure

@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 import models
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.session import run_campaign
 from pipeline.monitoring.telemetry import read_metrics

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.cluster import worker_gauge
 from jobs.cluster.worker_files import records
 from jobs.commands.demo import step_losses

@@ -16,16 +16,17 @@ import pytest
 from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
-from jobs import campaign, choices, session, stage_run
+from jobs import session, stage_run
 from jobs.__main__ import main
 from jobs.attempts.restarts import StageFailed
-from jobs.carried_recipe import carried
+from jobs.campaigns import campaign, choices
+from jobs.campaigns.carried_recipe import carried
+from jobs.campaigns.sweeps import Written, expand
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.planning.outlook import Outlook
 from jobs.resolved_recipe import Campaign
 from jobs.stages import sweep
-from jobs.sweeps import Written, expand
 from pipeline import handover
 from pipeline.evaluation import beside
 

@@ -19,7 +19,7 @@ import models
 from data.errors import ConfigError, Preempted
 from data.index.document import load_index
 from data.loader import TrainLoader
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
 from jobs.planning.outlook import Outlook

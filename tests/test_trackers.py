@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from data.errors import ConfigError, Preempted
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.monitoring import trackers
 from jobs.monitoring.trackers import MlflowConfig, TrackersConfig, WandbConfig, start_trackers
 from jobs.monitoring.tracking import Courier, flat, numbers_of

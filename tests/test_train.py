@@ -11,7 +11,7 @@ import models
 from data.errors import ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.session import run_campaign
 from pipeline.checkpoints import checkpoint, manifest
 from pipeline.evaluation.evaluate import accuracy

@@ -68,7 +68,7 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print the campaign, arithmetic, parameters, FLOPs, time and money; exit as `run` would before its first stage."""
-    from jobs import campaign
+    from jobs.campaigns import campaign
     from jobs.commands import plan
     from jobs.mirror import looked_at
     from jobs.planning.outlook import outlook_of
@@ -178,7 +178,7 @@ def demo(
 
 def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
-    from jobs import campaign
+    from jobs.campaigns import campaign
 
     return campaign.load(recipe_path(recipe), overrides or [])
 
@@ -190,7 +190,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/carried_recipe.py).
+    # A submitted job has it in its environment (jobs/campaigns/carried_recipe.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()

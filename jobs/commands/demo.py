@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from data.errors import ExitCode
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.cluster.worker_files import records
 from jobs.resolved_recipe import Campaign
 from jobs.session import run_campaign

@@ -20,7 +20,7 @@ import torch
 from data.errors import UsageError
 from data.files import write_whole
 from data.index.document import SUFFIX
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.session import run_campaign
 from pipeline import config
 from pipeline.evaluation.document import NAME

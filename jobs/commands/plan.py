@@ -15,9 +15,9 @@ import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from data.order import shares as shares_of
-from jobs import class_names
 from jobs.attempts.worlds import allowed_worlds, in_words
-from jobs.choices import choice_text, settled
+from jobs.campaigns import class_names
+from jobs.campaigns.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines

@@ -1,8 +1,8 @@
 """Does a stage fit the cluster, and the data that is there already: its classes, image shapes, length of training."""
 
 from data.errors import ConfigError, DataError
-from jobs import class_names
 from jobs.attempts.worlds import allowed_worlds
+from jobs.campaigns import class_names
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, sweep
 from jobs.stages.evaluation_config import check_head
