@@ -87,7 +87,7 @@ def test_status_imports_no_torch_and_a_plan_and_deepspeed_no_compiler_until_some
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.campaigns.campaign.load", lambda path, overrides: (path, overrides))
-    monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
+    monkeypatch.setattr("jobs.running.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     assert calls == [((recipe, ["a=1", "b=2"]), True)]
 
@@ -155,7 +155,7 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
-    monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
+    monkeypatch.setattr("jobs.running.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
     def run_finetuning(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["jobs.finetune", str(recipe), *words])

@@ -34,7 +34,7 @@ from data.shards.reader import Reader
 from data.shards.sources import Sample, digits
 from jobs.__main__ import main
 from jobs.campaigns import campaign
-from jobs.session import write_status
+from jobs.running.ending import write_status
 from pipeline import health
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import Telemetry

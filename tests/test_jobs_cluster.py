@@ -44,7 +44,7 @@ from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
 from jobs.cluster.worker_group import WorkerRange, do_nothing
 from jobs.context import Context
-from jobs.session import run_campaign, warn_of_unused_gpus
+from jobs.running.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions

@@ -15,7 +15,7 @@ from jobs.attempts import restarts
 from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import WorkerGroupError
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from models.layers import attend
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer

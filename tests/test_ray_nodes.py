@@ -41,7 +41,7 @@ from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.ray_trainer import Trainer, UseReserved
 from jobs.cluster.worker_group import WorkerRange
 from jobs.context import Context
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from jobs.stages.training import touch_stop_file
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions

@@ -23,7 +23,7 @@ from jobs.campaigns import campaign
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
 from jobs.planning.outlook import Outlook
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from models import positions
 from pipeline import config, start
 from pipeline.checkpoints.manifest import committed

@@ -12,7 +12,7 @@ from data.errors import ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from jobs.campaigns import campaign
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from pipeline.checkpoints import checkpoint, manifest
 from pipeline.evaluation.evaluate import accuracy
 from pipeline.monitoring.telemetry import read_metrics

@@ -21,7 +21,7 @@ from data.errors import UsageError
 from data.files import write_whole
 from data.index.document import SUFFIX
 from jobs.campaigns import campaign
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from pipeline import config
 from pipeline.evaluation.document import NAME
 
