@@ -29,8 +29,8 @@ from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
 from pipeline.optimization.thinning import flops_of, phases
-from pipeline.start import Progress, Worker
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Progress, Worker
 
 
 def report_training(worker: Worker, progress: Progress, rate: float, *, has_line: bool) -> None:

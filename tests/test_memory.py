@@ -22,8 +22,8 @@ from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed
 from pipeline.planning.memory_remedies import check_fits
 from pipeline.planning.memory_trace import TracedWorker
 from pipeline.planning.memory_traces import Moment, Trace, step_to_trace
-from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Worker
 
 MIB = 2**20
 

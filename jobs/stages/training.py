@@ -30,10 +30,10 @@ from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.planning.kept_forecast import beside_measured
 from pipeline.planning.memory import need_if_traced, with_blocks
-from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version
+from pipeline.worker import STOP_FILE, Job
 
 Resolve = Callable[[str | None], str | None]  # as Context.resolve
 LoadIndex = Callable[[str], Index | None]
