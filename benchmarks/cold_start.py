@@ -10,7 +10,7 @@ small images, of 10 kB, because a shard of 16 MiB or less is always waited for w
 
 Each measurement is a process of its own with a cache of its own and two decoding processes:
 - ranges: the cache is empty; samples come by range, and shards in the background;
-- whole shards: the same without `data.shards.ranges`, as the shards of an index without digests are read;
+- whole shards: the same without `data.remote.ranges`, as the shards of an index without digests are read;
 - all here: the cache has every shard. What this takes is the start of the decoding processes, which is in all rows.
 """
 
@@ -50,7 +50,7 @@ LOADER = """
 import sys, time
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from data.index.document import load_index
 import s3fs
 index_path, cache, way, batch_size, batches = sys.argv[1:]

@@ -112,7 +112,7 @@ class Done:
     storage_s: float
     decode_s: float
     encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
-    said: str = ""  # why samples are no longer read by range, if so (data.shards.ranges)
+    said: str = ""  # why samples are no longer read by range, if so (data.remote.ranges)
 
 
 class Decoder:

@@ -25,7 +25,7 @@ from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from data.shards.labels import read_labels
 from data.shards.reader import Reader
 

@@ -18,8 +18,8 @@ from data.index.joined import join
 from data.index.left_out import without
 from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
-from data.shards.ahead import wanted
-from data.shards.cache import CacheConfig
+from data.remote.ahead import wanted
+from data.remote.cache import CacheConfig
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags

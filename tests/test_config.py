@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from jobs.campaigns.sweeps import SweepConfig
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.stages import fewshot, pack, resize, sweep

@@ -16,11 +16,12 @@ from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards import ahead as ahead_module
-from data.shards import cache as cache_module
-from data.shards import ranges, reader, remote
-from data.shards.ahead import Ahead, waited_for
-from data.shards.cache import Cache, CacheConfig
+from data.remote import ahead as ahead_module
+from data.remote import cache as cache_module
+from data.remote import ranges, remote
+from data.remote.ahead import Ahead, waited_for
+from data.remote.cache import Cache, CacheConfig
+from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader

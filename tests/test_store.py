@@ -21,7 +21,7 @@ import torch
 
 from data import store as store_module
 from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
-from data.shards import remote
+from data.remote import remote
 from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.ownership import claim_attempt

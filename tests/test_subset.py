@@ -289,7 +289,7 @@ def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypat
         assert place == f"{at}/{shard.name}"
         return open(Path(parent.directory, shard.name), "rb")
 
-    monkeypatch.setattr("data.shards.cache.Cache.opened", opened)
+    monkeypatch.setattr("data.remote.cache.Cache.opened", opened)
     index = make_subset(remote, tmp_path / "few", Rule(shots=1, seed=0))
     assert index.remote and index.location(0) == f"{at}/{index.shards[0].name}"
     assert held(index) == chosen(parent, tmp_path / "local", shots=1, seed=0)

@@ -38,7 +38,7 @@ from data.index.index import Index
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.tar import Row, mapped, walk
-from data.shards.cache import Cache, CacheConfig
+from data.remote.cache import Cache, CacheConfig
 from data.shards.labels import read_labels
 from data.shards.packing import pack
 from data.shards.report import GridImage, Report, ShardReport

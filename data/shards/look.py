@@ -25,7 +25,7 @@ from data.index.offsets import write_table
 from data.index.refusals import Refusals
 from data.index.shard import Shard
 from data.index.tar import digest_of_tar, mapped, walk
-from data.shards.cache import Cache
+from data.remote.cache import Cache
 from data.shards.journal import Record
 from data.shards.labels import parse_labels, text_labels, why_no_label
 

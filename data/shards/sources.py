@@ -22,10 +22,10 @@ from typing import NamedTuple
 from data.checks import printable
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
+from data.index.folders import COMPRESSED, check_nothing_beside, compressed_in
 from data.index.names import Names, Numbering
 from data.index.refusals import Refusals
 from data.index.tar import IMAGES, mapped, walk
-from data.shards.folders import COMPRESSED, check_nothing_beside, compressed_in
 from data.shards.labels import NO_NAMES, parse_labels, why_no_label
 
 MOST_KINDS = 10  # of files that were passed over, that a warning names

@@ -34,7 +34,7 @@ from data.index.index import Index, Origin
 from data.index.names import check_known
 from data.index.offsets import write_table
 from data.index.shard import Shard, table_name
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from data.shards.labels import parse_labels
 from data.shards.listed import listed_rows
 from data.shards.reader import Reader, check_sizes

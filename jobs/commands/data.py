@@ -19,7 +19,7 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.index.names import Names, check_unmistakable, read_class_list, some
 from data.index.refusals import refusal_lines
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
 from data.shards.indexing import build_index
 from data.shards.look import look

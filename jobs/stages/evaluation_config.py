@@ -8,7 +8,7 @@ from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from jobs.stages import training
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import check_ops, check_shape

@@ -16,7 +16,7 @@ import models
 from data.checks import at_least, more_than_0
 from data.files import write_whole
 from data.index.document import load_index
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from jobs.attempts.supervisor import supervise
 from jobs.attempts.worlds import allowed_worlds
 from jobs.cluster.worker_group import Task

@@ -24,7 +24,7 @@ from data.errors import Preempted
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.cache import CacheConfig
+from data.remote.cache import CacheConfig
 from jobs.attempts.attempt import attempt_folder
 from jobs.cluster.worker_group import Task
 from jobs.context import Context

@@ -7,7 +7,7 @@ How a shard gets here, in order (`Cache.path`):
 4. `fetch` appends pieces of 16 MiB to `<sha256>.part`, and begins where an earlier try broke off;
 5. a piece that does not come is asked for again, after a random part of a time that doubles (`patiently`);
 6. when the sha256 is right, the file gets its final name; otherwise it is fetched once more from the start.
-`data.shards.ahead` does this in the background for the steps to come, so that the step itself finds its shards here.
+`data.remote.ahead` does this in the background for the steps to come, so that the step itself finds its shards here.
 
     cache.path("s3://bucket/train-000007.tar", shard)   →   ~/.cache/patchline/shards/9f3c….tar
 """
@@ -31,7 +31,7 @@ from data.checks import at_least, more_than_0
 from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
 from data.index.shard import Shard
-from data.shards.remote import forget_credentials, read_range, redacted
+from data.remote.remote import forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most

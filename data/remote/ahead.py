@@ -16,8 +16,8 @@ import numpy as np
 from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.order import Mixture, Order
-from data.shards.cache import Cache, CacheConfig
-from data.shards.remote import redacted
+from data.remote.cache import Cache, CacheConfig
+from data.remote.remote import redacted
 
 
 def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
