@@ -230,7 +230,10 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
         assert len(faulty.gets) == BATCH
     assert not list(tmp_path.glob("*.tar"))
     # Who was told to fetch nothing more stays so; who had given ranges up tries no more.
+    batches = iter(loader)
+    next(batches)
     loader.stop()
+    batches.close()
     assert loader.decoder.reader.ranges.stopped
     reader_that_gave_up = Reader(faulty.index, cache=cfg, by_range=True)
     reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
