@@ -10,7 +10,7 @@ small images, of 10 kB, because a shard of 16 MiB or less is always waited for w
 
 Each measurement is a process of its own with a cache of its own and two decoding processes:
 - ranges: the cache is empty; samples come by range, and shards in the background;
-- whole shards: the same without `data.shards.ranges`, as the shards of an index without digests are read;
+- whole shards: the same without `data.remote.ranges`, as the shards of an index without digests are read;
 - all here: the cache has every shard. What this takes is the start of the decoding processes, which is in all rows.
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from data.shards.index import Index
+from data.index.index import Index
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.sources import Sample
@@ -50,8 +50,8 @@ LOADER = """
 import sys, time
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.cache import CacheConfig
-from data.shards.index import load_index
+from data.remote.cache import CacheConfig
+from data.index.document import load_index
 import s3fs
 index_path, cache, way, batch_size, batches = sys.argv[1:]
 index = load_index(index_path)

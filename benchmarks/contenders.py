@@ -31,9 +31,9 @@ BoxOf = Callable[[int, int], Box]
 
 
 def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
+    from data.index.document import load_index
     from data.loader import TrainLoader
     from data.order import Order
-    from data.shards.index import load_index
     from data.shards.indexing import build_index
     from data.shards.packing import pack
 

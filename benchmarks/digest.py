@@ -23,12 +23,12 @@ import cv2
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.decoder import Decoder, Layout, Task
 from data.images.augment import AugmentConfig
+from data.index.index import Index
+from data.index.tar import sample_digest
 from data.order import Order
-from data.shards.index import Index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import tars
-from data.shards.tar import sample_digest
 
 SIZE = 224  # pixels of a crop
 BATCH = 32

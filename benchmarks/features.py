@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.evaluation import EvaluationBatch
-from data.shards.index import Index, Shard
+from data.index.index import Index
+from data.index.shard import Shard
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from pipeline.evaluation.feature_store import FeatureStore, collect
 from pipeline.evaluation.neighbours import NeighboursConfig, knn

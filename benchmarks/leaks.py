@@ -23,8 +23,8 @@ import cv2
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.index.index import Index
 from data.leaks.search import find_leaks
-from data.shards.index import Index
 from data.shards.indexing import build_index
 from data.shards.leaks import Leaks
 from data.shards.packing import pack

@@ -38,13 +38,15 @@ import torch
 from safetensors.torch import save_file
 
 from data.files import write_durably
+from data.index.document import SUFFIX, load_index, seal_of
+from data.index.index import digest_of
+from data.index.shard import Shard
 from data.order import Ledger
-from data.shards.index import SUFFIX, Shard, digest_of, load_index, seal_of
 from jobs.cluster.node_copies import ASKED_AT_A_LOOK
 from jobs.cluster.node_files import Change, NodeActor, take_over
 from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
-from jobs.stage_run import newest_attempt_name
+from jobs.running.stage_run import newest_attempt_name
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
@@ -457,7 +459,10 @@ from data.decoder_process import DecoderProcess
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.order import Order
-from data.shards.index import load_index
+try:
+    from data.index.document import load_index
+except ModuleNotFoundError:  # where it was before
+    from data.index.document import load_index
 from data.shards.reader import Reader
 
 def private_mib(pid="self"):

@@ -39,8 +39,8 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
 from data.images.draws import Draws
+from data.index.index import Index
 from data.order import Mixture, Order, key_of
-from data.shards.index import Index
 from data.shards.labels import read_labels
 from data.shards.reader import Reader
 
@@ -112,7 +112,7 @@ class Done:
     storage_s: float
     decode_s: float
     encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
-    said: str = ""  # why samples are no longer read by range, if so (data.shards.ranges)
+    said: str = ""  # why samples are no longer read by range, if so (data.remote.ranges)
 
 
 class Decoder:

@@ -24,8 +24,8 @@ from torch import Tensor
 from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from data.shards.cache import CacheConfig
-from data.shards.index import Index
+from data.index.index import Index
+from data.remote.cache import CacheConfig
 from data.shards.labels import read_labels
 from data.shards.reader import Reader
 

@@ -9,8 +9,8 @@ What lies between a step and its images:
    lane, and writes the result into memory that it shares with the loader (`data.decoder`).
 5. The loader takes the answers in the same turn, copies each micro-batch out of the shared memory, and gives the
    process its next task. A process that dies or hangs is replaced (`data.decoder_process`).
-6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.shards.cache`). Samples whose
-   shards are not here yet are read by range (`data.shards.ranges`).
+6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.remote.ahead`). Samples whose
+   shards are not here yet are read by range (`data.remote.ranges`).
 
 With `processes=0` the same tasks are decoded in this process, each when it is asked for.
 
@@ -41,9 +41,10 @@ from data.decoder_process import DecoderProcess
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.images.gpu import decode_rows, torchcodec
+from data.index.index import Index
 from data.order import Mixture, Order
-from data.shards.cache import Ahead, CacheConfig, waited_for
-from data.shards.index import Index
+from data.remote.ahead import Ahead, waited_for
+from data.remote.cache import CacheConfig
 from data.shards.reader import Reader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side

@@ -70,7 +70,8 @@ def main(
     except TyperException as error:
         return report_usage(error)
     except KeyboardInterrupt as interrupt:
-        # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words (jobs/session.py).
+        # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words
+        # (jobs/running/stopper.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:

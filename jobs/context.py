@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import PatchlineError
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from jobs.cluster.worker_group import ClusterConfig
 
 
@@ -24,7 +25,7 @@ class Context:
     say: Callable[[str], None]
     tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stopping: Callable[[], bool]  # somebody asked this process to end
-    class_names: tuple[str, ...] = ()  # of the outputs of the model, as far as anybody knows (jobs/class_names.py)
+    class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/campaigns/class_names.py)
     remote: str | None = None  # URL of the run in an object store; `run` is then a local folder on every node
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 

@@ -1,6 +1,6 @@
 """A recipe, resolved: which stages a campaign has, with which keys, and where each of them lies in the run directory.
 
-jobs/campaign.py makes these of a recipe; all else that works on a campaign reads them.
+jobs/campaigns/campaign.py makes these of a recipe; all else that works on a campaign reads them.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,9 @@ class Stage:
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
     judged_on: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
-    judges: str = ""  # the finished stage that it judges anew, of a stage that no recipe names (jobs/reevaluation.py)
+    judges: str = (
+        ""  # the finished stage that it judges anew, of a stage that no recipe names (running/reevaluation.py)
+    )
 
     @property
     def is_run(self) -> bool:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.deepspeed_file import merge_file
 from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.zero.buckets import bucket_size
+from pipeline.zero.deepspeed_file import merge_file
 from pipeline.zero.flat_blocks import FlatBlocks
 from pipeline.zero.norm import clipping, norm_and_sums, sum_of_squares
 from pipeline.zero.update import update_of
@@ -45,7 +45,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return our DeepSpeed settings, with the tuning of the user's own ds_config.json in them.
 
-    Raises ConfigError where that file sets anything else (pipeline.deepspeed_file).
+    Raises ConfigError where that file sets anything else (pipeline.zero.deepspeed_file).
     """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,

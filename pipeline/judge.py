@@ -20,7 +20,8 @@ import torch
 
 import models
 from data.evaluation import EvaluationBatch
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from models import ModelConfig
 from pipeline import config
 from pipeline.checkpoints import checkpoint
@@ -31,8 +32,8 @@ from pipeline.evaluation.feature_store import FeatureStore, collect
 from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.reports import part_of_set
-from pipeline.start import Job
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Job
 
 
 class Judged(TypedDict):

@@ -17,7 +17,7 @@ from data.loader import Batch
 from pipeline import config
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
 from pipeline.optimization.thinning import kept_patches, phase_at, phases
-from pipeline.start import Worker
+from pipeline.worker import Worker
 
 # b samples of a micro-batch, S image side
 

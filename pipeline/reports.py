@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from data.checks import one_line
 from data.evaluation import EvaluationBatch, EvaluationSet
-from data.shards.index import Index
+from data.index.index import Index
 from models import ModelConfig
 from pipeline.evaluation import beside
 from pipeline.evaluation.evaluate import (
@@ -29,8 +29,8 @@ from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
 from pipeline.optimization.thinning import flops_of, phases
-from pipeline.start import Progress, Worker
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Progress, Worker
 
 
 def report_training(worker: Worker, progress: Progress, rate: float, *, has_line: bool) -> None:

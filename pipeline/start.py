@@ -7,6 +7,7 @@ How training starts, first match wins:
 
 In:  the stage's config and a Job; RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and the address of rank 0 in the environment
 Out: a Worker, whose parts stay the same while the stage trains, and Progress, which changes with every step
+     (`pipeline.worker`)
 
 Everything here is collective: all workers of the group do it together, and in this order.
 """
@@ -15,9 +16,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,12 +29,12 @@ from torch import nn
 
 import models
 from data.errors import CheckpointError, DataError, Preempted
+from data.index.document import load_index
 from data.loader import Batch, TrainLoader, moved_ahead
-from data.order import Ledger, Mixture, Order
-from data.shards.index import Index, load_index
+from data.order import Ledger
 from models import ModelConfig
 from pipeline import config, handover
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import checkpoint, restore, stored_restore
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
@@ -51,87 +51,11 @@ from pipeline.preflight.identity import device_name
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
+from pipeline.worker import Job, Progress, Worker
 
-STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
 SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
-
-
-@dataclass(frozen=True)
-class Job:
-    """Says where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
-
-    run: str  # the run directory, shared by all nodes unless there is a `remote`
-    directory: str  # of this stage
-    attempt: int
-    key: str  # of the stage
-    code: str  # version of the code
-    model: dict[str, Any]  # the resolved architecture (models.to_dict)
-    train: list[str]  # the sets that are trained on, in the order of their names
-    evaluate: str | None = None
-    init: str | None = None
-    probe_train: str | None = None
-    probe_test: str | None = None
-    class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
-    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
-    remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
-    device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
-
-    @property
-    def attempt_folder(self) -> Path:
-        """Return the folder of what this attempt's workers leave behind: their places, ends and logs."""
-        return Path(self.directory) / "attempts" / f"attempt-{self.attempt:06d}"
-
-    @property
-    def stop_file(self) -> Path:
-        """Return the file by which the driver asks the worker group to stop."""
-        return self.attempt_folder / STOP_FILE
-
-    def set_paths(self) -> set[str]:
-        """Return the paths of every set that the stage reads."""
-        optional = (self.evaluate, self.probe_train, self.probe_test)
-        return {*self.train, *(path for path in optional if path is not None)}
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Holds what one worker trains with; nothing here is replaced while the stage trains."""
-
-    cfg: TrainConfig
-    job: Job
-    rank: int
-    world: int  # size: workers of the group
-    device: torch.device
-    phases: Phases
-    telemetry: Telemetry
-    window: Window  # the steps since the last record
-    since_line: Window  # the steps that are recorded since the last log line
-    sets: dict[str, Index]  # by path: every set that the stage reads
-    index: Index  # of what is trained on, mixtures joined
-    order: Order | Mixture
-    steps: int  # of the whole stage
-    arithmetic: Arithmetic
-    model_config: ModelConfig
-    engine: Engine
-    saver: Saver
-    health: Health
-    loop_price: beside.LoopPrice = field(default_factory=beside.LoopPrice)  # of evaluations
-    sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
-
-    def wants_stop(self) -> bool:
-        """Tell whether this worker is asked to stop: by a signal or, rank 0 only, by the driver's file."""
-        return self.sigterm.is_set() or (self.rank == 0 and self.job.stop_file.exists())
-
-
-@dataclass
-class Progress:
-    """Holds what changes with every step; it is plain data that prints, and goes into a checkpoint's manifest."""
-
-    step: int  # steps that are whole
-    bad_samples: int  # of all workers, since step 0
-    ledger: Ledger
-    last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
 
 
 def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:

@@ -47,8 +47,9 @@ from pipeline.reports import (
     make_up_for_evaluation,
     report_training,
 )
-from pipeline.start import Job, Progress, Worker, micro_batches, set_up
+from pipeline.start import micro_batches, set_up
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Job, Progress, Worker
 from pipeline.zero.norm import on_device
 
 

@@ -13,10 +13,13 @@ import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
+from data.index.index import Index
+from data.index.joined import join
+from data.index.left_out import without
 from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
-from data.shards.cache import CacheConfig, wanted
-from data.shards.index import Index, join, without
+from data.remote.ahead import wanted
+from data.remote.cache import CacheConfig
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import ExitCode
+from data.index.document import load_index
 from data.order import Ledger, Order
-from data.shards.index import load_index
 from jobs.commands.demo import step_losses
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.accounting import account

@@ -67,7 +67,7 @@ def fork_context() -> Any:
     """The forkserver of this process, with what a driver and its workers import."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*processes.PRELOAD, "jobs.session"])
+    context.set_forkserver_preload([*processes.PRELOAD, "jobs.running.session"])
     return context
 
 

@@ -27,9 +27,9 @@ from pipeline import config, train
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
-from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
 from pipeline.versions import code_version
+from pipeline.worker import Job
 from tests.reference_loop import Plan
 
 CLASSES = 5

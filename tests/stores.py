@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from data.shards import remote
+from data.remote import remote
 
 Files = dict[str, Path]  # key → file
 AT_ONCE = 1 << 16  # bytes that the proxy sends at once

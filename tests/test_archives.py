@@ -20,7 +20,7 @@ from data.archives.published import Published
 from data.archives.sources import known_archive, samples_of_archive
 from data.errors import DataError
 from data.images.decode import decode
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from jobs.__main__ import main

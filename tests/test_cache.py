@@ -23,17 +23,18 @@ from data.decoder import tell
 from data.errors import ConfigError, DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
-from data.shards import cache as cache_module
-from data.shards import remote
-from data.shards.cache import Cache, CacheConfig
+from data.remote import cache as cache_module
+from data.remote import remote
+from data.remote.ahead import Ahead
+from data.remote.cache import Cache, CacheConfig
 from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import digits
-from jobs import campaign
 from jobs.__main__ import main
-from jobs.session import run_campaign
+from jobs.campaigns import campaign
+from jobs.running.session import run_campaign
 from tests.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
@@ -145,7 +146,7 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     """As in a mixture of sets here and sets elsewhere."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
-    ahead = cache_module.Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
+    ahead = Ahead(local, order, range(40), 0, CacheConfig(str(tmp_path)))
     ahead.fetch(0)
     ahead.stop()
     ahead.thread.join()
@@ -156,9 +157,9 @@ def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_pat
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     elsewhere, first = replace(local, directory="s3://b"), threading.Event()
     slow = cache_module.read_range
-    monkeypatch.setattr("data.shards.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
+    monkeypatch.setattr("data.remote.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
-    ahead = cache_module.Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
+    ahead = Ahead(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
     assert first.wait(10)
     ahead.stop()
     ahead.thread.join()
@@ -176,7 +177,7 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
 
 def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.shards.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.cache.random.uniform", lambda low, high: 0)
     chance = random.Random(0)
     faulty.fault = lambda path: 503 if chance.random() < 0.3 else None
     for number, source in enumerate(
@@ -199,7 +200,7 @@ def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_agai
     faulty, local, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.shards.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.cache.random.uniform", lambda low, high: 0)
     command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
     faulty.fault = lambda path: 503 if "000005" in path else None
     assert main(command) == 69
@@ -220,7 +221,7 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
 def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
     faulty, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("data.shards.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.cache.random.uniform", lambda low, high: 0)
     faulty.fault = lambda path: 503 if "000001" in path else None
     command = ["data", "check", str(faulty.index.tables), "--cache", str(tmp_path / "cache")]
     assert main(command) == 65
@@ -450,7 +451,7 @@ def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     fake_storage(monkeypatch, b"x")
-    monkeypatch.setattr("data.shards.cache.os.replace", full)
+    monkeypatch.setattr("data.remote.cache.os.replace", full)
     with pytest.raises(StorageError, match=r"No space left on device; make room, lower cache\.limit_bytes"):
         Cache(CacheConfig(str(tmp_path))).path("s3://b/x", shard_of(b"x"))
 

@@ -16,11 +16,11 @@ import torch
 
 import models
 from data.images import preprocess
+from data.index.document import load_index
 from data.shards import packing
-from data.shards.index import load_index
 from data.shards.sources import DIGITS, Sample, digits
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.command_line import campaigns
 from jobs.commands.plan import GPU_FLOPS
 from pipeline.checkpoints import manifest

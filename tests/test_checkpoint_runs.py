@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 import models
+from data.index.document import load_index
 from data.order import Ledger, Order
-from data.shards.index import load_index
 from jobs.__main__ import main
 from jobs.commands.demo import step_losses
 from pipeline import health

@@ -13,15 +13,16 @@ from pyarrow import parquet
 import models
 from data.errors import DataError
 from data.evaluation import EvaluationSet
+from data.index.document import load_index, seal_of
+from data.index.joined import join
+from data.index.names import number, read_class_list
 from data.shards.doctor import check, repair
-from data.shards.index import join, load_index, seal_of
-from data.shards.names import number, read_class_list
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample
-from jobs import class_names
 from jobs.__main__ import main
-from jobs.campaign import load
+from jobs.campaigns import class_names
+from jobs.campaigns.campaign import load
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
 from tests.tars import write_tar

@@ -17,11 +17,15 @@ import pytest
 import torch
 
 from data.errors import DataError
+from data.index import columns, document
+from data.index.columns import MappedShards
+from data.index.document import load_index
+from data.index.index import Index
+from data.index.joined import join
+from data.index.left_out import without
+from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Mixture, Order
-from data.shards import columns, index
-from data.shards.columns import MappedShards
-from data.shards.index import Index, Shard, join, load_index, without
 from data.shards.packing import pack
 from data.shards.sources import digits
 
@@ -55,7 +59,7 @@ def path(tmp_path) -> Iterator[Path]:
 def held(path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     """The same index as Python objects, as that of a small set is."""
     with monkeypatch.context() as patch:
-        patch.setattr(index, "LARGE", 1 << 30)
+        patch.setattr(document, "LARGE", 1 << 30)
         read = load_index(path)
     assert isinstance(read.shards, tuple)
     return read
@@ -131,8 +135,8 @@ def test_another_process_is_sent_where_the_columns_are(path, state):
 
 
 def test_many_processes_at_once_read_the_json_once(path, monkeypatch):
-    read, calls = index.read_json, []
-    monkeypatch.setattr(index, "read_json", lambda *args: calls.append(args) or read(*args))
+    read, calls = document.read_json, []
+    monkeypatch.setattr(document, "read_json", lambda *args: calls.append(args) or read(*args))
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(load_index, [path] * 8))
     assert len(calls) == 1 and all(other == loaded[0] for other in loaded)
@@ -190,7 +194,7 @@ def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypat
 def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypatch):
     made = pack(islice(digits(True), 120), tmp_path / "set", shard_samples=20)
     assert isinstance(made.shards, tuple)
-    monkeypatch.setattr(index, "LARGE", 0)
+    monkeypatch.setattr(document, "LARGE", 0)
     mapped = load_index(tmp_path / "set")
     assert isinstance(mapped.shards, MappedShards)
     taken = []

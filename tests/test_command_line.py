@@ -10,8 +10,8 @@ import yaml
 from setuptools import find_packages
 
 from data.errors import Preempted
-from jobs import campaign
 from jobs.__main__ import main, run_one
+from jobs.campaigns import campaign
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,8 +100,8 @@ def test_status_imports_no_torch_and_a_plan_and_a_step_no_compiler_until_somethi
 )
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
-    monkeypatch.setattr("jobs.campaign.load", lambda path, overrides: (path, overrides))
-    monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
+    monkeypatch.setattr("jobs.campaigns.campaign.load", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr("jobs.running.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     assert calls == [((recipe, ["a=1", "b=2"]), True)]
 
@@ -171,7 +171,7 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
-    monkeypatch.setattr("jobs.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
+    monkeypatch.setattr("jobs.running.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
     def run_finetuning(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["jobs.finetune", str(recipe), *words])

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from jobs.campaign import KINDS
+from jobs.campaigns.campaign import KINDS
+from jobs.campaigns.sweeps import SweepConfig
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.commands.keys import configuration_page
 from jobs.monitoring.trackers import TrackersConfig
-from jobs.sweeps import SweepConfig
 from models.catalog import FAMILIES
 from pipeline.configuration_page import all_keys
 

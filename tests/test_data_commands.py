@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, Sample, digits
 from jobs.__main__ import main
@@ -267,7 +267,8 @@ def test_progress_speaks_now_and_then_with_speed_and_what_is_left():
 # A slow disk; processes that are forked inherit it.
 ON_A_SLOW_DISK = """
 import sys, time
-from data.shards import sources, tar
+from data.index import tar
+from data.shards import sources
 from jobs.__main__ import main
 read, sample_digest = sources.Sample.read, tar.sample_digest
 sources.Sample.read = lambda sample: time.sleep(0.05) or read(sample)

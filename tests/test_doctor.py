@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from data.images import jpeg
+from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards import page
 from data.shards.doctor import check, repair
-from data.shards.index import Shard
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.page import write_page

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import WorkerGroupError
-from pipeline.deepspeed_file import TUNING
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.zero.deepspeed_file import TUNING
 from tests import ranks
 
 CASES = [(0, "fp32", 2), (1, "fp32", 2), (2, "fp32", 2), (3, "fp32", 2), (2, "fp32", 1)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data.archives.imagenet import labelled_images, real
 from data.errors import DataError
 from data.evaluation import EvaluationSet
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import Sample
 from pipeline.evaluation.evaluate import accuracy

@@ -14,15 +14,15 @@ import torch
 import models
 from data.evaluation import EvaluationSet
 from data.images import preprocess
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import Task
-from jobs.reevaluation import with_new_evaluations
-from jobs.session import names_of_stages
+from jobs.running.reevaluation import with_new_evaluations
+from jobs.running.session import names_of_stages
 from jobs.stages import any_weights, evaluate
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
@@ -346,7 +346,7 @@ def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     stage = loaded.stage("pretrain")
     folder = loaded.directory(stage)
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
-    from jobs.stage_run import stage_record
+    from jobs.running.stage_run import stage_record
 
     handover.write_record(folder / "stage.json", stage_record(stage))
     handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": handover.digests(folder)})

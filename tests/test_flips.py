@@ -27,13 +27,14 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ExitCode, PatchlineError
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
 from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample, digits
-from jobs import campaign
 from jobs.__main__ import main
-from jobs.session import write_status
+from jobs.campaigns import campaign
+from jobs.running.ending import write_status
 from pipeline import health
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import Telemetry

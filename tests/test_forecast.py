@@ -15,7 +15,7 @@ import models
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from jobs.__main__ import main
-from jobs.campaign import load
+from jobs.campaigns.campaign import load
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import Context
 from jobs.planning import outlook

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import models
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.command_line import campaigns
 from models.weights import files
 from pipeline import handover, train

@@ -13,12 +13,12 @@ import pytest
 import webdataset
 
 from data.errors import DataError
+from data.index.document import load_index
+from data.index.refusals import MOST_TYPES
 from data.shards.doctor import check
-from data.shards.index import load_index
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.refusals import MOST_TYPES
 from data.shards.sources import Sample, tars
 from jobs.__main__ import main
 from tests.tars import write_tar

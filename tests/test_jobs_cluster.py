@@ -27,7 +27,10 @@ import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
 from data.files import write_whole
-from jobs import campaign
+from jobs.attempts.attempt import look_at_attempt
+from jobs.attempts.growth import Sizes
+from jobs.attempts.supervisor import growth_of
+from jobs.campaigns import campaign
 from jobs.cluster import processes, worker_files, worker_group
 from jobs.cluster.backends import (
     ClusterConfig,
@@ -41,9 +44,7 @@ from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
 from jobs.cluster.worker_group import WorkerRange, do_nothing
 from jobs.context import Context
-from jobs.growth import Sizes
-from jobs.session import run_campaign, warn_of_unused_gpus
-from jobs.supervisor import growth_of, look_at_attempt
+from jobs.running.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions

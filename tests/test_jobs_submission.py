@@ -20,8 +20,8 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.campaign import KINDS
-from jobs.carried_recipe import VARIABLE, carried
+from jobs.campaigns.campaign import KINDS
+from jobs.campaigns.carried_recipe import VARIABLE, carried
 from jobs.cluster import job_metadata, submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT, explain

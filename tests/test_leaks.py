@@ -12,9 +12,9 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from data.errors import DataError
 from data.images.preprocess import preprocess
+from data.index.document import load_index
 from data.leaks import search
 from data.leaks.search import find_leaks
-from data.shards.index import load_index
 from data.shards.indexing import build_index
 from data.shards.leaks import (
     Compared,

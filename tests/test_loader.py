@@ -27,9 +27,10 @@ from data.decoder import BadSample, images_per_cpu_s
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
+from data.index.index import Index
+from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.index import Index, Shard
 from data.shards.packing import pack
 from data.shards.sources import Sample, digits
 

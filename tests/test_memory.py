@@ -17,7 +17,7 @@ import models
 from benchmarks.memory import CASES, counting_allocator, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.campaign import load
+from jobs.campaigns.campaign import load
 from jobs.commands.preflight import stage_need
 from pipeline.objectives import patches_to_keep
 from pipeline.planning import memory, memory_remedies, memory_traces
@@ -27,8 +27,8 @@ from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed
 from pipeline.planning.memory_remedies import check_fits
 from pipeline.planning.memory_trace import TracedWorker
 from pipeline.planning.memory_traces import Moment, Trace, step_to_trace
-from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Worker
 
 MIB = 2**20
 

@@ -11,11 +11,13 @@ import pytest
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
+from data.index.document import load_index
+from data.index.joined import join
+from data.index.left_out import without
 from data.loader import TrainLoader
 from data.order import Ledger, Mixture
-from data.shards.index import join, load_index, without
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.commands.replay import order_of, rebuild
 from pipeline import config
 from pipeline.checkpoints import checkpoint, manifest

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from jobs import campaign, supervisor
+from jobs.attempts import restarts
+from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.cluster.worker_group import WorkerGroupError
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from models.layers import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
@@ -205,12 +206,12 @@ def test_exact_parts_with_deterministic_kernels_give_the_same_bits_twice_and_at_
 
 @pytest.mark.parametrize("device", DEVICES_SLOW)
 def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_path):
-    """By this the driver adds what to lower (`supervisor.LESS_MEMORY`; whole runs: test_checkpoint_runs.py)."""
+    """By this the driver adds what to lower (`restarts.LESS_MEMORY`; whole runs: test_checkpoint_runs.py)."""
     with pytest.raises(WorkerGroupError) as error:
         run_worker_group(
             on_device.run_out_of_memory, {}, cluster=cluster_of(device, 1), name="group", directory=tmp_path
         )
-    assert any(word in error.value.cause for word in supervisor.OUT_OF_MEMORY), error.value.cause
+    assert any(word in error.value.cause for word in restarts.OUT_OF_MEMORY), error.value.cause
     if device == "cuda":
         assert error.value.kind == "OutOfMemoryError"
 

@@ -23,8 +23,9 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images import jpeg
 from data.images.decode import decode
+from data.index.document import load_index
+from data.index.left_out import without
 from data.shards import reader
-from data.shards.index import load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes

@@ -13,7 +13,7 @@ import pytest
 
 import models
 from data.errors import ExitCode
-from data.shards.reach import read_some
+from data.remote.reach import read_some
 from jobs.__main__ import main
 from jobs.commands import preflight
 from jobs.commands.findings import judge

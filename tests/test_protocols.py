@@ -18,7 +18,8 @@ from torch import nn
 
 from data.errors import ConfigError
 from data.evaluation import EvaluationSet
-from data.shards.index import Index, Shard
+from data.index.index import Index
+from data.index.shard import Shard
 from data.shards.packing import pack
 from data.shards.sources import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours

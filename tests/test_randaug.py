@@ -12,9 +12,9 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.images.draws import Draws
 from data.images.randaug import OPERATIONS, randaug
+from data.index.document import load_index
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.index import load_index
 
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 SIDE = 96

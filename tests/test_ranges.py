@@ -13,12 +13,15 @@ import torch
 
 from data.decoder_process import DecoderProcess
 from data.errors import DataError, StorageError
+from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards import cache as cache_module
-from data.shards import ranges, reader, remote
-from data.shards.cache import Ahead, Cache, CacheConfig, waited_for
-from data.shards.index import Index
+from data.remote import ahead as ahead_module
+from data.remote import cache as cache_module
+from data.remote import ranges, remote
+from data.remote.ahead import Ahead, waited_for
+from data.remote.cache import Cache, CacheConfig
+from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
@@ -227,7 +230,10 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
         assert len(faulty.gets) == BATCH
     assert not list(tmp_path.glob("*.tar"))
     # Who was told to fetch nothing more stays so; who had given ranges up tries no more.
+    batches = iter(loader)
+    next(batches)
     loader.stop()
+    batches.close()
     assert loader.decoder.reader.ranges.stopped
     reader_that_gave_up = Reader(faulty.index, cache=cfg, by_range=True)
     reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
@@ -299,8 +305,8 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     asked = []
     monkeypatch.undo()
     order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
-    shards_of = cache_module.shards_of
-    monkeypatch.setattr(cache_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
+    shards_of = ahead_module.shards_of
+    monkeypatch.setattr(ahead_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
     entered, may_go = threading.Event(), threading.Event()
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
     ahead = Ahead(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))

@@ -30,7 +30,9 @@ from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
 
 from data.errors import ClusterError
-from jobs import campaign
+from jobs.attempts.attempt import attempt_folder
+from jobs.attempts.supervisor import supervise
+from jobs.campaigns import campaign
 from jobs.cluster import placement, queue, ray_access
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.failures import group_failure
@@ -39,9 +41,8 @@ from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.ray_trainer import Trainer, UseReserved
 from jobs.cluster.worker_group import WorkerRange
 from jobs.context import Context
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from jobs.stages.training import touch_stop_file
-from jobs.supervisor import attempt_folder, supervise
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
 

@@ -10,7 +10,7 @@ import pytest
 
 import models
 from data.vtab.tasks import TASKS
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.command_line.campaigns import RECIPES
 from jobs.resolved_recipe import Campaign
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.campaigns import campaign
 from jobs.cluster import worker_gauge
 from jobs.cluster.worker_files import records
 from jobs.commands.demo import step_losses
 from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics

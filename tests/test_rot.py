@@ -16,15 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.shards.cache as cache_module
+import data.remote.cache as cache_module
 import data.shards.reader as reader_module
 from data.errors import DataError
 from data.evaluation import EvaluationSet
+from data.index.document import load_index
+from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.cache import Cache, CacheConfig
+from data.remote.cache import Cache, CacheConfig
 from data.shards.doctor import check, repair
-from data.shards.index import Index, load_index
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from data.shards.index import load_index
+from data.index.document import load_index
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
 from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError

@@ -21,12 +21,12 @@ import torch
 
 from data import store as store_module
 from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
-from data.shards import remote
+from data.remote import remote
 from data.store import Store, check_store_url
-from jobs import mirror
 from jobs.__main__ import main
-from jobs.mirror import mirrored
 from jobs.ownership import claim_attempt
+from jobs.running import mirror
+from jobs.running.mirror import mirrored
 from pipeline import handover
 from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from data.shards import remote
+from data.remote import remote
 from tests import hosts
 from tests.ray_hosts import Driver, RayHosts
 from tests.stores import Proxy, store

@@ -13,16 +13,19 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
+from data.index.document import load_index
+from data.index.index import Index
+from data.index.joined import join
+from data.index.left_out import without
 from data.shards import subset
 from data.shards.doctor import check, repair
-from data.shards.index import Index, join, load_index, without
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
 from data.shards.sources import Sample
 from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset, read_all_labels
 from jobs.__main__ import main
-from jobs.campaign import load
+from jobs.campaigns.campaign import load
 from tests.tars import write_tar
 
 LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # of s00, s01, …
@@ -286,7 +289,7 @@ def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypat
         assert place == f"{at}/{shard.name}"
         return open(Path(parent.directory, shard.name), "rb")
 
-    monkeypatch.setattr("data.shards.cache.Cache.opened", opened)
+    monkeypatch.setattr("data.remote.cache.Cache.opened", opened)
     index = make_subset(remote, tmp_path / "few", Rule(shots=1, seed=0))
     assert index.remote and index.location(0) == f"{at}/{index.shards[0].name}"
     assert held(index) == chosen(parent, tmp_path / "local", shots=1, seed=0)

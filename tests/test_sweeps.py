@@ -16,16 +16,17 @@ import pytest
 from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
-from jobs import campaign, choices, session, stage_run
 from jobs.__main__ import main
-from jobs.carried_recipe import carried
+from jobs.attempts.restarts import StageFailed
+from jobs.campaigns import campaign, choices
+from jobs.campaigns.carried_recipe import carried
+from jobs.campaigns.sweeps import Written, expand
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.planning.outlook import Outlook
 from jobs.resolved_recipe import Campaign
+from jobs.running import ending, stage_run
 from jobs.stages import sweep
-from jobs.supervisor import StageFailed
-from jobs.sweeps import Written, expand
 from pipeline import handover
 from pipeline.evaluation import beside
 
@@ -389,7 +390,7 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     document, said = make_table(loaded, "finetune.grid")
     assert list(document["rows"]["optim.lr=0.01"]) == list(document["runs"][0]["metrics"]) == shown
     assert "25.00 [12.50, 37.50]" in said[1]
-    assert session.result_text({"metrics": metrics}) == "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%"
+    assert ending.result_text({"metrics": metrics}) == "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%"
     line = status.done_line({"seconds": 1.0, "metrics": metrics})
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
     assert beside.evaluation_line(3, metrics) == f"evaluate step 3  {line.partition('  ')[2]}"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.index.refusals import Refusals
+from data.index.tar import members, walk
 from data.shards.labels import parse_labels
-from data.shards.refusals import Refusals
-from data.shards.tar import members, walk
 
 
 def tar_of(members: list[tuple[str, bytes]], format=tarfile.PAX_FORMAT, **fields) -> bytes:

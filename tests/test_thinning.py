@@ -17,13 +17,13 @@ from torch import Tensor
 
 import models
 from data.errors import ConfigError, Preempted
+from data.index.document import load_index
 from data.loader import TrainLoader
-from data.shards.index import load_index
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
 from jobs.planning.outlook import Outlook
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from models import positions
 from pipeline import config, start
 from pipeline.checkpoints.manifest import committed

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from data.errors import ConfigError, Preempted
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.monitoring import trackers
 from jobs.monitoring.trackers import MlflowConfig, TrackersConfig, WandbConfig, start_trackers
 from jobs.monitoring.tracking import Courier, flat, numbers_of
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from pipeline.monitoring.telemetry import Record, read_metrics
 
 ROOT = Path(__file__).parents[1]

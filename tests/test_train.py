@@ -10,9 +10,9 @@ import torch
 import models
 from data.errors import ConfigError
 from data.evaluation import EvaluationSet
-from data.shards.index import load_index
-from jobs import campaign
-from jobs.session import run_campaign
+from data.index.document import load_index
+from jobs.campaigns import campaign
+from jobs.running.session import run_campaign
 from pipeline.checkpoints import checkpoint, manifest
 from pipeline.evaluation.evaluate import accuracy
 from pipeline.monitoring.telemetry import read_metrics

@@ -26,9 +26,9 @@ from pipeline import config
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
-from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
+from pipeline.worker import Job
 from tests import twin
 
 TWIN = Path(__file__).parents[1].parent / "shared" / "golden" / "twin"

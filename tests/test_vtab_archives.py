@@ -12,7 +12,7 @@ import pytest
 
 from data.archives.published import Published
 from data.errors import DataError
-from data.shards.index import load_index
+from data.index.document import load_index
 from data.shards.sources import Sample
 from data.vtab import tasks, trees
 from data.vtab.fundus import fundus

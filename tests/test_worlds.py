@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from data.errors import ConfigError
-from jobs import campaign
 from jobs.__main__ import main
+from jobs.attempts.growth import Growth, Proven, Sizes
+from jobs.attempts.worlds import allowed_worlds, in_words
+from jobs.campaigns import campaign
 from jobs.cluster.backends import wait_for_resources
 from jobs.cluster.worker_group import ClusterConfig, WorkerRange, do_nothing
-from jobs.growth import Growth, Proven, Sizes
-from jobs.worlds import allowed_worlds, in_words
 from pipeline.training_config import TrainConfig
 
 
@@ -180,7 +180,7 @@ def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
 
 
 def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
-    monkeypatch.setattr("jobs.growth.LOOK_S", 0.01)
+    monkeypatch.setattr("jobs.attempts.growth.LOOK_S", 0.01)
 
     def no_answer() -> int:
         asked.append(growth.has_ended.set())

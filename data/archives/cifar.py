@@ -25,7 +25,7 @@ from data.archives.images import encode
 from data.archives.members import members
 from data.archives.published import Published
 from data.errors import DataError
-from data.shards.names import Names
+from data.index.names import Names
 from data.shards.sources import Sample
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"

@@ -24,11 +24,10 @@ from data.archives.images import tell
 from data.archives.members import GZIP_START, read_members
 from data.archives.published import Published
 from data.errors import DataError
-from data.shards.index import mapped
-from data.shards.names import Names, some
-from data.shards.refusals import Refusals
+from data.index.names import Names, some
+from data.index.refusals import Refusals
+from data.index.tar import IMAGES, mapped, members
 from data.shards.sources import Sample, folder_classes
-from data.shards.tar import IMAGES, members
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"

@@ -23,8 +23,8 @@ from data.archives.images import tell
 from data.archives.members import Member, members, tar_members
 from data.archives.published import Published
 from data.errors import DataError
-from data.shards.names import Names, some
-from data.shards.refusals import Refusals
+from data.index.names import Names, some
+from data.index.refusals import Refusals
 from data.shards.sources import Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")

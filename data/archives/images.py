@@ -14,7 +14,7 @@ import numpy as np
 
 from data.checks import printable
 from data.errors import DataError
-from data.shards.refusals import Refusals
+from data.index.refusals import Refusals
 
 JPEG_START = b"\xff\xd8"
 PNG_START = b"\x89PNG"

@@ -23,8 +23,8 @@ from data.archives.images import encode, tell
 from data.archives.members import members, read_members
 from data.archives.published import Published
 from data.errors import DataError
-from data.shards.names import Names
-from data.shards.refusals import Refusals
+from data.index.names import Names
+from data.index.refusals import Refusals
 from data.shards.sources import Sample
 
 PAGE = "https://objectnet.dev"

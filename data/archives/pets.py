@@ -18,8 +18,8 @@ from data.archives.images import as_image, tell
 from data.archives.members import first_present, members, read_members
 from data.archives.published import Published
 from data.errors import DataError
-from data.shards.names import Names, some
-from data.shards.refusals import Refusals
+from data.index.names import Names, some
+from data.index.refusals import Refusals
 from data.shards.sources import Sample
 
 PAGE = "https://www.robots.ox.ac.uk/~vgg/data/pets/"

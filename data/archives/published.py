@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from data.errors import DataError
-from data.shards.names import Names
+from data.index.names import Names
 from data.shards.sources import Sample
 
 

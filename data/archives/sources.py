@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from data.archives import cifar, flowers, imagenet, imagenet21k, objectnet, pets
 from data.archives.published import Published, checked
-from data.shards.names import Names
+from data.index.names import Names
 from data.shards.sources import Sample
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.archives.members import is_compressed, members
+from data.index.tar import IMAGES, LABELS, split_name
 from data.shards.sources import RawSample, rows_of_tar
-from data.shards.tar import IMAGES, LABELS, split_name
 
 
 def rows(path: Path) -> Iterator[RawSample]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.files import write_whole
-from data.shards.index import Shard
+from data.index.shard import Shard
 from data.shards.leaks import Kind
 
 

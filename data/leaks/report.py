@@ -12,8 +12,8 @@ from jinja2 import Environment
 from data.checks import printable
 from data.files import write_whole
 from data.images.decode import BadImage
-from data.shards.cache import CacheConfig
-from data.shards.index import Index
+from data.index.index import Index
+from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, Pair, in_pairs
 from data.shards.page import thumbnail
 from data.shards.reader import Reader

@@ -28,11 +28,11 @@ from threadpoolctl import threadpool_limits
 from data.errors import DataError
 from data.files import whole_file
 from data.images.decode import BadImage
+from data.index.index import Index
 from data.leaks.journal import Journal, Match, ShardMatches, key_of
 from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness_of
 from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
-from data.shards.cache import CacheConfig
-from data.shards.index import Index
+from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Leaks, Pair, write_leaks
 from data.shards.reader import Reader, check_sizes
 from data.shards.side_by_side import side_by_side

@@ -1,1 +1,1 @@
-"""Tar shards: found, indexed, fetched, read, packed and examined."""
+"""Tar shards: found, indexed, read, packed and examined."""

@@ -34,16 +34,16 @@ from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, read_header
 from data.images.jpeg import is_damaged
-from data.shards.cache import Cache, CacheConfig
-from data.shards.index import Index, mapped
+from data.index.index import Index
+from data.index.names import Names
+from data.index.refusals import Refusals
+from data.index.tar import Row, mapped, walk
+from data.remote.cache import Cache, CacheConfig
 from data.shards.labels import read_labels
-from data.shards.names import Names
 from data.shards.packing import pack
-from data.shards.refusals import Refusals
 from data.shards.report import GridImage, Report, ShardReport
 from data.shards.side_by_side import side_by_side
 from data.shards.sources import Sample, kind_of
-from data.shards.tar import Row, walk
 
 GRID = 24  # images kept for the page
 HASH_PARTS = 256  # files that hashes are kept in, so that one of them fits in memory

@@ -31,13 +31,15 @@ from braceexpand import braceexpand
 
 from data.checks import check_name
 from data.errors import DataError
-from data.shards.cache import Cache, CacheConfig
-from data.shards.folders import check_nothing_beside
-from data.shards.index import SUFFIX, Index, load_index, table_name
+from data.index.document import SUFFIX, load_index
+from data.index.folders import check_nothing_beside
+from data.index.index import Index
+from data.index.names import Names
+from data.index.shard import table_name
+from data.remote.cache import Cache, CacheConfig
+from data.remote.remote import check_url, list_tars, redacted, size_of
 from data.shards.journal import Journal, Record
 from data.shards.look import IndexJob, index_shard
-from data.shards.names import Names
-from data.shards.remote import check_url, list_tars, redacted, size_of
 from data.shards.side_by_side import setting_at_error, side_by_side
 
 MOST_ERRORS = 20  # shards that are named when they cannot be used

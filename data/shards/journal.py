@@ -23,9 +23,11 @@ from typing import NamedTuple
 import psutil
 
 from data.files import write_whole
-from data.shards.index import SUFFIX, Index, Shard, shard_row, write_index
-from data.shards.names import Names
-from data.shards.refusals import Refusals
+from data.index.document import SUFFIX, write_index
+from data.index.index import Index
+from data.index.names import Names
+from data.index.refusals import Refusals
+from data.index.shard import Shard, shard_row
 
 JOURNAL_SCHEMA = 2  # as the header of a journal begins
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 
 from data.images.decode import BadImage
-from data.shards.index import Index
+from data.index.index import Index
 
 NO_NAMES: Mapping[str, int] = {}
 

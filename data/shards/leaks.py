@@ -25,7 +25,8 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import write_whole
-from data.shards.index import Index, seal_of
+from data.index.document import seal_of
+from data.index.index import Index
 
 SCHEMA = 1
 Kind = Literal["exact", "perceptual", "embedding"]

@@ -19,13 +19,15 @@ import numpy as np
 from data.checks import printable
 from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
-from data.shards.cache import Cache
-from data.shards.index import Index, Shard, digest_of_tar, mapped, write_table
+from data.index.index import Index
+from data.index.names import Names, ids_of, shown, some
+from data.index.offsets import write_table
+from data.index.refusals import Refusals
+from data.index.shard import Shard
+from data.index.tar import digest_of_tar, mapped, walk
+from data.remote.cache import Cache
 from data.shards.journal import Record
 from data.shards.labels import parse_labels, text_labels, why_no_label
-from data.shards.names import Names, ids_of, shown, some
-from data.shards.refusals import Refusals
-from data.shards.tar import walk
 
 MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 LOOKED_AT = 4  # samples of a shard that are decoded

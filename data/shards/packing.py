@@ -30,13 +30,16 @@ from data.checks import check_name, printable
 from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
-from data.shards.index import SUFFIX, Index, Shard, digest_of_tar, load_index, mapped, table_name, write_table
+from data.index.document import SUFFIX, load_index
+from data.index.index import Index
+from data.index.names import Names
+from data.index.offsets import write_table
+from data.index.shard import Shard, table_name
+from data.index.tar import digest_of_tar, mapped, walk
 from data.shards.journal import Journal, Record
 from data.shards.look import MAX_CLASSES
-from data.shards.names import Names
 from data.shards.side_by_side import setting_at_error
 from data.shards.sources import Sample
-from data.shards.tar import walk
 
 JPEG_START = b"\xff\xd8"
 

@@ -2,7 +2,7 @@
 
 How a sample is read, in order:
 1. the first time that this node reads a shard, its sha256 is compared with the one in the index (`verify_once`). A
-   sample of a remote shard that is not here yet is read by range, where the loader wants that (`data.shards.ranges`);
+   sample of a remote shard that is not here yet is read by range, where the loader wants that (`data.remote.ranges`);
 2. its table is opened, and compared with its own sha256 in the index (`Index.table`);
 3. the sample's bytes are copied out of the mapping, and the digest of this copy is compared with the one in the table:
    a file can rot or be overwritten later than 1. under an unchanged size and time;
@@ -28,11 +28,13 @@ import numpy as np
 from data.errors import DataError, PatchlineError
 from data.files import state_folder
 from data.images.decode import MAX_BYTES
-from data.shards.cache import Cache, CacheConfig
-from data.shards.index import Index, Shard, shortest
-from data.shards.ranges import SMALLEST, Ranges, Span
-from data.shards.remote import redacted
-from data.shards.tar import sample_digest
+from data.index.index import Index
+from data.index.left_out import shortest
+from data.index.shard import Shard
+from data.index.tar import sample_digest
+from data.remote.cache import Cache, CacheConfig
+from data.remote.ranges import SMALLEST, Ranges, Span
+from data.remote.remote import redacted
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 MOST_LINES = 10  # unusable shards that an error names with their problems

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
-from data.shards.folders import COMPRESSED, check_nothing_beside, compressed_in
-from data.shards.index import SUFFIX, load_index, mapped
+from data.index.document import SUFFIX, load_index
+from data.index.folders import COMPRESSED, check_nothing_beside, compressed_in
+from data.index.names import Names, Numbering
+from data.index.refusals import Refusals
+from data.index.tar import IMAGES, mapped, walk
 from data.shards.labels import NO_NAMES, parse_labels, why_no_label
-from data.shards.names import Names, Numbering
-from data.shards.refusals import Refusals
-from data.shards.tar import IMAGES, walk
 
 MOST_KINDS = 10  # of files that were passed over, that a warning names
 DIGITS: Names = tuple("0123456789")  # what the digits' classes are called

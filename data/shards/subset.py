@@ -29,11 +29,14 @@ import numpy as np
 
 from data.checks import check_name
 from data.errors import ConfigError, DataError
-from data.shards.cache import CacheConfig
-from data.shards.index import SUFFIX, Index, Origin, Shard, load_index, table_name, write_index, write_table
+from data.index.document import SUFFIX, load_index, write_index
+from data.index.index import Index, Origin
+from data.index.names import check_known
+from data.index.offsets import write_table
+from data.index.shard import Shard, table_name
+from data.remote.cache import CacheConfig
 from data.shards.labels import parse_labels
 from data.shards.listed import listed_rows
-from data.shards.names import check_known
 from data.shards.reader import Reader, check_sizes
 from data.shards.side_by_side import side_by_side
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from data.checks import printable
 from data.errors import DataError
+from data.index.names import Names, agreed, ids_of, shown
 from data.shards.labels import NO_NAMES, parse_labels, text_labels
-from data.shards.names import Names, agreed, ids_of, shown
 from data.shards.sources import Entry, Sample, files_of, first_of, kind_of, read_files
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is

@@ -25,7 +25,7 @@ from data.archives import cifar
 from data.archives.images import encode
 from data.archives.members import Stream, file_at, first_present, naming_damage, read_members
 from data.errors import DataError
-from data.shards.names import Names
+from data.index.names import Names
 from data.shards.sources import Sample
 from data.vtab import labels
 from data.vtab.order import Entry

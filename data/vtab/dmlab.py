@@ -17,7 +17,7 @@ from pathlib import Path
 from data.archives.images import as_image, tell
 from data.archives.members import first_present, members
 from data.errors import DataError
-from data.shards.refusals import Refusals
+from data.index.refusals import Refusals
 from data.shards.sources import Sample
 from data.vtab.order import Entry
 from data.vtab.records import Values, features, records

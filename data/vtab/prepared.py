@@ -20,8 +20,8 @@ from typing import Any
 
 from data.archives.images import as_image, encode, tell
 from data.errors import DataError
-from data.shards.names import Names
-from data.shards.refusals import Refusals
+from data.index.names import Names
+from data.index.refusals import Refusals
 from data.shards.sources import Sample
 from data.vtab import labels
 from data.vtab.order import check_size

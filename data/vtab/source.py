@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from data.archives.published import Published
 from data.archives.sources import Archive
 from data.errors import DataError
-from data.shards.names import Names
+from data.index.names import Names
 from data.shards.sources import Sample
 from data.vtab import arrays, dmlab, labels, prepared, trees
 from data.vtab.order import Entry, chosen

@@ -26,8 +26,8 @@ from data.archives import flowers, pets
 from data.archives.images import as_image, tell
 from data.archives.members import first_present, members, read_members
 from data.errors import DataError
-from data.shards.names import Names, some
-from data.shards.refusals import Refusals
+from data.index.names import Names, some
+from data.index.refusals import Refusals
 from data.shards.sources import Sample
 from data.vtab.order import Entry
 from data.vtab.tasks import Task

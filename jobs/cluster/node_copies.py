@@ -143,7 +143,7 @@ class NodeCopies:
 
     def _ask(self, node: Node) -> None:
         """Ask a node for what is new there, and hand on what the driver tells the workers."""
-        from pipeline.start import STOP_FILE
+        from pipeline.worker import STOP_FILE
 
         given = {}
         if (self.folder / STOP_FILE).exists():

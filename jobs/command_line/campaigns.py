@@ -27,7 +27,7 @@ single_stage = make_group()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
     # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
-    from jobs.session import run_campaign
+    from jobs.running.session import run_campaign
 
     run_campaign(load_campaign(recipe, overrides), fresh=fresh)
 
@@ -42,7 +42,7 @@ def run_stage(
     _debug: Debug = False,
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
-    from jobs.session import run_campaign
+    from jobs.running.session import run_campaign
 
     loaded = load_campaign(recipe, overrides)
     if stage is None:
@@ -68,12 +68,12 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print the campaign, arithmetic, parameters, FLOPs, time and money; exit as `run` would before its first stage."""
-    from jobs import campaign
+    from jobs.campaigns import campaign
     from jobs.commands import plan
-    from jobs.mirror import looked_at
     from jobs.planning.outlook import outlook_of
-    from jobs.reevaluation import with_new_evaluations
-    from jobs.stage_run import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
+    from jobs.running.mirror import looked_at
+    from jobs.running.reevaluation import with_new_evaluations
+    from jobs.running.stage_run import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
@@ -179,7 +179,7 @@ def demo(
 
 def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
-    from jobs import campaign
+    from jobs.campaigns import campaign
 
     return campaign.load(recipe_path(recipe), overrides or [])
 
@@ -191,7 +191,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/carried_recipe.py).
+    # A submitted job has it in its environment (jobs/campaigns/carried_recipe.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()

@@ -26,8 +26,8 @@ from data.errors import DataError, UsageError
 from data.files import write_whole
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
+from data.index.tar import IMAGES
 from data.shards.sources import tars
-from data.shards.tar import IMAGES
 from jobs.commands.weights import load, refuse_missing, verified
 from models import analysis
 from models.positions import ADDED

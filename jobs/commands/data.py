@@ -15,15 +15,16 @@ from types import FrameType
 
 from data.checks import printable
 from data.errors import DataError, Preempted, UsageError
-from data.shards.cache import CacheConfig
+from data.index.document import load_index
+from data.index.index import Index
+from data.index.names import Names, check_unmistakable, read_class_list, some
+from data.index.refusals import refusal_lines
+from data.remote.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
-from data.shards.index import Index, load_index
 from data.shards.indexing import build_index
 from data.shards.look import look
-from data.shards.names import Names, check_unmistakable, read_class_list, some
 from data.shards.packing import pack
 from data.shards.page import write_page
-from data.shards.refusals import refusal_lines
 from data.shards.subset import Rule, make_subset
 from data.shards.subset import summary as subset_summary
 from jobs.progress import Progress

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from data.errors import ExitCode
-from jobs import campaign
+from jobs.campaigns import campaign
 from jobs.cluster.worker_files import records
 from jobs.resolved_recipe import Campaign
-from jobs.session import run_campaign
+from jobs.running.session import run_campaign
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.telemetry import read_metrics

@@ -19,9 +19,9 @@ import torch
 
 from data.errors import UsageError
 from data.files import write_whole
-from data.shards.index import SUFFIX
-from jobs import campaign
-from jobs.session import run_campaign
+from data.index.document import SUFFIX
+from jobs.campaigns import campaign
+from jobs.running.session import run_campaign
 from pipeline import config
 from pipeline.evaluation.document import NAME
 from pipeline.preflight.machine import cores

@@ -1,9 +1,9 @@
 """Every key that a recipe may have, as a page: python -m jobs.commands.keys > docs/configuration.md"""
 
-from jobs.campaign import KINDS
+from jobs.campaigns.campaign import KINDS
+from jobs.campaigns.sweeps import SweepConfig
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.monitoring.trackers import TrackersConfig
-from jobs.sweeps import SweepConfig
 from pipeline.configuration_page import page
 
 INTRODUCTION = """\

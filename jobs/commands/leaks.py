@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from data.files import write_whole
+from data.index.document import SUFFIX, load_index
+from data.index.index import Index
 from data.leaks.report import lines, write_page
 from data.leaks.search import DOCUMENT, Embeddings, find_leaks
-from data.shards.cache import CacheConfig
-from data.shards.index import SUFFIX, Index, load_index
+from data.remote.cache import CacheConfig
 from jobs.commands.data import cache_config, refuse_file, stoppable
 from jobs.commands.weights import load, refuse_missing, verified
 from jobs.progress import Progress

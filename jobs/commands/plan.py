@@ -13,17 +13,17 @@ from math import ceil
 
 import models
 from data.decoder import images_per_cpu_s
+from data.index.index import Index
 from data.order import shares as shares_of
-from data.shards.index import Index
-from jobs import class_names
-from jobs.choices import choice_text, settled
+from jobs.attempts.worlds import allowed_worlds, in_words
+from jobs.campaigns import class_names
+from jobs.campaigns.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stage_run import changes_since_half_done
+from jobs.running.stage_run import changes_since_half_done
 from jobs.stages import sweep
-from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.optimization.thinning import describe, flops_of, phases
@@ -95,7 +95,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.stage_run.check_unfinished).
+    # Without --fresh the command has ended before this (jobs.running.stage_run.check_unfinished).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.

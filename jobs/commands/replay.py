@@ -19,9 +19,10 @@ import models
 from data.decoder import BadSample
 from data.errors import UsageError
 from data.files import whole_file
+from data.index.document import load_index
+from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Mixture, Order
-from data.shards.index import Index, load_index
 from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage

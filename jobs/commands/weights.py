@@ -19,7 +19,7 @@ from torch import Tensor
 import models
 from data.errors import DataError, UsageError
 from data.files import whole_file, write_whole
-from data.shards.names import read_class_list, some
+from data.index.names import read_class_list, some
 from models.weights.files import CONFIG
 from pipeline import handover
 from pipeline.config import differences, require

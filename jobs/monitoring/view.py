@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from pipeline.monitoring.telemetry import TAIL_BYTES, Record, with_nan
 
-# How an incident begins in incidents.txt (supervisor.write_incident); the traceback behind it has no such line.
+# How an incident begins in incidents.txt (restarts.write_incident); the traceback behind it has no such line.
 INCIDENT = re.compile(rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 
 

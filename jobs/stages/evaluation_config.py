@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
-from data.shards.cache import CacheConfig
-from data.shards.index import Index, load_index
+from data.index.document import load_index
+from data.index.index import Index
+from data.remote.cache import CacheConfig
 from jobs.stages import training
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import check_ops, check_shape
@@ -105,7 +106,7 @@ def check_sets(cfg: EvaluationConfig, resolve: training.Resolve, load: training.
 def check_head(cfg: EvaluationConfig, model: Any, indexes: Mapping[str, Index], stage: str) -> None:
     """Raise ConfigError or DataError where a set or a protocol does not fit the weights; `indexes` are by path.
 
-    Names are compared in jobs/class_names.py.
+    Names are compared in jobs/campaigns/class_names.py.
     """
     check_shape(cfg.preprocess, model, f"{stage}.preprocess")
     if not cfg.judges_head():

@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal
 import models
 from data.checks import at_least, more_than_0
 from data.files import write_whole
-from data.shards.cache import CacheConfig
-from data.shards.index import load_index
+from data.index.document import load_index
+from data.remote.cache import CacheConfig
+from jobs.attempts.supervisor import supervise
+from jobs.attempts.worlds import allowed_worlds
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import frozen, training
-from jobs.supervisor import supervise
-from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 from data.checks import at_least, check_name
 from data.errors import DataError
-from data.shards.index import SUFFIX, Index, load_index, table_name
+from data.index.document import SUFFIX, load_index
+from data.index.index import Index
+from data.index.shard import table_name
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, problem_of
 from data.shards.subset import make_subset, summary

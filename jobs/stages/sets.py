@@ -16,8 +16,8 @@ from data.archives.sources import Archive, known_archive, samples_of_archive
 from data.archives.tars import rows
 from data.checks import at_least
 from data.errors import DataError
-from data.shards.index import load_index
-from data.shards.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
+from data.index.document import load_index
+from data.index.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
 from data.shards.sources import DIGITS, Sample, class_folders, digits, folder_classes, numbered, tars, tars_classes
 from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes

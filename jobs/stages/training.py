@@ -14,23 +14,26 @@ from typing import Any
 
 import models
 from data.errors import DataError
-from data.shards.index import Index, load_index, without
+from data.index.document import load_index
+from data.index.index import Index
+from data.index.left_out import without
 from data.shards.reader import check_sizes
+from jobs.attempts.attempt import alone
+from jobs.attempts.supervisor import supervise
+from jobs.attempts.worlds import allowed_worlds
 from jobs.beside.evaluations import Evaluations
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.planning.outlook import keep_forecast
-from jobs.supervisor import alone, supervise
-from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.planning.kept_forecast import beside_measured
 from pipeline.planning.memory import need_if_traced, with_blocks
-from pipeline.start import STOP_FILE, Job
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version
+from pipeline.worker import STOP_FILE, Job
 
 Resolve = Callable[[str | None], str | None]  # as Context.resolve
 LoadIndex = Callable[[str], Index | None]

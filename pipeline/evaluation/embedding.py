@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
+from data.index.index import Index
 from data.leaks.journal import Journal, Match, ShardMatches, key_of
 from data.leaks.search import Embeddings
-from data.shards.cache import CacheConfig
-from data.shards.index import Index
+from data.remote.cache import CacheConfig
 from data.shards.reader import Reader
 from pipeline.evaluation.evaluate import normalise
 

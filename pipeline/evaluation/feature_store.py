@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.evaluation import EvaluationBatch
-from data.shards.index import Index
+from data.index.index import Index
 from pipeline.evaluation.evaluate import evaluated, normalise
 
 # N samples of the set, b rows of a batch, D features, L labels of a sample at most, K best classes

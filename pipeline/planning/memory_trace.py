@@ -47,8 +47,9 @@ from pipeline.planning.gpu_kernels import as_on_a_gpu
 from pipeline.planning.live_bytes import Event, Kind, LiveBytes
 from pipeline.planning.memory_traces import Moment
 from pipeline.process_group import import_deepspeed
-from pipeline.start import Worker, build_engine
+from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Worker
 
 SMALL = 2  # images of a micro-batch; with one image, axes of length 1 are copied less often than any other
 LARGE = 3

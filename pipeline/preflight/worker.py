@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 import torch.distributed as dist
 
-from data.shards.reach import Reach, read_some
+from data.remote.reach import Reach, read_some
 from pipeline.preflight.folder import FolderReport, report_on, report_on_own
 from pipeline.preflight.identity import Identity, identity
 from pipeline.preflight.machine import Machine, machine

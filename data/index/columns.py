@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -34,6 +34,7 @@ import numpy as np
 
 from data.errors import DataError, StorageError
 from data.files import locked, refusal, state_folder, write_whole
+from data.index.shard import Shard
 
 # n shards
 
@@ -46,17 +47,6 @@ AT_ONCE = 4096  # shards that are made while all are gone through
 PIECE = 1 << 20  # bytes that are hashed at once
 UNUSED_S = 30 * 24 * 3600  # without being opened, after which a file may go
 HELD_PER_BYTE = 3.6  # bytes of Python objects for each byte of a JSON: 139 MiB of 38 MB
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar as it was when indexed; `name` is its path or URL, relative to the index's directory."""
-
-    name: str
-    samples: int
-    bytes: int
-    sha256: str
-    table: str = ""  # the sha256 of its table; "" in an index of schema 1
 
 
 # Reads a JSON of this path and this text: all that it says but its shards, and its shards. Raises DataError.

@@ -12,9 +12,9 @@ import dataclasses
 from typing import Any
 
 from data.errors import DataError
+from jobs.campaigns.stage_inputs import model_of_stage
 from jobs.context import reference
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stage_inputs import model_of_stage
 from jobs.stages import sweep
 from pipeline import config, handover
 
@@ -104,7 +104,7 @@ def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, Any]:
 def table_of(campaign: Campaign, value: str) -> Stage:
     """Return the table that chooses, of "@stage"."""
     link = reference(value)
-    assert link is not None, "jobs/sweeps.py writes nothing but references"
+    assert link is not None, "jobs/campaigns/sweeps.py writes nothing but references"
     return campaign.stage(link[0])
 
 

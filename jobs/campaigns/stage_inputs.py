@@ -12,7 +12,7 @@ from typing import Any
 
 import models
 from data.errors import ConfigError, DataError
-from data.shards.index import load_index
+from data.index.document import load_index
 from jobs.context import reference
 from jobs.resolved_recipe import Stage
 from jobs.stages import any_weights, pack

@@ -4,7 +4,7 @@ The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a fe
 1. a decoding process asks for all samples of its task at once, `AT_ONCE` at a time (`Ranges.ask`); image and label
    are one range where they lie together in the tar, as they do in nearly all;
 2. the reader takes them one by one (`Ranges.take`), and compares each with its digest in the shard's table;
-3. the shards come whole in the background (`data.shards.cache`); whichever is here is read instead;
+3. the shards come whole in the background (`data.remote.cache`); whichever is here is read instead;
 4. where a range does not come, or is not the sample that was indexed, this process reads no more of them and waits
    for whole shards, which the worker says once. Whatever is wrong with the store is then met, and said, there.
 
@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from data.errors import StorageError
-from data.shards.cache import PIECE, Cache, nobody_to_tell
-from data.shards.remote import redacted
+from data.remote.cache import PIECE, Cache, nobody_to_tell
+from data.remote.remote import redacted
 
 AT_ONCE = 8  # requests of a process
 ATTEMPTS = 3  # at a range, before whole shards are waited for

@@ -11,10 +11,10 @@ their paths, and puts a stage of kind evaluate behind it, which is run, skipped 
 from dataclasses import replace
 from typing import Any
 
-from jobs.campaign import Section, resolve_stage
+from jobs.campaigns.campaign import Section, resolve_stage
+from jobs.campaigns.stage_checks import check_stage
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stage_checks import check_stage
-from jobs.stage_run import changed_warnings
+from jobs.running.stage_run import changed_warnings
 from jobs.stages import evaluate, sweep
 from jobs.stages.evaluation_config import JudgedConfig
 from pipeline.evaluation.protocols import FewShotConfig

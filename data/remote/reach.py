@@ -6,8 +6,9 @@ from contextlib import suppress
 from typing import TypedDict
 
 from data.errors import PatchlineError
-from data.shards.index import Index, load_index
-from data.shards.remote import read_range, redacted
+from data.index.document import load_index
+from data.index.index import Index
+from data.remote.remote import read_range, redacted
 
 PIECE_BYTES = 2**22  # of a shard
 TIMEOUT_S = 20.0  # of one request to an object store

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError
-from jobs import sweeps
-from jobs.campaign import KINDS
+from jobs.campaigns import sweeps
+from jobs.campaigns.campaign import KINDS
 from jobs.cluster.environment import SECRET_VALUE
 from pipeline import config
 

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypedDict
 from urllib.parse import urlsplit
 
 from data.errors import DataError
-from data.shards.folders import COMPRESSED, some
+from data.index.folders import COMPRESSED, some
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import models
 from data.errors import DataError
-from data.shards.index import Index
-from data.shards.names import Names, agreed, some
+from data.index.index import Index
+from data.index.names import Names, agreed, some
 from jobs.context import index_if_made, reference
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import any_weights, evaluate, fewshot

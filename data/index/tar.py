@@ -7,7 +7,7 @@ How a tar becomes a table, in order:
 3. consecutive members with the same key are one sample; `Walk.add` keeps the offsets of its image and its label;
 4. an image and a label of one key that lie apart in the tar are put together (`joined`);
 5. `Walk.table` turns these rows into one array, with a digest of each sample's bytes (`sample_digest`), which
-   `data.shards.index` saves beside the shard.
+   `data.index.offsets` saves beside the shard.
 
     train-000000.tar                      rows (key, image, image_size, label, label_size)
       a/cat.jpg   4711 bytes at 512
@@ -21,15 +21,19 @@ them than any writer puts there, or anything after them, is an error, since nobo
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from hashlib import sha256
+from typing import IO, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
-from data.shards.refusals import Refusals
+from data.index.refusals import Refusals
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
@@ -40,6 +44,7 @@ MAX_KEY = 512  # bytes; the tables hold keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
+PIECE = 16 << 20  # bytes that are hashed at once
 LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for tapes alone
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
@@ -106,6 +111,32 @@ def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
     """
     # The label is the seed, so that bytes cannot move from one member to the other unseen.
     return xxh3_64_intdigest(image, seed=xxh3_64_intdigest(label))
+
+
+def digest_of_tar(tar: memoryview) -> str:
+    """The sha256 of a whole tar, in pieces: Python hears a signal between two of them, and not in the midst of one."""
+    digest = sha256()
+    for start in range(0, len(tar), PIECE):
+        digest.update(tar[start : start + PIECE])
+    return digest.hexdigest()
+
+
+@contextmanager
+def mapped(file: IO[bytes]) -> Iterator[memoryview]:
+    """The bytes of an open file without reading them first."""
+    # mmap refuses an empty file.
+    if os.fstat(file.fileno()).st_size == 0:
+        yield memoryview(b"")
+        return
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(mapping)
+    try:
+        yield view
+    finally:
+        # Where an error is on its way, its frames still hold parts of the view, and the mapping cannot be closed yet.
+        with suppress(BufferError):
+            view.release()
+            mapping.close()
 
 
 def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:

@@ -1,0 +1,162 @@
+"""What becomes of a stage whose attempt has ended: the next one on other nodes or on fewer workers, or none.
+
+A **move** is an attempt that ended because a node gave notice, or for more workers: neither an incident nor a restart.
+"""
+
+import builtins
+import time
+from pathlib import Path
+
+from data.errors import ExitCode, PatchlineError, Preempted
+from jobs.attempts.attempt import GO_ON, restart_point
+from jobs.attempts.growth import Growth, Sizes
+from jobs.cluster.backends import leave_nodes, must_make_way, stay_on_nodes
+from jobs.cluster.notices import notices
+from jobs.cluster.worker_files import records
+from jobs.cluster.worker_group import WorkerGroupError
+from jobs.context import Context
+from pipeline.monitoring.watchdog import Watch
+
+# What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
+OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
+LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
+STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
+
+
+class StageFailed(PatchlineError):
+    """A stage ended for a reason that a restart does not cure; carries the worker's exit code and exception."""
+
+    def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.kind = kind  # name of the worker's exception; "" where it raised none
+
+
+class FailuresInARow:
+    """Counts attempts that failed without a new checkpoint between them, and knows when another would not help."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+        self.count = 0
+        self.last_cause = ""
+
+    def are_too_many(self, failure: WorkerGroupError, made_progress: bool) -> bool:
+        """Count one more, or begin anew where it made a checkpoint; tell whether the stage cannot go on."""
+        # A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever.
+        self.count = 0 if made_progress else self.count + 1
+        # One restart is enough to know that the same exception comes again. A death may have been chance.
+        raised_an_exception = failure.kind != ""
+        is_same_again = raised_an_exception and failure.cause == self.last_cause and self.count > 0
+        self.last_cause = failure.cause
+        return is_same_again or self.count > self.max_restarts
+
+
+def add_what_the_driver_knows(failure: WorkerGroupError, watch: Watch) -> None:
+    """Add to a failure what its worker was doing, and what a user can lower where memory ran out."""
+    failure.place = watch.place(failure.rank)
+    if any(word in failure.cause for word in OUT_OF_MEMORY):
+        failure.cause += LESS_MEMORY
+
+
+def is_move(context: Context, folder: Path, growth: Growth, end: WorkerGroupError | Preempted) -> bool:
+    """Tell whether an attempt has ended because a node gave notice or there is room for more workers, and only so."""
+    was_asked = growth.wanted is not None or notices(folder) != []
+    return end.exit_code == ExitCode.PREEMPTED and was_asked and not context.stopping()
+
+
+def move(context: Context, folder: Path, growth: Growth, sizes: Sizes, world: int) -> None:
+    """Say which node is left, or how many workers are wanted, and from where the next attempt starts.
+
+    Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
+    """
+    given = notices(folder)
+    if growth.wanted is not None and not given:
+        sizes.grows(growth.wanted)
+        context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
+        return
+    if all(notice.get("makes_way") for notice in given):
+        context.say(f"makes way: {given[0]['why']}; waits in the queue, to go on from {restart_point(context)}")
+        return
+    given = [notice for notice in given if not notice.get("makes_way")]
+    nodes = {notice["node_id"]: f"{notice['node']} ({notice['why']})" for notice in given}
+    text = f"about to leave: {', '.join(nodes.values())}"
+    for notice in given:
+        if notice["rank"] is None:
+            raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
+    leave_nodes(context.cluster, list(nodes))
+    context.say(f"{text}; moving to other nodes, from {restart_point(context)}")
+
+
+def nodes_of(folder: Path, world: int) -> set[str]:
+    """Return Ray's ids of the nodes on which the workers of an attempt have started."""
+    return {record.get("node_id", "") for record in records(folder, world).values()}
+
+
+def write_incident(context: Context, failure: WorkerGroupError) -> None:
+    """Append to the log of incidents that a person can read: when, which worker, why, and the traceback."""
+    clock = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with open(context.directory / "incidents.txt", "a") as file:
+            file.write(f"{clock} {failure}\n{failure.traceback}\n")
+    except OSError as refused:
+        # A full disk may be the incident itself: say it, and let the supervisor go on.
+        context.say(f"the incident log could not be written ({refused}): {failure}")
+
+
+def fall_back(context: Context, failure: WorkerGroupError, sizes: Sizes, world: int) -> bool:
+    """Have the next attempt go back to the workers and nodes of the last that committed, where this one had more.
+
+    Tells whether that is so.
+    """
+    proven = sizes.fall_back(world)
+    if proven is None or context.stopping():
+        return False
+    stay_on_nodes(context.cluster, proven.nodes)
+    start = restart_point(context)
+    context.say(f"{failure}; no commit with {world} workers: back to {proven.world} on their nodes, from {start}")
+    return True
+
+
+def no_progress(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> StageFailed:
+    """Return the error of a stage whose restarts bring no new checkpoint."""
+    # A refusal of the disk has an exit code of its own: the storage is to be looked at, not the training.
+    exit_code = ExitCode.INTERNAL
+    if is_os_error(failure.kind):
+        exit_code = ExitCode.IO
+    last = restart_point(context)
+    return StageFailed(
+        f"{context.name}: {failure}\n"
+        f"  {attempts_without_progress} attempts in a row made no new checkpoint; the last is {last}\n"
+        f"  the traceback is in {context.directory / 'incidents.txt'}",
+        exit_code,
+    )
+
+
+def prepare_restart(context: Context, failure: WorkerGroupError, attempts_without_progress: int) -> None:
+    """Say what has happened and from where the next attempt starts, and wait as long as the config says.
+
+    Raises Preempted where somebody wants this process to end, before or during the wait.
+    """
+    start = restart_point(context)
+    if context.stopping():
+        raise Preempted(f"{failure}; stopped at {start}; {GO_ON}")
+    # What has just made a checkpoint starts at once; what makes none is perhaps waiting for a disk or a node.
+    wait_s = 0.0
+    if attempts_without_progress:
+        wait_s = context.cluster.backoff_s * 2 ** (attempts_without_progress - 1)
+    remark = f" in {wait_s:.0f}s" if wait_s else ""
+    context.say(f"{failure}; restarting from {start}{remark}")
+
+    # In small pieces, so that a signal does not have to wait for the end of the wait. Nor does a campaign that is to
+    # have the places.
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and not must_make_way(context.cluster):
+        if context.stopping():
+            raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
+        time.sleep(STOP_POLL_S)
+
+
+def is_os_error(kind: str) -> bool:
+    """Tell whether an exception's name is that of an operating system's refusal, as "PermissionError" is."""
+    exception = getattr(builtins, kind, None)
+    return isinstance(exception, type) and issubclass(exception, OSError)
