@@ -64,7 +64,7 @@ pixels = 0
 began = time.monotonic()
 for count, batch in enumerate(loader, 1):
     pixels += int(batch.images.sum())
-    if count in (2, 2 * int(batches)):
+    if count in (2, 2 * int(batches)):  # two micro-batches are a batch
         print(time.monotonic() - began, pixels, flush=True)
         sys.stdin.readline()
 """
@@ -184,7 +184,7 @@ def measure(link: Link, index: Path, folder: Path, way: str) -> list[Moment]:
 
 
 def main(words: list[str]) -> None:
-    """Measure both ways in turn, and print a table."""
+    """Measure the three ways in turn, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args(words).rounds

@@ -462,7 +462,7 @@ from data.order import Order
 try:
     from data.index.document import load_index
 except ModuleNotFoundError:  # where it was before
-    from data.index.document import load_index
+    from data.shards.index import load_index
 from data.shards.reader import Reader
 
 def private_mib(pid="self"):

@@ -33,9 +33,8 @@ class Stage:
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
     judged_on: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
-    judges: str = (
-        ""  # the finished stage that it judges anew, of a stage that no recipe names (running/reevaluation.py)
-    )
+    # The finished stage that it judges anew, of a stage that no recipe names (jobs/running/reevaluation.py).
+    judges: str = ""
 
     @property
     def is_run(self) -> bool:

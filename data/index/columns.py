@@ -232,7 +232,9 @@ def delete_unused(folder: Path) -> None:
     for path in folder.glob("*.columns"):
         # Another process may delete it meanwhile; it may be another user's.
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > UNUSED_S:
+            status = path.stat()
+            # Whoever does not own the file cannot set its time of last use; reading it has renewed the other.
+            if time.time() - max(status.st_mtime, status.st_atime) > UNUSED_S:
                 path.unlink()
                 path.with_suffix(".lock").unlink()
 

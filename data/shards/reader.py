@@ -83,7 +83,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
 def problem_of(place: str, shard: Shard) -> str:
     """What is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
-    is_left_out = shard.samples == 0 and shard.bytes == 0  # see `index.without`
+    is_left_out = shard.samples == 0 and shard.bytes == 0  # see `data.index.left_out`
     if is_left_out or "://" in place:
         return ""
     try:

@@ -1,6 +1,6 @@
 """Runs attempts of a stage on a worker group until one succeeds, or until another would not help.
 
-    supervise(train, make_task, context, stall_s=600.0, ask_to_stop=touch_stop_file)
+    supervise(train, make_task, context, worlds=(2,), stall_s=600.0, ask_to_stop=touch_stop_file)
     → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
 
 One attempt, in order:

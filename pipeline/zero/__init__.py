@@ -1,1 +1,1 @@
-"""What DeepSpeed is given and how it is told from outside: parameters, norms."""
+"""What DeepSpeed is given and how it is told from outside: parameters, norms, the user's own file."""
