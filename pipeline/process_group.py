@@ -4,6 +4,7 @@ In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 in the environment; 
 Out: torch's and DeepSpeed's default group, and this worker's device
 """
 
+import ctypes
 import logging
 import os
 import socket
@@ -39,6 +40,7 @@ def join_group(timeout_s: float) -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
+        keep_freed_memory()
     # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
     timeout = timedelta(seconds=timeout_s)
     # Under Ray Train the group is there already; plain processes make it here.
@@ -47,6 +49,22 @@ def join_group(timeout_s: float) -> torch.device:
     give_later_groups_the_timeout(timeout)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep the memory that is freed; with another C library nothing happens.
+
+    Left to itself it gives pieces above 32 MB, and what lies free at the heap's end, back to the kernel. The next step
+    is handed new pages one by one, and each must be filled with zeros: 0.4 of a step of B/16 on two CPU cores
+    (docs/step.md). A worker keeps its peak for as long as it lives.
+    """
+    # From malloc.h, mallopt(3).
+    m_trim_threshold = -1
+    m_mmap_threshold = -3
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(m_trim_threshold, -1)  # never
+        mallopt(m_mmap_threshold, 2**31 - 1)  # the largest that it takes
 
 
 def import_deepspeed() -> ModuleType:

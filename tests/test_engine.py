@@ -1,6 +1,10 @@
 """DeepSpeed ZeRO 0–3 on gloo as Patchline uses it; also the guard at every DeepSpeed bump."""
 
 import json
+import os
+import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.zero.deepspeed_file import TUNING
 from tests import ranks
 
+ROOT = Path(__file__).parents[1]
 CASES = [(0, "fp32", 2), (1, "fp32", 2), (2, "fp32", 2), (3, "fp32", 2), (2, "fp32", 1)]
 CASES += [(1, "bf16", 2), (2, "bf16", 2), (3, "bf16", 2)]
 
@@ -192,3 +197,29 @@ def test_what_a_users_deepspeed_file_may_set_changes_no_bit(results, zero, preci
 @pytest.mark.parametrize("case", CASES)
 def test_torchs_linear_is_left_alone(results, case):
     assert results[case]["linear_untouched"]
+
+
+FREED = """
+import resource
+import torch
+from pipeline.process_group import join_group
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+join_group(60.0)
+faults = []
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [torch.zeros(2**24) for _ in range(4)]
+    del kept
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(faults[-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="workers on GPUs leave malloc as it is")
+def test_a_worker_on_a_cpu_is_handed_no_new_pages_for_memory_that_it_has_freed():
+    """Four tensors of 64 MiB are 65,536 pages of 4 KiB, which the kernel would fill with zeros at every step."""
+    environment = os.environ | {"LOCAL_RANK": "0"}
+    command = [sys.executable, "-c", FREED]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 1000
