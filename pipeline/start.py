@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,6 +37,7 @@ from models import ModelConfig
 from pipeline import config, handover
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import checkpoint, restore, stored_restore
+from pipeline.checkpoints.checkpoint import Chosen
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
@@ -58,21 +60,52 @@ MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in traini
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Holds what a worker has once it is one of the group, before it has anything to train."""
+
+    phases: Phases
+    device: torch.device
+    rank: int
+    world: int  # size: workers of the group
+    telemetry: Telemetry
+    network: str  # a line about the interfaces between the workers; "" for a single one
+    remote: StoredCheckpoints | None  # None: the run's folder is on storage that the nodes share
+
+
 def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     """Collective: join the group, build everything, load what there is to load, and say how training starts.
 
     Raises ConfigError, DataError, CheckpointError, and ClusterError where the workers do not fit together.
+    """
+    joined = join(cfg, job)
+    chosen = choose_together(cfg, job, joined)
+    # Weights that a checkpoint replaces are not read: they may have gone.
+    worker = build(cfg, job, joined, init=job.init if chosen is None else None)
+    progress, manifest = load(worker, joined, chosen)
+
+    say_how_it_starts(worker, progress, manifest)
+    # A slow collective is most often one over the wrong interface.
+    if joined.rank == 0 and joined.network:
+        joined.telemetry.say(joined.network)
+    if isinstance(worker.engine, ExactEngine):
+        # Measured in every attempt, because the nodes and the links between them may be others now.
+        say_price(worker.engine, cfg, joined.telemetry, progress.step)
+    return worker, progress
+
+
+def join(cfg: TrainConfig, job: Job) -> Joined:
+    """Collective: make this process one of the group, and check that all workers fit together.
+
+    Raises ClusterError where they do not: in code, storage, clocks or device.
     """
     # The phases come first: from here on the driver sees where this worker is, and ends it where it hangs.
     phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
     phases.enter("join", 0)
     device = join_group(cfg.timeout_s)
     rank = dist.get_rank()
-    world = dist.get_world_size()
     network = network_line()
-
     directory = Path(job.directory)
-    checkpoints = directory / "checkpoints"
     remote = None
     if job.remote is not None:
         remote = StoredCheckpoints(job.remote, directory, has_all_metrics=is_drivers_folder(job))
@@ -89,52 +122,61 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         device_bytes=job.device_bytes,
         say=telemetry.say,
     )
+    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, remote)
+
+
+def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None:
+    """Collective: return the checkpoint to go on from; None where none was ever committed.
+
+    Raises CheckpointError, also where it is of another stage.
+    """
+    checkpoints = checkpoints_of(job)
     # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
-    with phases.led("restore", 0, rank == 0):
-        if remote is None:
-            chosen = checkpoint.choose_together(checkpoints, job.attempt, telemetry.say)
+    with joined.phases.led("restore", 0, joined.rank == 0):
+        if joined.remote is None:
+            chosen = checkpoint.choose_together(checkpoints, job.attempt, joined.telemetry.say)
         else:
-            chosen = stored_restore.choose_together(remote, job.attempt, telemetry.say)
+            chosen = stored_restore.choose_together(joined.remote, job.attempt, joined.telemetry.say)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
         check_stage(cfg, job, chosen.manifest, checkpoints)
+    return chosen
 
-    phases.enter("build", 0)
+
+def checkpoints_of(job: Job) -> Path:
+    """Return the folder of the stage's checkpoints."""
+    return Path(job.directory) / "checkpoints"
+
+
+def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worker:
+    """Collective: build what this worker trains with; `init` are the weights that it starts from, if any.
+
+    Raises ConfigError, DataError, StorageError.
+    """
+    joined.phases.enter("build", 0)
     sets = {path: load_index(path) for path in job.set_paths()}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
     # The batch does not depend on the world; how it is shared does, and the world may be another one in every attempt.
-    arithmetic = batch_arithmetic(cfg, world)
+    arithmetic = batch_arithmetic(cfg, joined.world)
     model_config: ModelConfig = models.from_dict(job.model)
     labelled = [path for path in (*job.train, job.evaluate) if path is not None]
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
-    # Weights that a checkpoint replaces are not read: they may have gone.
-    init = job.init if chosen is None else None
     if init is not None and job.remote is not None:
         fetch_init(job.remote, job.run, init)
-    model = build_model(cfg, init, model_config, telemetry).to(device)
+    model = build_model(cfg, init, model_config, joined.telemetry).to(joined.device)
 
-    phases.enter("engine", 0)
+    joined.phases.enter("engine", 0)
     engine = build_engine(cfg, model, arithmetic.accumulation)
-    saver = Saver(
-        checkpoints,
-        Path(job.run),
-        telemetry,
-        keep=cfg.keep,
-        keep_every=cfg.keep_every,
-        max_failed_saves=cfg.max_failed_saves,
-        expected_bytes=checkpoint_bytes(cfg, model_config),
-        remote=remote,
-        needed=partial(beside.due, directory) if cfg.evaluate_on == "spare" else tuple,
-    )
-    worker = Worker(
+    saver = build_saver(cfg, job, joined, model_config)
+    return Worker(
         cfg=cfg,
         job=job,
-        rank=rank,
-        world=world,
-        device=device,
-        phases=phases,
-        telemetry=telemetry,
+        rank=joined.rank,
+        world=joined.world,
+        device=joined.device,
+        phases=joined.phases,
+        telemetry=joined.telemetry,
         window=Window(),
         since_line=Window(),
         sets=sets,
@@ -146,31 +188,45 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         model_config=model_config,
         engine=engine,
         saver=saver,
-        health=Health(cfg, directory, saver.folder, telemetry, job.remote),
+        health=Health(cfg, Path(job.directory), saver.folder, joined.telemetry, job.remote),
     )
 
+
+def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelConfig) -> Saver:
+    """Return what saves this stage's checkpoints."""
+    return Saver(
+        checkpoints_of(job),
+        Path(job.run),
+        joined.telemetry,
+        keep=cfg.keep,
+        keep_every=cfg.keep_every,
+        max_failed_saves=cfg.max_failed_saves,
+        expected_bytes=checkpoint_bytes(cfg, model_config),
+        remote=joined.remote,
+        needed=partial(beside.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+    )
+
+
+def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progress, Manifest | None]:
+    """Collective: fill the engine with the checkpoint, and return how far the stage has come.
+
+    The manifest is of what was loaded, which may be older than what was chosen. Raises CheckpointError.
+    """
     if chosen is None:
-        manifest = None
-        progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(index.digest, cfg.seed))
+        ledger = Ledger.start(worker.index.digest, worker.cfg.seed)
+        return Progress(step=0, bad_samples=0, ledger=ledger), None
+    job = worker.job
+    worker.phases.enter("load", 0)
+    if joined.remote is None:
+        checkpoints = checkpoints_of(job)
+        chosen = restore.load_together(worker.engine, checkpoints, chosen, job.attempt, worker.telemetry.say)
+        check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
     else:
-        phases.enter("load", 0)
-        if remote is None:
-            chosen = restore.load_together(engine, checkpoints, chosen, job.attempt, telemetry.say)
-            check_stage(cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
-        else:
-            stored_restore.load(engine, chosen)
-        manifest = chosen.manifest
-        progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
-        # A stage killed between its last commit and its end need not save that step a second time.
-        saver.last_committed = manifest.step
-    say_how_it_starts(worker, progress, manifest)
-    # A slow collective is most often one over the wrong interface.
-    if rank == 0 and network:
-        telemetry.say(network)
-    if isinstance(engine, ExactEngine):
-        # Measured in every attempt, because the nodes and the links between them may be others now.
-        say_price(engine, cfg, telemetry, progress.step)
-    return worker, progress
+        stored_restore.load(worker.engine, chosen)
+    manifest = chosen.manifest
+    # A stage killed between its last commit and its end need not save that step a second time.
+    worker.saver.last_committed = manifest.step
+    return Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger)), manifest
 
 
 def is_drivers_folder(job: Job) -> bool:

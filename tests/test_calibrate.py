@@ -1,5 +1,8 @@
 """How a calibration is made: hand-made reports of workers put together, and what is measured where time is short."""
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+import models
+from data.errors import ConfigError
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.planning import calibrate as calibrating
+from jobs.planning.passing import folder_in
 from jobs.planning.reports import put_together
 from models import Size
 from pipeline.planning import measure as measuring
+from pipeline.planning import operations
 from pipeline.planning.calibration import read_calibration
 from pipeline.planning.engine_cost import EngineKind, carried_over
-from pipeline.planning.operations import Operation
+from pipeline.planning.operations import Operation, Work
 
 MM = ["mm", "float32", 2_000_000, 120_000, [100, 100, 100, 1]]
 ADD = ["add", "float32", 0, 1_000_000, []]
@@ -125,6 +132,74 @@ def test_what_the_engine_adds_is_a_step_of_one_micro_batch_and_what_each_further
     assert (measured["step_s"], measured["step_cpu_s"]) == (pytest.approx(0.8), pytest.approx(0.8))
     assert (measured["micro_s"], measured["micro_cpu_s"]) == (pytest.approx(0.4), pytest.approx(0.3))
     assert (measured["world"], measured["zero"], measured["tensors"]) == (1, 2, 20)
+
+
+def test_a_worker_that_waits_for_a_slower_one_does_not_count_that_as_the_engines(monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "ENGINE_MODELS", ((64, 1, 4),))
+    monkeypatch.setattr(measuring.dist, "get_world_size", lambda: 2)
+    # This worker's passes take 0.2 s and the other's 0.5 s; for a step's end both wait.
+    of_the_other = torch.tensor([[1.0, 0.9], [1.8, 1.7], [0.5, 0.5]])
+
+    def all_reduce(times_s: torch.Tensor, _op: object) -> None:
+        times_s.copy_(torch.maximum(times_s, of_the_other))
+
+    monkeypatch.setattr(measuring.dist, "all_reduce", all_reduce)
+    steps = {1: (1.0, 0.6), 2: (1.8, 1.1)}
+    monkeypatch.setattr(measuring, "step_times", lambda _asked, _work, accumulation, *_: steps[accumulation])
+    asked = calibrating.engine(2, "bf16", "adam", False)
+    (measured,) = measuring.engine_times(asked, [(0.2, 0.2)], torch.device("cpu"))
+    assert (measured["step_s"], measured["micro_s"]) == (pytest.approx(0.5), pytest.approx(0.3))
+    assert (measured["step_cpu_s"], measured["micro_cpu_s"]) == (pytest.approx(0.4), pytest.approx(0.3))
+
+
+def test_a_first_pass_that_takes_long_does_not_decide_how_often_its_operators_are_timed(monkeypatch) -> None:
+    now = [0.0]
+    took = iter((9.0, 0.1, 0.1, 0.1, 0.1, 9.0, 0.4, 0.4, 0.4))
+
+    def loss_of(*_: object) -> torch.Tensor:
+        now[0] += next(took)
+        return torch.ones(1, requires_grad=True)
+
+    monkeypatch.setattr(operations, "loss_of", loss_of)
+    work = Work(models.config_of("mu/8", 16, 10), 1, "fp32")
+    device = torch.device("cpu")
+    # A long first pass, then two rounds of 0.1 s, each with and without an onlooker.
+    timing = operations.timed(work, device, 2, lambda: now[0], plainly=True, long_s=0.3)
+    assert timing.rounds == 2 and timing.without_onlooker_s == pytest.approx([0.1, 0.1])
+    # Of long ones only the onlooker's first, but as many as asked without it.
+    timing = operations.timed(work, device, 2, lambda: now[0], plainly=True, long_s=0.3)
+    assert timing.rounds == 1 and timing.without_onlooker_s == pytest.approx([0.4, 0.4])
+
+
+def test_the_two_smallest_models_under_the_engine_tell_what_a_tensor_costs() -> None:
+    sizes = sorted(models.size_of(measuring.engine_model(width, depth)) for width, depth, _ in measuring.ENGINE_MODELS)
+    by_elements = sorted(sizes, key=lambda size: size.elements)
+    few, many = by_elements[:2]
+    assert many.tensors > 5 * few.tensors and many.elements < by_elements[2].elements / 5
+    with pytest.raises(ConfigError, match="measured on one model only"):
+        carried_over([(few, 0.1)], many)
+
+
+def test_what_warms_a_new_process_up_is_not_taken_for_noise() -> None:
+    calls = [0]
+
+    def clock() -> float:
+        # Two calls a product: the first ten products take twice as long as the others.
+        calls[0] += 1
+        products, is_end = divmod(calls[0] - 1, 2)
+        return products * 10.0 + is_end * (2.0 if products < 10 else 1.0)
+
+    assert measuring.probe(clock, torch.device("cpu")) == [1.0] * 5
+
+
+def test_a_calibration_that_is_told_to_end_leaves_no_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="ended by SIGTERM"), folder_in(run) as folder:
+        assert folder.parent == run
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert not run.exists() and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_no_engine_is_begun_after_the_time_for_them_but_the_first(monkeypatch) -> None:

@@ -223,7 +223,10 @@ def test_a_bill_is_hours_times_workers_times_the_price_and_failures_lengthen_it(
     # A save that is on the disk after 40 s: a failure costs that many more.
     slow = bill(8, 7200, 0.5, save_every=100, failures=Failures(10, 35, 2), price=2.5, durable_s=40)
     assert slow.finish_s == pytest.approx(3600 / (1 - 100 / 18000))
-    assert bill(1, 10, 1.0, save_every=7200, failures=Failures(1, 1), price=None).finish_s == math.inf
+    # A stage of 60 steps that saves only at its end has no more than them to lose: 35 s and 30 steps of half a second.
+    short = bill(8, 60, 0.5, save_every=10_000, failures=Failures(10, 35, 2), price=None)
+    assert short.finish_s == pytest.approx(30 / (1 - 50 / 18000))
+    assert bill(1, 8000, 1.0, save_every=7200, failures=Failures(1, 1), price=None).finish_s == math.inf
 
 
 def test_young_says_how_often_to_save_and_the_disk_how_often_one_can() -> None:
@@ -264,6 +267,15 @@ def test_another_number_of_steps_between_saves_is_proposed_where_the_stage_then_
     step = dataclasses.replace(step, save_s=2.0 / 150)
     text = outlook.save_text("pretrain", config(save_every=150), MODEL, step, 10_000, looked)
     assert text.startswith("every 150 steps; no other number ends 1% sooner: ") and "type" not in text
+    # A stage of 100 steps has no use for 200.
+    step = dataclasses.replace(step, save_s=2.0 / 10)
+    text = outlook.save_text("pretrain", config(save_every=10), MODEL, step, 100, looked)
+    assert text.startswith("every 10 steps; every 100 would cost least") and text.endswith("save_every=100")
+    # A restart of 100 s and a failure every 90: it helps nothing to save more often.
+    failing = dataclasses.replace(looked, mtbf_hours=90 / 3600)
+    text = outlook.save_text("pretrain", config(save_every=150), MODEL, step, 10_000, failing)
+    assert text.startswith("every 150 steps; no number of steps between two saves lets the stage end: ")
+    assert "type" not in text
 
 
 # ------------------------------------------------------------------------ what cannot be forecast
@@ -397,26 +409,25 @@ def test_what_happened_stands_beside_what_was_forecast(tmp_path: Path) -> None:
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text)
     assert kept_forecast.beside_measured(tmp_path) == (
-        "forecast 40 ms a step on 2 workers, measured 44 (1.10 ×, median of 3 reports; waiting for data forecast 0, "
-        "measured 7.2)"
+        "forecast 40 ms a step on 2 workers, measured 44 ms (1.10 ×, median of 3 reports; waiting for data "
+        "forecast 0.00 ms, measured 7.20 ms)"
     )
-    assert kept_forecast.short_text(tmp_path, records[-1]) == "forecast 40 ms a step, now 43"
+    assert kept_forecast.short_text(tmp_path, records[-1]) == "forecast 40 ms a step, now 43 ms"
     assert kept_forecast.short_text(tmp_path, {**records[-1], "world": 8}) == ""
+    # Long steps in seconds, with a digit behind the point.
+    kept_forecast.write_forecast(tmp_path, "today, here", {2: {**step, "training_s": 51.93}})
+    slow = {**records[-1], "seconds": 584.3}
+    assert kept_forecast.short_text(tmp_path, slow) == "forecast 51.9 s a step, now 58.4 s"
 
 
-@pytest.mark.parametrize("failing", ["decode_rate", "passes_of", "write_forecast"])
-def test_a_forecast_that_cannot_be_kept_is_one_line_of_the_run(failing, recipe, tmp_path, monkeypatch):
-    path = tmp_path / "calibration.json"
-    monkeypatch.setenv("PATCHLINE_CALIBRATION", str(path))
-    write_calibration(path, made())
-    monkeypatch.setattr(outlook, "passes_of", lambda *_: forecasting.Passes(0.001, 0.002, 0.0))
+def context_of(recipe: Path, run: Path, said: list[str]) -> Context:
+    """What the recipe's first stage is told of a run."""
     loaded = load(recipe, [])
     stage = loaded.stage("pretrain")
-    said: list[str] = []
-    context = Context(
+    return Context(
         name=stage.name,
-        run=tmp_path,
-        directory=tmp_path / "pretrain",
+        run=run,
+        directory=run / "pretrain",
         key=stage.key,
         cluster=loaded.cluster,
         resolve=loaded.resolve,
@@ -425,6 +436,17 @@ def test_a_forecast_that_cannot_be_kept_is_one_line_of_the_run(failing, recipe, 
         tick=lambda *_: None,
         stopping=lambda: False,
     )
+
+
+@pytest.mark.parametrize("failing", ["decode_rate", "passes_of", "write_forecast"])
+def test_a_forecast_that_cannot_be_kept_is_one_line_of_the_run(failing, recipe, tmp_path, monkeypatch):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setenv("PATCHLINE_CALIBRATION", str(path))
+    write_calibration(path, made())
+    monkeypatch.setattr(outlook, "passes_of", lambda *_: forecasting.Passes(0.001, 0.002, 0.0))
+    stage = load(recipe, []).stage("pretrain")
+    said: list[str] = []
+    context = context_of(recipe, tmp_path, said)
     outlook._keep_forecast(stage.config, context)
     assert said == [] and kept_forecast.read_forecast(context.directory).keys() == {2}
 
@@ -434,6 +456,25 @@ def test_a_forecast_that_cannot_be_kept_is_one_line_of_the_run(failing, recipe, 
     monkeypatch.setattr(outlook, failing, fail)
     outlook._keep_forecast(stage.config, context)
     assert said == ["pretrain: no forecast is kept beside its steps: OSError: no room"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"driver": Hardware("Abacus", 64, "cpu")}, "was made on Abacus with 64 cores, this is"),
+        ({"threads": 4}, "calibrated for workers that compute on the CPU with 4 threads, here they do"),
+    ],
+)
+def test_a_run_says_why_it_does_not_go_by_the_calibration_that_is_there(changes, reason, recipe, tmp_path, monkeypatch):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setenv("PATCHLINE_CALIBRATION", str(path))
+    write_calibration(path, made(**changes))
+    said: list[str] = []
+    context = context_of(recipe, tmp_path, said)
+    outlook._keep_forecast(load(recipe, []).stage("pretrain").config, context)
+    (line,) = said
+    assert line.startswith("pretrain: not forecast: ") and reason in line and "type python -m jobs calibrate" in line
+    assert kept_forecast.read_forecast(context.directory) == {}
 
 
 @pytest.mark.slow
@@ -453,4 +494,6 @@ def test_a_machine_is_calibrated_and_a_run_keeps_its_forecast(recipe, tmp_path, 
     assert main(["plan", str(recipe), *overrides]) == 0
     assert "s a step on 2 workers" in capsys.readouterr().out
     assert main(["run", str(recipe), *overrides]) == 0
-    assert re.search(r"pretrain: forecast [\d.]+ ms a step on 2 workers, measured [\d.]+ \(", capsys.readouterr().out)
+    assert re.search(
+        r"pretrain: forecast [\d.]+ ms a step on 2 workers, measured [\d.]+ ms \(", capsys.readouterr().out
+    )

@@ -41,7 +41,7 @@ from pipeline.training_config import TrainConfig
 
 Engine: TypeAlias = dict[str, Any]  # what a worker is told of one that it is to measure; JSON
 
-# Names, micro-batches: together they hold the widths and numbers of tokens from Ti to H at 224 px. Two blocks each,
+# Names, micro-batches: together they hold the widths and numbers of tokens from Ti to L at 224 px. Two blocks each,
 # of which the second computes the class token alone where the whole model's last one does.
 # Few images of wide layers are there because their weights take longer to read than to multiply with.
 LADDER = (
@@ -79,28 +79,11 @@ def calibrate(
     has_limit = engines is None and not campaigns
     if engines is None:
         engines = dict.fromkeys((1, cluster.most), engines_of(stages))
-    worlds = sorted(engines, reverse=True)
-    largest = worlds[0]
-    names = ", ".join(str(world) for world in reversed(worlds))
+    largest = max(engines)
+    names = ", ".join(str(world) for world in sorted(engines))
     say(f"calibrate  {names} workers ({cluster.backend}), {len(works)} models, {len(engines[1])} engines")
 
-    reports: dict[int, Mapping[str, Any]] = {}
-    if cluster.backend == "ray":
-        backends.connect(cluster)
-    for world in worlds:
-        asked = list(engines[world])
-        if has_limit and world != largest:
-            asked = asked[: engines_in(reports[largest])]
-        task = {
-            # What a worker computes does not depend on how many others there are: it is measured once.
-            "works": [work.plain() for work in works] if world == largest else [],
-            "engines": asked,
-            "engines_s": ENGINES_S if has_limit and world == largest else None,
-            "collectives": world == largest,
-            "folder": storage_folder(campaigns) if world == largest else None,
-            "timeout_s": cluster.start_timeout_s,
-        }
-        reports[world] = run_workers(campaigns, dataclasses.replace(cluster, workers=world), task, say)
+    reports = reports_of(campaigns, cluster, works, engines, say, has_limit=has_limit)
     calibration = put_together(reports, cluster, load, storage_folder(campaigns) or "")
     calibration = dataclasses.replace(calibration, decode=decode_rates(campaigns))
     for line in lines(calibration):
@@ -243,6 +226,41 @@ def decode_rates(campaigns: Sequence[Campaign]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------ the workers
+
+
+def reports_of(
+    campaigns: Sequence[Campaign],
+    cluster: ClusterConfig,
+    works: Sequence[Work],
+    engines: Mapping[int, Sequence[Engine]],
+    say: Callable[[str], None],
+    *,
+    has_limit: bool,
+) -> dict[int, Mapping[str, Any]]:
+    """Run a worker group of each world, the largest first, and return by world what rank 0 has reported.
+
+    With a limit the largest leaves out the last engines for want of time, and the others measure those that it has.
+    """
+    worlds = sorted(engines, reverse=True)
+    largest = worlds[0]
+    if cluster.backend == "ray":
+        backends.connect(cluster)
+    reports: dict[int, Mapping[str, Any]] = {}
+    for world in worlds:
+        asked = list(engines[world])
+        if has_limit and world != largest:
+            asked = asked[: engines_in(reports[largest])]
+        task = {
+            # What a worker computes does not depend on how many others there are: it is measured once.
+            "works": [work.plain() for work in works] if world == largest else [],
+            "engines": asked,
+            "engines_s": ENGINES_S if has_limit and world == largest else None,
+            "collectives": world == largest,
+            "folder": storage_folder(campaigns) if world == largest else None,
+            "timeout_s": cluster.start_timeout_s,
+        }
+        reports[world] = run_workers(campaigns, dataclasses.replace(cluster, workers=world), task, say)
+    return reports
 
 
 def run_workers(

@@ -265,9 +265,12 @@ def save_text(name: str, cfg: TrainConfig, model: ModelConfig, step: StepForecas
         f"{failures.nodes} fails every {failures.interval_s / 3600:,.0f} h (Young 1974)"
     )
     best = best_save_every(step.training_s + step.evaluate_s, step.snapshot_s, durable_s, failures)
+    best = min(best, steps)  # the end of a stage is saved in any case
     finish_s = bill_of(step, steps, cfg, model, outlook).finish_s
     best_step = replace(step, save_s=step.snapshot_s / best)
     best_s = bill_of(best_step, steps, replace(cfg, save_every=best), model, outlook).finish_s
+    if best_s == inf:
+        return f"every {cfg.save_every:,} steps; no number of steps between two saves lets the stage end: {reason}"
     if best_s > (1 - LEAST_GAIN) * finish_s:
         return f"every {cfg.save_every:,} steps; no other number ends {LEAST_GAIN:.0%} sooner: {reason}"
     sooner = "at all" if finish_s == inf else f"{1 - best_s / finish_s:.0%} sooner"
@@ -361,8 +364,13 @@ def _keep_forecast(cfg: TrainConfig, context: Context) -> None:
 
 
 def _write_forecast(cfg: TrainConfig, context: Context) -> None:
-    calibration = outlook_of(None).calibration
-    if calibration is None or of_other_workers(calibration, context.cluster):
+    looked = outlook_of(None)
+    calibration = looked.calibration
+    problem = looked.problem
+    if calibration is not None:
+        problem = of_other_workers(calibration, context.cluster)
+    if calibration is None or problem:
+        context.say(f"{context.name}: {problem}")
         return
     # As the workers are told it (jobs/stages/training.py): a second forward pass of a block takes its time.
     cfg = with_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)

@@ -59,7 +59,7 @@ class Calibration:
     workers_on_a_node: int
     operations: Mapping[str, Sequence[tuple[Operation, float]]]  # by precision: what was called, median seconds
     call_s: Mapping[str, float]  # by precision: what a call costs beside its operator, mostly autograd and Python
-    together: Mapping[str, Sequence[tuple[int, float]]]  # by precision: (workers of a node at once, times as long)
+    together: Mapping[str, Sequence[tuple[int, float]]]  # (workers of a node at once, times as long), one or none
     engines: Sequence[EngineTime]
     collectives: Mapping[int, Mapping[str, Sequence[tuple[int, float]]]]  # by world, by name: (bytes, seconds)
     copy_bytes_per_s: float  # of a copy in memory, as a save begins
@@ -105,9 +105,11 @@ class Calibration:
         if not self.gpus:
             at_once = min(workers, max(self.worker.cores // self.threads, 1))
         # Measured is a worker alone, and as many as a node has; company grows in proportion between the two.
-        for measured, ratio in self.together.get(precision, ()):
-            return 1 + (ratio - 1) * min((at_once - 1) / (measured - 1), 1)
-        return 1.0
+        points = self.together.get(precision)
+        if not points:
+            return 1.0
+        measured, ratio = points[0]
+        return 1 + (ratio - 1) * min((at_once - 1) / (measured - 1), 1)
 
     # -------------------------------------------------------------------- the engine and the links
 

@@ -1,12 +1,13 @@
 """What the engine adds to a model's passes: measured on a few models, carried over to others by tensors and elements.
 
-In:  EngineTimes of models of 20 to 152 tensors and 0.1 to 39 million elements
+In:  EngineTimes of models of 20 to 152 tensors and 0.1 to 39 million elements (measure.ENGINE_MODELS)
 Out: Overhead(micro_s=0.009, step_s=0.055) of a model of 152 tensors and 22 million elements
 
 1. Two models of hardly any elements say what the engine adds to every model, and what for each tensor.
 2. What larger ones took beyond that grows with the elements: in straight lines between them, in proportion beyond the
-   largest. A single line would not do: on a CPU an element costs 4 ns in a model of 8 million and 9 to 12 ns in one of
-   50 or more, for malloc gives pieces above 32 MB back to the kernel, which hands out new pages each time (mallopt(3)).
+   largest. A single line would not do: on a CPU an element costs more in a large model than in a small one
+   (docs/planning.md has the figures), for malloc gives pieces above 32 MB back to the kernel, which hands out new pages
+   each time (mallopt(3)).
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from data.errors import ConfigError
 from models import Size
 
 
@@ -33,7 +35,10 @@ class EngineKind(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineTime:
-    """What the engine added to the forward and backward passes of a small model; medians of the slowest worker."""
+    """What the engine added to the forward and backward passes of a small model.
+
+    Differences of medians, each of them the slowest worker's.
+    """
 
     world: int
     zero: int
@@ -72,7 +77,9 @@ def overhead_of(times: Sequence[EngineTime], size: Size, *, cpu: bool) -> Overhe
 
 
 def carried_over(measured: Sequence[tuple[Size, float]], size: Size) -> float:
-    """Return the seconds at a size from those at two sizes or more."""
+    """Return the seconds at a size from those at two sizes or more. Raises ConfigError where there is only one."""
+    if len(measured) < 2:
+        raise ConfigError("the engine was measured on one model only, from which nothing can be carried over")
     in_order = sorted(measured, key=lambda point: (point[0].elements, point[0].tensors))
     # 1. The two smallest differ in tensors.
     (few, few_s), (many, many_s) = in_order[:2]

@@ -36,6 +36,27 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Computing:
+    """What the operators of a step take on a worker among others, and by what others slow it down."""
+
+    seconds: float
+    cpu_s: float  # processor seconds
+    accumulation: int
+    local: int  # workers on a node
+    slowdown: float  # times as long as alone, where as many compute at once as a node has cores for
+    turns: float  # that they take where there are more of them
+
+
+@dataclass(frozen=True)
+class Adding:
+    """What the engine adds to the operators of a step."""
+
+    host_s: float  # to one worker
+    reduce_s: float  # to all of them, beyond that
+    cpu_s: float  # processor seconds of a worker, both together
+
+
+@dataclass(frozen=True)
 class StepForecast:
     """Seconds of one optimizer step on every worker, and what they are made of."""
 
@@ -90,65 +111,86 @@ def forecast_step(
 
     Raises ConfigError where the calibration lacks what it takes: precision, ZeRO stage, links.
     """
-    arithmetic = batch_arithmetic(cfg, world)
-    images_here = math.ceil(cfg.batch_size / world)
-    local = workers_on_a_node(world, calibration)
-    has_gpus = calibration.gpus > 0
-
-    # 1. Compute, of the last micro-batch as of all others: the largest share counts, as it does for the accumulation.
-    slowdown = calibration.slowdown(cfg.precision, local)
-    compute_cpu_s = arithmetic.accumulation * (passes.forward_s + passes.backward_s) * passes.share * slowdown
-    turns = 1.0
-    if not has_gpus:
-        turns = max(1.0, local * calibration.threads / calibration.worker.cores)
-    compute_s = compute_cpu_s * turns
-
-    # 2. What the engine adds, alone and together.
-    together = engine_overhead(cfg, model, world, calibration, cpu=False)
-    together_s = seconds_of(together, arithmetic.accumulation)
-    cpu_s = compute_cpu_s + seconds_of(
-        engine_overhead(cfg, model, world, calibration, cpu=True), arithmetic.accumulation
-    )
-    alone_s = together_s
-    if world > 1 and calibration.is_measured(1):
-        alone_s = seconds_of(engine_overhead(cfg, model, 1, calibration, cpu=False), arithmetic.accumulation) * turns
-    host_s = min(alone_s, together_s)
-    reduce_s = together_s - host_s
-    if has_gpus:
-        # A host that works ahead is not waited for: only what exceeds the GPU's own time shows.
-        host_s = max(host_s - compute_s, 0.0)
-    busy_s = compute_s + host_s + reduce_s
-
-    # 3. Decoding: on CPUs it takes cores from those who compute, on GPUs it has cores of its own.
-    wait_s = 0.0
-    if images_per_cpu_s:
-        decode_s = images_here / images_per_cpu_s
-        # Without decoding processes each worker decodes itself, and takes turns with the others in that too.
-        wait_s = decode_s * turns
-        if cfg.data.processes:
-            wait_s = wait_for_images(cfg.data.processes, decode_s, busy_s, local * cpu_s, local, calibration)
-
-    # 4. What the loop stands still for.
+    computing = computing_of(cfg, world, passes, calibration)
+    adding = adding_of(cfg, model, world, computing, calibration)
     snapshot_s = checkpoint_bytes(cfg, model) / world / calibration.copy_bytes_per_s
-    evaluate_s = 0.0
-    if cfg.evaluate_every and cfg.evaluate_on == "training":
-        judged_here = math.ceil(judged_images / world)
-        evaluate_s = judged_here / cfg.micro_batch * passes.forward_s * slowdown * turns / cfg.evaluate_every
     return StepForecast(
         world=world,
         batch_size=cfg.batch_size,
-        compute_s=compute_s,
-        host_s=host_s,
-        reduce_s=reduce_s,
-        wait_s=wait_s,
+        compute_s=computing.seconds,
+        host_s=adding.host_s,
+        reduce_s=adding.reduce_s,
+        wait_s=wait_of(cfg, world, computing, adding, calibration, images_per_cpu_s),
         save_s=snapshot_s / cfg.save_every,
-        evaluate_s=evaluate_s,
-        cpu_s=cpu_s,
+        evaluate_s=evaluate_of(cfg, world, passes, computing, judged_images),
+        cpu_s=computing.cpu_s + adding.cpu_s,
         snapshot_s=snapshot_s,
         unmeasured=passes.unmeasured,
         is_measured_world=calibration.is_measured(world),
         knows_decoding=bool(images_per_cpu_s),
     )
+
+
+def computing_of(cfg: TrainConfig, world: int, passes: Passes, calibration: Calibration) -> Computing:
+    """Return what the operators of a step take, and how workers of a node hold each other up."""
+    # The last micro-batch as all others: the largest share counts, as it does for the accumulation.
+    accumulation = batch_arithmetic(cfg, world).accumulation
+    local = workers_on_a_node(world, calibration)
+    slowdown = calibration.slowdown(cfg.precision, local)
+    turns = 1.0
+    if not calibration.gpus:
+        turns = max(1.0, local * calibration.threads / calibration.worker.cores)
+    cpu_s = accumulation * (passes.forward_s + passes.backward_s) * passes.share * slowdown
+    return Computing(cpu_s * turns, cpu_s, accumulation, local, slowdown, turns)
+
+
+def adding_of(
+    cfg: TrainConfig, model: ModelConfig, world: int, computing: Computing, calibration: Calibration
+) -> Adding:
+    """Return what the engine adds to a step, alone and together. Raises ConfigError where that was not measured."""
+
+    def seconds(workers: int, *, cpu: bool) -> float:
+        return seconds_of(engine_overhead(cfg, model, workers, calibration, cpu=cpu), computing.accumulation)
+
+    together_s = seconds(world, cpu=False)
+    alone_s = together_s
+    if world > 1 and calibration.is_measured(1):
+        alone_s = seconds(1, cpu=False) * computing.turns
+    host_s = min(alone_s, together_s)
+    reduce_s = together_s - host_s
+    if calibration.gpus:
+        # A host that works ahead is not waited for: only what exceeds the GPU's own time shows.
+        host_s = max(host_s - computing.seconds, 0.0)
+    return Adding(host_s, reduce_s, seconds(world, cpu=True))
+
+
+def wait_of(
+    cfg: TrainConfig,
+    world: int,
+    computing: Computing,
+    adding: Adding,
+    calibration: Calibration,
+    images_per_cpu_s: float | None,
+) -> float:
+    """Return how long a step waits for images; 0 where it is not known how fast they are decoded."""
+    if not images_per_cpu_s:
+        return 0.0
+    decode_s = math.ceil(cfg.batch_size / world) / images_per_cpu_s
+    if not cfg.data.processes:
+        # Each worker decodes itself, and takes turns with the others in that too.
+        return decode_s * computing.turns
+    busy_s = computing.seconds + adding.host_s + adding.reduce_s
+    cpu_s = computing.local * (computing.cpu_s + adding.cpu_s)
+    return wait_for_images(cfg.data.processes, decode_s, busy_s, cpu_s, computing.local, calibration)
+
+
+def evaluate_of(cfg: TrainConfig, world: int, passes: Passes, computing: Computing, judged_images: int) -> float:
+    """Return the loop's standstill for an evaluation, spread over the steps between two."""
+    if not cfg.evaluate_every or cfg.evaluate_on != "training":
+        return 0.0
+    judged_here = math.ceil(judged_images / world)
+    forward_s = passes.forward_s * computing.slowdown * computing.turns
+    return judged_here / cfg.micro_batch * forward_s / cfg.evaluate_every
 
 
 def work_of(cfg: TrainConfig, model: ModelConfig, device: str = "cpu") -> Work:

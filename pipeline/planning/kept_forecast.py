@@ -1,7 +1,8 @@
 """The forecast that a stage keeps in its folder, and what its steps really took beside it.
 
 In:  forecast.json, written when the stage starts, and the records of metrics.jsonl
-Out: "forecast 412 ms a step on 2 workers, measured 431 (median of 23 reports; waiting for data forecast 0, measured 3)"
+Out: "forecast 412 ms a step on 2 workers, measured 431 ms (1.05 ×, median of 23 reports; waiting for data forecast
+     0.00 ms, measured 3.10 ms)"
 
 It reads and writes JSON alone: `status` asks it, which has no other use for torch.
 """
@@ -13,7 +14,7 @@ from typing import Any, TypedDict
 
 from data.errors import DataError
 from pipeline import handover
-from pipeline.monitoring.telemetry import Record, counted, read_metrics
+from pipeline.monitoring.telemetry import Record, counted, milliseconds, read_metrics
 
 FORECAST = "forecast.json"
 
@@ -54,7 +55,7 @@ def measured_steps(records: Iterable[Record], world: int) -> Measured | None:
 
     The first report of an attempt is left out where there are others: its steps make what the later ones find made.
     """
-    counted: list[Record] = []
+    later: list[Record] = []
     firsts: list[Record] = []
     seen: set[int] = set()
     for record in records:
@@ -66,8 +67,8 @@ def measured_steps(records: Iterable[Record], world: int) -> Measured | None:
         if is_first:
             firsts.append(record)
         else:
-            counted.append(record)
-    chosen = counted or firsts
+            later.append(record)
+    chosen = later or firsts
     if not chosen:
         return None
     training = []
@@ -92,21 +93,22 @@ def beside_measured(folder: Path) -> str:
     if world not in steps or measured is None:
         return ""
     step = steps[world]
-    forecast_ms = 1e3 * step["training_s"]
-    measured_ms = 1e3 * measured["training_s"]
+    forecast_s = step["training_s"]
+    measured_s = measured["training_s"]
     return (
-        f"forecast {forecast_ms:.3g} ms a step on {counted(world, 'worker')}, measured {measured_ms:.3g} "
-        f"({measured_ms / forecast_ms:.2f} ×, median of {measured['reports']} reports; waiting for data forecast "
-        f"{1e3 * step['wait_s']:.3g}, measured {1e3 * measured['wait_s']:.3g})"
+        f"forecast {milliseconds(forecast_s)} a step on {counted(world, 'worker')}, "
+        f"measured {milliseconds(measured_s)} ({measured_s / forecast_s:.2f} ×, "
+        f"median of {measured['reports']} reports; waiting for data "
+        f"forecast {milliseconds(step['wait_s'])}, measured {milliseconds(measured['wait_s'])})"
     )
 
 
 def short_text(folder: Path, last: Record) -> str:
-    """Return "forecast 412 ms a step, now 431" for a line of `status`; "" where nothing was forecast for this world."""
+    """Return "forecast 412 ms a step, now 431 ms" for `status`; "" where nothing was forecast for this world."""
     step = read_forecast(folder).get(last["world"])
     if step is None:
         return ""
     measured = measured_steps([last], last["world"])
     if measured is None:
         return ""
-    return f"forecast {1e3 * step['training_s']:.3g} ms a step, now {1e3 * measured['training_s']:.3g}"
+    return f"forecast {milliseconds(step['training_s'])} a step, now {milliseconds(measured['training_s'])}"

@@ -35,18 +35,21 @@ from pipeline.preflight.machine import cores, processor
 from pipeline.process_group import join_group
 
 ROUNDS = 3  # that a work is timed
-LONG_PASSES_S = 0.3  # of a work that is timed once: its operators take so long that little disturbs them
+LONG_PASSES_S = 0.3  # of a work whose operators are timed once: they take so long that little disturbs them
 # Width, blocks, rounds of the models that are put under the engine, one patch an image each. The first two have hardly
-# any elements and differ in tensors. The third's gradients find memory that the process has. The last has 39 million
-# elements in blocks of more than 32 MB, for which malloc asks the kernel for new pages every time, as a real step must
-# for most that it allocates: six blocks of width 768 took 7 ns an element here, and 12 ns under real images.
-ENGINE_MODELS = ((64, 1, 4), (64, 12, 4), (384, 4, 3), (1024, 3, 2))
+# any elements and differ in tensors: engine_cost.carried_over takes the two smallest for what a tensor costs. The
+# third's gradients find memory that the process has. The last has 39 million elements in blocks of 13 million, more
+# than 32 MB each in fp32: for these malloc asks the kernel for new pages every time, as a real step must for most that
+# it allocates. Six blocks of width 768 took 7 ns an element here (ZeRO 2, fp32), and 12 ns under real images.
+ENGINE_MODELS = ((64, 1, 4), (64, 12, 4), (384, 4, 3), (1024, 3, 3))
 COLLECTIVE_ROUNDS = 5
 COLLECTIVE_BYTES = (64, 2**16, 2**20, 2**24)
 LONG_COLLECTIVE_S = 0.5  # longer ones are not repeated as often, and larger ones not tried
 FILE_BYTES = 2**25
 COPIED_BYTES = 2**26
 PROBE = 512  # side of the product that tells how noisy the machine is
+PROBE_WARM_UP = 10  # products, in a new process 15 % slower than later ones: no noise
+PROBE_ROUNDS = 5  # that count
 
 
 def measure(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +117,11 @@ def probe(clock: Callable[[], float], device: torch.device) -> list[float]:
     """Time one product a few times; how far its times lie apart tells how quiet the machine is."""
     side = torch.randn(PROBE, PROBE, device=device)
     times = []
-    for _ in range(6):
+    for _ in range(PROBE_WARM_UP + PROBE_ROUNDS):
         began = clock()
         side @ side
         times.append(clock() - began)
-    return times[1:]
+    return times[PROBE_WARM_UP:]
 
 
 def copy_rate() -> float:
@@ -225,7 +228,7 @@ def passes_without_engine(precision: str, device: torch.device) -> list[tuple[fl
 def engine_times(
     asked: Mapping[str, Any], passes: Sequence[tuple[float, float]], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Collective: return an EngineTime of each model, as JSON; of the slowest worker."""
+    """Collective: return an EngineTime of each model, as JSON; from the times of the slowest workers."""
     times = []
     for (width, depth, rounds), plain in zip(ENGINE_MODELS, passes, strict=True):
         config = engine_model(width, depth)
@@ -233,11 +236,13 @@ def engine_times(
         # A step of one micro-batch takes more than the last micro-batch of two, which finds the gradients' memory made.
         one = step_times(asked, work, 1, rounds, device)
         two = step_times(asked, work, 2, rounds, device)
-        step = [seconds - plain_s for seconds, plain_s in zip(one, plain, strict=True)]
-        micro = [more - less - plain_s for more, less, plain_s in zip(two, one, plain, strict=True)]
-        values = torch.tensor([*micro, *step], device=device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        micro_s, micro_cpu_s, step_s, step_cpu_s = (max(value, 0.0) for value in values.tolist())
+        # The slowest worker's of each before they are subtracted: a step's end is one for all, and whatever a fast
+        # worker waits there is not the engine's.
+        times_s = torch.tensor([one, two, plain], dtype=torch.float64, device=device)
+        dist.all_reduce(times_s, dist.ReduceOp.MAX)
+        one_s, two_s, plain_s = times_s
+        step_s, step_cpu_s = (one_s - plain_s).clamp(min=0).tolist()
+        micro_s, micro_cpu_s = (two_s - one_s - plain_s).clamp(min=0).tolist()
         size = models.size_of(config)
         times.append(
             {

@@ -272,7 +272,7 @@ class Timing:
     """What a work took where it really ran."""
 
     seconds: dict[Operation, list[float]]  # of each call
-    rounds: int
+    rounds: int  # under the onlooker
     calls: int  # of a round
     without_onlooker_s: list[float]  # of the forward and backward pass as it runs in training; [] where not asked for
 
@@ -288,7 +288,7 @@ def timed(
 ) -> Timing:
     """Run a work `rounds` times under an onlooker with this clock; `plainly` as often without one too.
 
-    A work whose passes take `long_s` is run under the onlooker once.
+    A work whose passes take `long_s` under the onlooker is run under it once.
     """
     model = built(work, device)
     images, labels = inputs(work, device)
@@ -301,22 +301,25 @@ def timed(
     seconds: dict[Operation, list[float]] = {}
     plain_s = []
     calls = 0
-    # The first one makes what is kept.
-    began = clock()
+    looked_on = 0
+    is_long = False
+    # The first one makes what is kept, and says nothing of how long the others take.
     run()
-    if clock() - began > long_s:
-        rounds = 1
     for _ in range(rounds):
-        with Onlooker(clock) as onlooker:
-            run()
-        calls = onlooker.calls
-        for operation, took in onlooker.seconds:
-            seconds.setdefault(operation, []).append(took)
+        if not is_long:
+            began = clock()
+            with Onlooker(clock) as onlooker:
+                run()
+            is_long = clock() - began > long_s
+            looked_on += 1
+            calls = onlooker.calls
+            for operation, took in onlooker.seconds:
+                seconds.setdefault(operation, []).append(took)
         if plainly:
             began = clock()
             run()
             plain_s.append(clock() - began)
-    return Timing(seconds, rounds, calls, plain_s)
+    return Timing(seconds, looked_on, calls, plain_s)
 
 
 def cuda_clock() -> float:

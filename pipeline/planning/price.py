@@ -60,7 +60,8 @@ def bill(
     expected = 0.0
     if failures is not None:
         # A save is on the disk only `durable_s` after its step: the one to go back to is older by that in the mean.
-        lost_s = failures.restart_s + save_every * step_s / 2 + durable_s
+        # A stage shorter than `save_every` goes back to its beginning.
+        lost_s = failures.restart_s + min(save_every, steps) * step_s / 2 + durable_s
         # While it makes up for failures it fails again: the wall time is steps_s + wall / interval · lost_s.
         share = lost_s / failures.interval_s
         finish_s = steps_s / (1 - share) if share < 1 else math.inf
