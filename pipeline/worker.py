@@ -12,6 +12,7 @@ from data.index.index import Index
 from data.order import Ledger, Mixture, Order
 from models import ModelConfig
 from pipeline.arithmetic import Arithmetic
+from pipeline.checkpoints import manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine import Engine
 from pipeline.evaluation import beside
@@ -46,7 +47,7 @@ class Job:
     @property
     def attempt_folder(self) -> Path:
         """Return the folder of what this attempt's workers leave behind: their places, ends and logs."""
-        return Path(self.directory) / "attempts" / f"attempt-{self.attempt:06d}"
+        return manifest.attempt_folder(Path(self.directory), self.attempt)
 
     @property
     def stop_file(self) -> Path:

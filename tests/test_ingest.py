@@ -123,7 +123,7 @@ def test_tars_that_would_be_left_out_are_named(tmp_path, capsys, beside):
     (tmp_path / beside).write_bytes(b"")
     for command in (["index", str(tmp_path), "--name", "t"], ["pack", "tars", str(tmp_path), str(tmp_path / "set")]):
         assert main(command) == 65
-        assert f"{beside} would be left out" in capsys.readouterr().err
+        assert f"'{beside}' would be left out" in capsys.readouterr().err
     assert main(["index", str(tmp_path / "a.tar"), "--name", "t"]) == 0, "whoever names the tars means those"
 
 

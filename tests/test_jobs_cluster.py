@@ -27,7 +27,7 @@ import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
 from data.files import write_whole
-from jobs.attempts.attempt import look_at_attempt
+from jobs.attempts.attempt import Alone, Attempt
 from jobs.attempts.growth import Sizes
 from jobs.attempts.supervisor import growth_of
 from jobs.campaigns import campaign
@@ -483,11 +483,12 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     watch = Watch(folder, world=2, stall_s=60)
     growth = growth_of(context, Sizes([2]), 2)
     seen = SeenRecords(folder)
+    attempt = Attempt(context, 1, watch, seen, growth, Alone(), asked.append)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
-        look_at_attempt(context, watch, seen, growth, 1, asked.append)
+        attempt.look_at_workers()
     (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
     seen.look()
-    look_at_attempt(context, watch, seen, growth, 1, asked.append)
+    attempt.look_at_workers()
     assert asked == [folder], "who has started is asked to commit"
 
 

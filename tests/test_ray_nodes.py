@@ -30,7 +30,6 @@ from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
 
 from data.errors import ClusterError
-from jobs.attempts.attempt import attempt_folder
 from jobs.attempts.supervisor import supervise
 from jobs.campaigns import campaign
 from jobs.cluster import placement, queue, ray_access
@@ -43,6 +42,7 @@ from jobs.cluster.worker_group import WorkerRange
 from jobs.context import Context
 from jobs.running.session import run_campaign
 from jobs.stages.training import touch_stop_file
+from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from data.checks import printable
 from data.errors import DataError
+from data.index.names import some
 
 # What tars are called when they have been compressed; they are read from the middle, which no compression allows.
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
-MOST_SHOWN = 3  # names that an error shows of many
 
 
 def check_nothing_beside(folder: str | os.PathLike[str]) -> None:
@@ -21,7 +20,7 @@ def check_nothing_beside(folder: str | os.PathLike[str]) -> None:
     below = []
     for path in sorted(Path(folder).glob("[!.]*")):
         if path.is_dir():
-            below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))[:MOST_SHOWN]]
+            below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))]
     if compressed:
         raise DataError(
             f"{folder}: {some(compressed)} would be left out: compressed tars\n"
@@ -38,11 +37,3 @@ def check_nothing_beside(folder: str | os.PathLike[str]) -> None:
 def compressed_in(folder: str | os.PathLike[str]) -> list[Path]:
     """The compressed tars of a folder, sorted; none where it is none."""
     return [path for path in sorted(Path(folder).glob("[!.]*")) if path.name.endswith(COMPRESSED) and path.is_file()]
-
-
-def some(names: list[str]) -> str:
-    """The first of some names, and how many more there are."""
-    text = ", ".join(map(printable, names[:MOST_SHOWN]))
-    if len(names) > MOST_SHOWN:
-        text += f" and {len(names) - MOST_SHOWN} more"
-    return text

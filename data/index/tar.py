@@ -77,14 +77,14 @@ class Walk:
         label, label_size = first_of(LABELS, parts)
         # The sample stays without a label, so that it is counted as bad and not lost in silence.
         if label_size > MAX_LABEL:
-            self.refused.add("label too large", shown(key))
+            self.refused.add("label too large", name_text(key))
             label, label_size = ABSENT
         if image_size >= MAX_IMAGE:
-            self.refused.add("image too large", shown(key))
+            self.refused.add("image too large", name_text(key))
         elif image_size > 0 or label_size > 0:
             self.rows.append(Row(key, image, image_size, label, label_size))
         elif any(extension in parts for extension in IMAGES + LABELS):
-            self.refused.add("empty sample", shown(key))
+            self.refused.add("empty sample", name_text(key))
 
     def table(self, tar: memoryview | bytes) -> np.ndarray:
         """The rows as a structured array with fields `image image_size label label_size digest key`.
@@ -163,7 +163,7 @@ def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
         for member, offset, size in members(tar, name, result.refused):
             member_key, extension = split_name(member)
             if len(member_key) > MAX_KEY:
-                result.refused.add("name too long", shown(member))
+                result.refused.add("name too long", name_text(member))
                 continue
             # Another key begins another sample: the one before is complete.
             if member_key != key:
@@ -172,9 +172,9 @@ def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
                 key = member_key
                 parts = {}
             if extension not in IMAGES + LABELS + IGNORED:
-                result.refused.add_type(extension, shown(member))
+                result.refused.add_type(extension, name_text(member))
             elif extension in parts:
-                result.refused.add("repeated member", shown(member))
+                result.refused.add("repeated member", name_text(member))
             else:
                 parts[extension] = (offset, size)
     finally:
@@ -203,7 +203,7 @@ def joined(rows: Sequence[Row]) -> list[Row]:
     return [row for number, row in enumerate(whole) if number not in taken]
 
 
-def shown(name: bytes) -> str:
+def name_text(name: bytes) -> str:
     """The name of a member or a sample as text."""
     return name.decode("utf-8", "replace")
 
@@ -257,7 +257,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         kind = header[156:157]
         if kind in (b"L", b"x", b"g"):
             if size > MAX_EXTENSION:
-                refused.add("oversize extension header", shown(member_name(header)))
+                refused.add("oversize extension header", name_text(member_name(header)))
             elif kind == b"L":
                 long_name = bytes(tar[start : start + size]).rstrip(b"\0")
             elif kind == b"x":
@@ -268,7 +268,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             yield long_name or member_name(header), start, size
         # Folders are nothing to look at, and nothing to report.
         elif kind != b"5":
-            refused.add("link, device or sparse member", shown(long_name or member_name(header)))
+            refused.add("link, device or sparse member", name_text(long_name or member_name(header)))
         # What an extension header told was about this one member.
         long_name = None
         long_size = None

@@ -146,7 +146,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     missing += [printable(key) for key, shards in shards_of_key.items() if not shards]
     if missing:
         raise DataError(
-            f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {some(missing)}\n"
+            f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {first_of(missing)}\n"
             "  expected samples of this very set"
         )
     ambiguous = [
@@ -156,7 +156,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     ]
     if ambiguous:
         raise DataError(
-            f"{path}: {len(ambiguous):,} of its keys are in several shards: {some(ambiguous)}\n"
+            f"{path}: {len(ambiguous):,} of its keys are in several shards: {first_of(ambiguous)}\n"
             "  expected the shard before such a key, with a tab between"
         )
     return np.concatenate(rows)
@@ -182,7 +182,7 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
     return numbers
 
 
-def some(names: Sequence[str]) -> str:
-    """The first of some names, and whether there are more."""
-    text = ", ".join(names[:MOST_SHOWN])
-    return f"{text}, …" if len(names) > MOST_SHOWN else text
+def first_of(samples: Sequence[str]) -> str:
+    """The first of some samples, each whole, and whether there are more."""
+    text = ", ".join(samples[:MOST_SHOWN])
+    return f"{text}, …" if len(samples) > MOST_SHOWN else text

@@ -1,1 +1,1 @@
-"""The attempts of a stage: on how many workers, run and watched, restarted or given up."""
+"""The attempts of a stage: run and watched, restarted or given up."""

@@ -72,41 +72,35 @@ class Attempt:
     ask_to_stop: Callable[[Path], None]
 
     def look(self) -> None:
-        """Look once, as `look_at_attempt` does; where that ends the attempt, the companion ends first."""
+        """Look once, as `look_at_workers` does; where that ends the attempt, the companion ends first."""
         try:
-            look_at_attempt(self.context, self.watch, self.seen, self.growth, self.number, self.ask_to_stop)
+            self.look_at_workers()
         except BaseException:
             # Before the backend leaves the cluster: who is inside Ray then takes this process along.
             self.companion.end()
             raise
 
+    def look_at_workers(self) -> None:
+        """Look once at what the worker group has just seen of its workers.
 
-def look_at_attempt(
-    context: Context,
-    watch: Watch,
-    seen: SeenRecords,
-    growth: Growth,
-    attempt: int,
-    ask_to_stop: Callable[[Path], None],
-) -> None:
-    """Look at a running attempt once, at what the worker group has just `seen` of its workers.
-
-    Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no worker
-    has started, and whatever `ask_to_stop` raises.
-    """
-    written = seen.by_rank
-    end_if_stuck(context, watch, written)
-    if growth.wanted is None and growth.is_due():
-        context.say(f"room for {growth.wanted} workers, now {watch.world}: committing the step, to go on with more")
-    if notices(watch.folder) or growth.wanted is not None:
-        ask_to_stop(watch.folder)
-    # Again with every look: the attempt may have begun after the signal.
-    if context.stopping():
-        # A worker that has not even started has nothing to commit, and to place it may take minutes.
-        if not written:
-            end_if_asked(context)
-        ask_to_stop(watch.folder)
-    context.tick(watch.folder, attempt)
+        Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and no
+        worker has started, and whatever `ask_to_stop` raises.
+        """
+        written = self.seen.by_rank
+        folder = self.watch.folder
+        end_if_stuck(self.context, self.watch, written)
+        if self.growth.wanted is None and self.growth.is_due():
+            room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
+            self.context.say(f"{room}: committing the step, to go on with more")
+        if notices(folder) or self.growth.wanted is not None:
+            self.ask_to_stop(folder)
+        # Again with every look: the attempt may have begun after the signal.
+        if self.context.stopping():
+            # A worker that has not even started has nothing to commit, and to place it may take minutes.
+            if not written:
+                end_if_asked(self.context)
+            self.ask_to_stop(folder)
+        self.context.tick(folder, self.number)
 
 
 def end_if_asked(context: Context) -> None:
@@ -135,11 +129,6 @@ def end_if_stuck(context: Context, watch: Watch, written: Mapping[int, WorkerRec
         rank, share = slow
         node = node_of(written, rank)
         context.say(f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks")
-
-
-def attempt_folder(directory: Path, attempt: int) -> Path:
-    """Return where the workers of an attempt leave their records, logs and places, in their stage's directory."""
-    return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
 def last_step(context: Context) -> int:

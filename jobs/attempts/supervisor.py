@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import ExitCode, Preempted
-from jobs.attempts.attempt import Attempt, Companion, alone, attempt_folder, end_if_asked, last_step
+from jobs.attempts.attempt import Attempt, Companion, alone, end_if_asked, last_step
 from jobs.attempts.growth import Growth, Sizes
 from jobs.attempts.restarts import (
     FailuresInARow,
@@ -57,6 +57,7 @@ from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import ClusterConfig, Task, WorkerFunction, WorkerGroupError
 from jobs.context import Context
 from jobs.ownership import claim_attempt
+from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.watchdog import Watch
 
 

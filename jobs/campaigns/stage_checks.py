@@ -1,11 +1,11 @@
 """Does a stage fit the cluster, and the data that is there already: its classes, image shapes, length of training."""
 
 from data.errors import ConfigError, DataError
-from jobs.attempts.worlds import allowed_worlds
 from jobs.campaigns import class_names
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, sweep
 from jobs.stages.evaluation_config import check_head
+from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from pipeline.arithmetic import steps_of
 from pipeline.config import require

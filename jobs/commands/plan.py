@@ -15,7 +15,6 @@ import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from data.order import shares as shares_of
-from jobs.attempts.worlds import allowed_worlds, in_words
 from jobs.campaigns import class_names
 from jobs.campaigns.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig
@@ -24,6 +23,7 @@ from jobs.planning.outlook import Outlook, time_lines
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.running.stage_run import changes_since_half_done
 from jobs.stages import sweep
+from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.optimization.thinning import describe, flops_of, phases

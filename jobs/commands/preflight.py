@@ -27,7 +27,6 @@ from typing import Any, cast
 import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
-from jobs.attempts.worlds import allowed_worlds
 from jobs.cluster import backends
 from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing
@@ -40,6 +39,7 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.running.session import warn_of_unused_gpus
 from jobs.running.stage_run import missing_inputs
 from jobs.stages import pack
+from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.planning.memory import memory_need

@@ -17,10 +17,10 @@ from math import ceil, inf
 from pathlib import Path
 
 from data.errors import ConfigError, DataError, PatchlineError
-from jobs.attempts.worlds import allowed_worlds, batch_fits
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import Context
 from jobs.resolved_recipe import Campaign, Stage
+from jobs.worlds import allowed_worlds, batch_fits
 from models import ModelConfig
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds

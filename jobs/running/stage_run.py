@@ -27,7 +27,6 @@ from typing import Any
 import models
 from data.errors import ConfigError, DataError, Diverged
 from jobs.attempts.restarts import StageFailed
-from jobs.attempts.worlds import allowed_worlds
 from jobs.campaigns import class_names
 from jobs.campaigns.campaign import KINDS, recipe_digest
 from jobs.campaigns.choices import config_as_known
@@ -36,6 +35,7 @@ from jobs.campaigns.stage_inputs import MISSING
 from jobs.context import Context, index_if_made, reference
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, evaluation_config, fewshot, pack, sweep, training
+from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.planning.memory import GIB, blocks_of, with_blocks

@@ -31,12 +31,12 @@ from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.attempts.supervisor import supervise
-from jobs.attempts.worlds import allowed_worlds
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import any_weights, frozen
 from jobs.stages.evaluation_config import EvaluationConfig, check_sets
 from jobs.stages.evaluation_worker import worker
+from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.evaluation import beside, document
 from pipeline.evaluation.protocols import Protocol, protocols_of

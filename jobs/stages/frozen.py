@@ -25,9 +25,9 @@ from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
-from jobs.attempts.attempt import attempt_folder
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
+from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.feature_store import FeatureStore, collect
 from pipeline.evaluation.probe import Beat

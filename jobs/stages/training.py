@@ -20,11 +20,11 @@ from data.index.left_out import without
 from data.shards.reader import check_sizes
 from jobs.attempts.attempt import alone
 from jobs.attempts.supervisor import supervise
-from jobs.attempts.worlds import allowed_worlds
 from jobs.beside.evaluations import Evaluations
 from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.planning.outlook import keep_forecast
+from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps

@@ -87,6 +87,11 @@ def newest_attempt(directory: Path) -> int:
     return newest
 
 
+def attempt_folder(directory: Path, attempt: int) -> Path:
+    """Return where the workers of an attempt leave their records, logs and places, in their stage's directory."""
+    return directory / "attempts" / f"attempt-{attempt:06d}"
+
+
 def attempt_of_stage(directory: Path, attempt: int) -> int:
     """Return how many attempts a stage had when this one began, itself counted: what people are told.
 
