@@ -42,7 +42,7 @@ from data.loader import Batch, Wait, copied, moved_ahead
 from models import layers, vit
 from models.catalog import FAMILIES
 from pipeline import config
-from pipeline.checkpoints.saver import host_memory
+from pipeline.checkpoints.snapshot import host_memory
 from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.planning.gpu_kernels import fused_attention

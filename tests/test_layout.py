@@ -1,6 +1,10 @@
-"""The map of the house: which package may import which, what each may bring along, and that nothing goes in circles."""
+"""The map of the house: which package may import which, what each may bring along, that nothing goes in circles.
+
+And that what tests and benchmarks name of ours is there: most of their lines run only with a GPU, or are slow.
+"""
 
 import ast
+import functools
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -160,7 +164,120 @@ def test_a_package_is_not_named_like_a_module_of_the_standard_library() -> None:
     assert not PACKAGES.keys() & sys.stdlib_module_names
 
 
+# ----------------------------------------------------------------------------- what tests and benchmarks name
+
+
+def test_whatever_tests_and_benchmarks_name_of_ours_is_there() -> None:
+    """Mypy reads the packages alone, and what is moved in one is not noticed by a test that seldom runs."""
+    problems = []
+    for folder in ("tests", "benchmarks"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            for line, name in missing_names(path.read_text()):
+                problems.append(f"{folder}/{path.name}:{line} names {name}")
+    assert not problems, "\n".join(problems)
+
+
+def missing_names(source: str) -> list[tuple[int, str]]:
+    """(line, name) of what the source imports from our modules, or takes as their attribute, that none of them has."""
+    tree = ast.parse(source)
+    missing = []
+    modules = {}  # "checkpoint": "pipeline.checkpoints.checkpoint"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom | ast.Import):
+            continue
+        for alias in node.names:
+            name = alias.name
+            if isinstance(node, ast.ImportFrom):
+                name = f"{node.module}.{alias.name}"
+            if not is_there(name):
+                missing.append((node.lineno, name))
+            elif alias.asname or isinstance(node, ast.ImportFrom) or "." not in name:
+                modules[alias.asname or alias.name] = name
+
+    bound_otherwise = bound_in(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        module = modules.get(node.value.id, "")
+        is_module = bool(module) and file_of(module) is not None and node.value.id not in bound_otherwise
+        if is_module and not is_there(f"{module}.{node.attr}"):
+            missing.append((node.lineno, f"{module}.{node.attr}"))
+    return missing
+
+
+def bound_in(tree: ast.AST) -> set[str]:
+    """Return the names that assignments and arguments bind anywhere: there they may be something else than a module."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+    return names
+
+
+def is_there(name: str) -> bool:
+    """Tell whether a dotted name is a module of ours or what one defines; of other libraries nothing is asked."""
+    if name.split(".")[0] not in {*PACKAGES, "tests", "benchmarks"} or file_of(name) is not None:
+        return True
+    module, _, attribute = name.rpartition(".")
+    # What every module has: __file__, __name__.
+    return attribute.startswith("__") or attribute in names_in(module)
+
+
+@functools.cache
+def file_of(module: str) -> Path | None:
+    """Return the file of a module of ours, the folder of one without `__init__.py`; None for what is none."""
+    folder = ROOT.joinpath(*module.split("."))
+    for path in (folder.with_suffix(".py"), folder / "__init__.py", folder):
+        if path.exists():
+            return path
+    return None
+
+
+@functools.cache
+def names_in(module: str) -> frozenset[str]:
+    """Return the names that a module of ours has: what it defines, binds or imports outside its functions."""
+    path = file_of(module)
+    if path is None or path.is_dir():
+        return frozenset()
+    names = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue  # what is inside is none of the module's names
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        nodes += ast.iter_child_nodes(node)
+    return frozenset(names)
+
+
 # ----------------------------------------------------------------------------- that the tests above can see
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from pipeline.checkpoints.saver import host_memory", "pipeline.checkpoints.saver.host_memory"),
+        ("from pipeline.checkpoints import saver\nsaver.host_memory(1)", "pipeline.checkpoints.saver.host_memory"),
+        ("def test():\n    from data.shards import nothing", "data.shards.nothing"),
+        ("import tests.nothing", "tests.nothing"),
+        ("import models\nmodels.nothing", "models.nothing"),
+    ],
+)
+def test_a_name_that_was_moved_is_missed(source: str, name: str) -> None:
+    assert missing_names(source) == [(len(source.splitlines()), name)]
+
+
+def test_a_name_that_is_there_is_not_missed() -> None:
+    there = "from pipeline.checkpoints import snapshot\nimport models as m\nimport torch\n"
+    assert missing_names(f"{there}snapshot.host_memory\nm.ViT\nm.__file__\ntorch.nothing") == []
+    shadowed = "from data import files\ndef test(files):\n    files.values()"
+    assert missing_names(shadowed) == []
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,22 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
 
 
+def test_of_the_host_pinned_memory_is_counted_in_powers_of_two(traced_by_hand):
+    """By hand: 16 images of 224 px, 2,408,448 bytes, and their labels, 128; the master and two moments of B/16."""
+    cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64)
+    model = models.config_of("B/16", 224, 1000)
+    share = 86_567_656 * 4 * 3 / 4
+    on_cpu = memory_need(cfg, model, 4, is_gpu=False)
+    assert on_cpu.loader == 2_408_448 + 128
+    assert on_cpu.snapshot == pytest.approx(share, rel=1e-3)
+    on_gpu = memory_need(cfg, model, 4, is_gpu=True)
+    assert on_gpu.loader == on_cpu.loader + 4 * MIB + 128
+    assert on_gpu.snapshot == 256 * MIB
+    # Half of the workers have twice the share, 495.4 MiB; a little more than half a GiB would take a whole one.
+    assert memory_need(cfg, model, 2, is_gpu=True).snapshot == 512 * MIB
+    assert [memory.pinned_bytes(size) for size in (1, 512, 513)] == [1, 512, 1024]
+
+
 def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_for_them(recipe, capsys, traced_by_hand):
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
     limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]

@@ -42,7 +42,7 @@ from jobs.stages import pack
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
-from pipeline.planning.memory import memory_need
+from pipeline.planning.memory import memory_need, snapshot_bytes
 from pipeline.planning.memory_traces import TraceFailed
 from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
 from pipeline.preflight.worker import PreflightReport, examine
@@ -187,9 +187,10 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     if cluster.gpus_per_worker:
         gpus = world * cluster.gpus_per_worker
         compute_s = models.training_flops(stage.model, cfg.batch_size) / (gpus * GPU_FLOPS)
+    is_gpu = cluster.gpus_per_worker > 0
     memory_bytes = None
     with suppress(TraceFailed):
-        memory_bytes = memory_need(cfg, stage.model, world, is_gpu=cluster.gpus_per_worker > 0).device_bytes
+        memory_bytes = memory_need(cfg, stage.model, world, is_gpu=is_gpu).device_bytes
     checkpoint = checkpoint_bytes(cfg, stage.model)
     disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
     return StageNeed(
@@ -198,7 +199,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,
-        snapshot_bytes=checkpoint // world,
+        snapshot_bytes=snapshot_bytes(cfg, stage.model, world, is_gpu=is_gpu),
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import models
 from data.errors import ConfigError
-from data.files import memory_text
+from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import checkpoint_bytes
@@ -67,19 +67,38 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     (trace,) = traces_of([step])
     moment = trace.fullest(cfg.micro_batch)
     rows, columns = model.image_size
-    batch = cfg.micro_batch * (MOST_BYTES_OF_RGB * rows * columns + LABELS * cfg.data.max_labels)
-    batches = max(1, cfg.data.processes * AHEAD)
+    images = cfg.micro_batch * MOST_BYTES_OF_RGB * rows * columns
+    labels = cfg.micro_batch * LABELS * cfg.data.max_labels
+    loader = max(1, cfg.data.processes * AHEAD) * (images + labels)
     # On a GPU the micro-batch that is trained on lies in the host's memory too.
     if is_gpu:
-        batches += 1
+        loader += pinned_bytes(images) + pinned_bytes(labels)
     return MemoryNeed(
         phase=moment.phase,
         parts=dict(zip(Kind, moment.parts(cfg.micro_batch), strict=True)),
         start=trace.start,
-        loader=batches * batch,
-        snapshot=checkpoint_bytes(cfg, model) // world,
+        loader=loader,
+        snapshot=snapshot_bytes(cfg, model, world, is_gpu=is_gpu),
         recomputed=recomputed,
     )
+
+
+def snapshot_bytes(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> int:
+    """Return the host memory of the copy of its state that each of `world` workers makes for a save."""
+    # As `pipeline.checkpoints.snapshot.host_memory` asks for it.
+    size = checkpoint_bytes(cfg, model) // world + DISK_BLOCK
+    if is_gpu:
+        return pinned_bytes(size)
+    return size
+
+
+def pinned_bytes(size: int) -> int:
+    """Return what so many bytes of pinned memory take of the host: the next power of two.
+
+    Torch rounds them up, so that it finds what was freed by its size (`CachingHostAllocatorImpl::allocate` in
+    aten/src/ATen/core/CachingHostAllocator.h).
+    """
+    return 1 << (size - 1).bit_length()
 
 
 def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
