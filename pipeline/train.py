@@ -159,6 +159,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
             # would be left out with them.
             if saver.in_flight:
                 finish_save(worker, progress)
+            end_saving(worker, progress)
             health.go_back_or_end(progress.step)
         health.check_bad(progress.bad_samples, health.samples_seen(progress.step), job.train)
 
@@ -194,6 +195,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         if stopping and not is_last:
             if saver.in_flight:
                 finish_save(worker, progress)
+            end_saving(worker, progress)
             is_committed = saver.last_committed == progress.step
             how = "after committing it" if is_committed else "which could not be committed"
             raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
@@ -204,6 +206,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     while saver.last_committed != progress.step:
         begin_save(worker, progress)
         finish_save(worker, progress)
+    end_saving(worker, progress)
     if cfg.polyak:
         with engine.averaged():
             evaluate_at_the_end(worker, progress, f"  of the weights averaged by {cfg.polyak}")
@@ -252,6 +255,16 @@ def finish_save(worker: Worker, progress: Progress) -> None:
     worker.saver.finish()
 
 
+def end_saving(worker: Worker, progress: Progress) -> None:
+    """Collective: wait until rank 0 has deleted what the commits have made superfluous.
+
+    Where one worker ends, the others are killed a moment later: no old checkpoint is left half deleted by that.
+    """
+    with worker.phases.led("save", progress.step, worker.rank == 0):
+        worker.saver.wait_for_deleting()
+    dist.barrier()
+
+
 def commit_now(worker: Worker, progress: Progress, rate: float) -> None:
     """Collective: commit the last step, where that has not been done. Raises CheckpointError."""
     if worker.saver.in_flight:
@@ -287,7 +300,6 @@ def end(worker: Worker, progress: Progress) -> StageResult:
         if worker.rank == 0:
             outcome = [hand_on(worker, progress)]
     dist.broadcast_object_list(outcome, src=0)
-    worker.saver.wait_for_deleting()
     worker.telemetry.close()
     worker.phases.close()
     worker.engine.close()

@@ -107,6 +107,25 @@ def write_durably_by(function: Callable[[Path, Any], None]) -> None:
     saving.write_durably = commit.write_durably = function  # type: ignore[attr-defined]
 
 
+def slow_to_delete(more: str = "") -> None:
+    """An old checkpoint takes rank 0 longer to delete than the others wait for it; "deletions" has what was done."""
+    delete = shutil.rmtree
+
+    def rmtree(path: Path, **options: bool) -> None:
+        if threading.current_thread().name != "old checkpoints":
+            return delete(path, **options)
+        with open("deletions", "a", buffering=1) as file:
+            file.write("begun ")
+            file.flush()
+            time.sleep(1.5)
+            delete(path, **options)
+            file.write("done ")
+
+    checkpoint.shutil.rmtree = rmtree  # type: ignore[assignment]
+    if more:
+        globals()[more]()
+
+
 def full_disk() -> None:
     """No checkpoint file can be written."""
 
@@ -573,8 +592,12 @@ class WorkerGroup:
             get_rank=lambda: self.rank,
             get_world_size=lambda: world,
             all_gather_object=self.gather,
-            broadcast_object_list=lambda values, src: None,
+            broadcast_object_list=self.tell,
         )
+        self.told: list[list[str]] = []  # what lay in the folder when the other workers heard of a decision
+
+    def tell(self, values: list[Any], src: int) -> None:
+        self.told.append(sorted(path.name for path in self.folder.iterdir()))
 
     def gather(self, results: list[WrittenFile], mine: WrittenFile) -> None:
         results[:] = [saver.result for saver in self.savers]

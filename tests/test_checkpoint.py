@@ -32,10 +32,12 @@ from data import files
 from data.errors import CheckpointError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.ownership import claim_attempt
+from pipeline import train
 from pipeline.checkpoints import checkpoint, commit, fragment_file, room, saver, sight
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
+from pipeline.monitoring import watchdog
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
 from tests import drives, hosts
@@ -653,42 +655,79 @@ def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
     disk.may_delete.set()
 
 
-def test_the_loop_goes_on_while_an_old_checkpoint_is_deleted_and_no_save_begins_before_it_is_gone(
-    slow_disk, tmp_path, monkeypatch
-) -> None:
+OLD = ".tmp-old-step-0000000010"
+
+
+@pytest.fixture
+def deleting(slow_disk, tmp_path) -> drives.WorkerGroup:
+    """A run of keep=2 that has committed step 30, and whose rank 0 deletes step 10 as long as the disk is slow."""
     group = drives.WorkerGroup(tmp_path / "run", keep=2)
-    first = group.savers[0]
     for step in (10, 20):
         group.save(step)
-    looked_at: list[list[str]] = []  # what is there whenever room is looked for
-    shortage = saver.shortage
-
-    def look(temporary: Path, needed_bytes: int) -> str:
-        looked_at.append(sorted(path.name for path in group.folder.iterdir()))
-        return shortage(temporary, needed_bytes)
-
-    monkeypatch.setattr(saver, "shortage", look)
     group.begin(30)
     assert group.finish_only() is not None  # ends, though nothing is deleted
     assert slow_disk.was_asked.wait(10)
-    assert [step_of(path) for path in committed(group.folder)] == [30, 20], "no start takes what is half deleted"
-    old = ".tmp-old-step-0000000010"
-    assert (group.folder / old).is_dir()
-    # A worker that ends now, as one that is asked to stop, waits for it.
-    assert first.deleting is not None and not first.deleting.daemon
+    return group
 
-    # The next save of rank 0 waits, in its thread, for the room that the old one takes.
-    looked_at.clear()
-    first.begin(drives.FakeEngine(0, 2, 40), drives.manifest(40, 1, 2))  # type: ignore[arg-type]
+
+def begin_alone(group: drives.WorkerGroup, step: int) -> saver.Saver:
+    """Rank 0's saver, which has begun to save the step, and is not waited for."""
+    first = group.savers[0]
+    first.begin(drives.FakeEngine(0, 2, step), drives.manifest(step, 1, 2))  # type: ignore[arg-type]
+    return first
+
+
+def heard(group: drives.WorkerGroup) -> list[str]:
+    """What rank 0 says from now on."""
+    lines: list[str] = []
+
+    class Speaking(drives.Quiet):
+        def say(self, text: str) -> None:
+            lines.append(text)
+
+    group.savers[0].telemetry = Speaking()  # type: ignore[assignment]
+    return lines
+
+
+def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(deleting, slow_disk) -> None:
+    assert [step_of(path) for path in committed(deleting.folder)] == [30, 20], "no start takes what is half deleted"
+    assert (deleting.folder / OLD).is_dir()
+    deleting.begin(40)  # fits, so it is written beside
+    assert deleting.finish_only() is not None and (deleting.folder / OLD).is_dir()
+    slow_disk.may_delete.set()
+    deleting.savers[0].wait_for_deleting()
+    assert [step_of(path) for path in committed(deleting.folder)] == [40, 30], "one deletion after the other"
+    assert len(list(deleting.folder.iterdir())) == 2
+
+
+def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(deleting, slow_disk, monkeypatch) -> None:
+    def shortage(temporary: Path, needed_bytes: int) -> str:
+        return "full" if (deleting.folder / OLD).exists() else ""
+
+    monkeypatch.setattr(saver, "shortage", shortage)
+    first = begin_alone(deleting, 40)
     time.sleep(0.2)
-    assert not first.written and not looked_at
+    assert not first.written
     slow_disk.may_delete.set()
     assert first.thread is not None
     first.thread.join()
-    assert len(looked_at) == 1 and old not in looked_at[0]
+    assert first.result.error == ""
 
 
-def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_the_loop_waits_until_it_is_gone(
+def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, monkeypatch) -> None:
+    monkeypatch.setattr(saver, "DELETING_S", 0.1)
+    said = heard(deleting)
+    deleting.begin(40)
+    assert deleting.finish_only() is not None and not said
+    monkeypatch.setattr(saver, "shortage", lambda temporary, needed_bytes: "full")
+    first = begin_alone(deleting, 50)
+    assert first.thread is not None
+    first.thread.join(5)
+    assert first.result.error.endswith("full") and "still being deleted" in said[0], said
+    assert first.deleting is not None and first.deleting.daemon, "a worker can end"
+
+
+def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_of_the_commit_before_it_is_gone(
     slow_disk, tmp_path, monkeypatch
 ) -> None:
     """Other workers than rank 0 do not look for room: they would find the disk full."""
@@ -699,7 +738,72 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_the_loop_wait
     monkeypatch.setattr(room, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
-    assert sorted(path.name for path in group.folder.iterdir()) == ["step-0000000020", "step-0000000030"]
+    assert group.told[-1] == ["step-0000000020", "step-0000000030"]
+
+
+def test_where_the_next_save_fits_the_others_hear_of_the_commit_at_once(deleting) -> None:
+    assert {OLD, "step-0000000010"} & set(deleting.told[-1])
+
+
+def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -> None:
+    said = heard(group)
+    first = group.savers[0]
+    first.keep = 2
+
+    def no_number() -> set[int]:
+        return {int("10 copy")}  # of a file that somebody has copied
+
+    first.needed = no_number
+    assert group.save(30) is not None
+    assert len(said) == 1 and said[0].startswith("old checkpoints stay: ValueError: invalid literal"), said
+    # What a disk deletes in part only.
+    first.needed = tuple
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **options: None)
+    assert group.save(40) is not None
+    assert len(said) == 2 and OLD in said[1] and "could not be deleted whole" in said[1], said
+
+
+def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
+    refused = [group.folder]
+    sync = commit.sync
+
+    def refuse(path: Path) -> None:
+        if path in refused:
+            refused.remove(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync(path)
+
+    monkeypatch.setattr(commit, "sync", refuse)
+    assert group.save(30) is None and "Input/output error" in group.savers[0].failure
+    assert sorted(path.name for path in group.folder.iterdir()) == ["step-0000000010", "step-0000000020"]
+    assert group.save(30) is not None
+    assert committed(group.folder)[0].name == "step-0000000030"
+
+
+def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypatch) -> None:
+    model = models.config_of("mu/8", 16, 10)
+    cfg = TrainConfig(steps=1000, save_every=10)
+    needed, _ = room.bytes_to_come(cfg, model, tmp_path)
+    (tmp_path / OLD).mkdir()
+    (tmp_path / OLD / "rank-00000.safetensors").write_bytes(bytes(40_000))
+    monkeypatch.setattr(room, "free_bytes", lambda folder: needed - 40_000)
+    room.check_room(cfg, model, tmp_path)
+    monkeypatch.setattr(room, "free_bytes", lambda folder: needed - 40_001)
+    with pytest.raises(CheckpointError, match=r"less 40.0 kB of .tmp-\* there, which the start deletes"):
+        room.check_room(cfg, model, tmp_path)
+    assert choose(tmp_path, 1, print) is None and not list(tmp_path.iterdir()), "it does"
+
+
+def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tmp_path, monkeypatch) -> None:
+    events: list[str] = []
+    phases = watchdog.Phases.__new__(watchdog.Phases)
+    monkeypatch.setattr(phases, "enter", lambda phase, step: events.append(phase))
+    monkeypatch.setattr(train.dist, "barrier", lambda: events.append("barrier"))
+    waiting = SimpleNamespace(wait_for_deleting=lambda: events.append("deleting"))
+    for rank in (0, 1):
+        worker = SimpleNamespace(rank=rank, phases=phases, saver=waiting)
+        train.end_saving(worker, SimpleNamespace(step=7))  # type: ignore[arg-type]
+    assert events == ["save", "deleting", "wait", "barrier", "save", "wait", "deleting", "barrier"]
 
 
 def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) -> None:

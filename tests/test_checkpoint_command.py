@@ -33,9 +33,14 @@ def run(made, tmp_path) -> Path:
 def test_list_shows_every_folder_newest_first(run, capsys) -> None:
     (stage(run) / "checkpoints" / "bad-0000000003-000001").mkdir()
     (stage(run) / "checkpoints" / ".tmp-0000000016-000001").mkdir()
+    (stage(run) / "checkpoints" / ".tmp-old-step-0000000002").mkdir()
     assert main(["checkpoints", "list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = ("step-0000000012", "step-0000000008", "step-0000000004", "bad-0000000003-000001", ".tmp-0000000016-000001")
+    assert lines.pop().split(maxsplit=1) == [
+        ".tmp-old-step-0000000002",
+        "an old checkpoint on its way out; the next start sweeps what is left of it",
+    ]
     assert lines[0] == f"{stage(run).name}:" and [line.split()[0] for line in lines[1:]] == list(names)
     assert "0.1 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
 

@@ -471,6 +471,21 @@ def test_a_stop_whose_save_fails_does_not_say_that_it_committed(run) -> None:
     assert process.exitcode == 75 and "which could not be committed" in said(run), said(run)
 
 
+@pytest.mark.parametrize("ends", ["a stop", pytest.param("going back", marks=pytest.mark.slow)])
+def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> None:
+    options = ["pretrain.log_every=1", "pretrain.keep=2", "pretrain.save_every=2"]
+    if ends == "a stop":
+        process = start(run, *options, patch="slow_to_delete")
+        at_step(run, process, 5, lambda: os.kill(process.pid, signal.SIGTERM))
+        process.join()
+        assert process.exitcode == 75, said(run)
+    else:
+        assert finish(run, *options, "pretrain.max_skipped=3", patch="slow_to_delete poisoned_for_ever") == 70
+    assert not list((stage(run) / "checkpoints").glob(".tmp-*"))
+    deletions = (run.parent / "deletions").read_text().split()
+    assert deletions == ["begun", "done"] * (len(deletions) // 2)
+
+
 def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> None:
     assert finish(run, patch="full_log") == 0, said(run)
     text = (stage(run) / "log.txt").read_text()

@@ -91,7 +91,10 @@ def list_all(path: Path) -> Iterator[str]:
         for folder in sorted((stage / "checkpoints").glob("bad-*")):
             yield f"  {folder.name}  refused by a start, kept for you to look at; delete it when you have"
         for folder in sorted((stage / "checkpoints").glob(".tmp-*")):
-            yield f"  {folder.name}  a save in flight, or one that died; the next start sweeps it"
+            if folder.name.startswith(".tmp-old-"):
+                yield f"  {folder.name}  an old checkpoint on its way out; the next start sweeps what is left of it"
+            else:
+                yield f"  {folder.name}  a save in flight, or one that died; the next start sweeps it"
 
 
 def list_line(folder: Path, evaluation: Record) -> str:

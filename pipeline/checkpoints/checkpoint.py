@@ -6,6 +6,7 @@ On disk, under `<stage>/checkpoints/`:
         rank-00000.safetensors   that worker's fragments, keys "name|kind|start"
         MANIFEST.json            schema, step, ledger, attempt, world, zero, files with bytes and sha256, …
     .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
+    .tmp-old-step-0000001100/  an old checkpoint on its way out; swept too, where its deletion was cut short
     bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
 
 `pipeline/checkpoints/saver.py` writes them. Loading, in order:
@@ -280,9 +281,11 @@ def prune(folder: Path, keep: int, keep_every: int, needed: Collection[int] = ()
     """Delete old checkpoints: the newest `keep` (2 at least) stay, every multiple of `keep_every`, and steps `needed`.
 
     A folder is renamed, durably, before it is deleted: no crash leaves half a checkpoint under a valid name.
-    Raises OSError where the renaming fails; nothing is half deleted then.
+    Raises OSError where the renaming fails, and nothing is half deleted then; or in the end, where a renamed folder
+    could not be deleted whole.
     """
     removed = []
+    left: list[str] = []
     # Two at least: the newest may turn out to be damaged when it is read.
     for checkpoint in committed(folder)[max(keep, 2) :]:
         is_milestone = keep_every > 0 and step_of(checkpoint) % keep_every == 0
@@ -293,5 +296,9 @@ def prune(folder: Path, keep: int, keep_every: int, needed: Collection[int] = ()
         sync(folder)
         # What is left of it when this fails is swept by the next attempt, as any temporary folder.
         shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.exists():
+            left.append(str(doomed))
         removed.append(checkpoint)
+    if left:
+        raise OSError(f"{', '.join(left)}: could not be deleted whole, the next start tries again")
     return removed

@@ -41,7 +41,8 @@ def commit(
 ) -> Decision:
     """Make a whole checkpoint visible under its final name, if every file was written and the run is still ours.
 
-    Runs on rank 0 alone. Where something fails before the renaming, the temporary folder is deleted.
+    Runs on rank 0 alone. Where something fails, the temporary folder is deleted, also where it had its final name
+    already: what is said to have failed is not there.
     """
     try:
         # A driver that was frozen may wake up after another has taken the run over: it must not write any more.
@@ -77,7 +78,11 @@ def commit(
             final = final.with_name(f"{final.name}-{manifest.attempt:06d}")
         os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
         # A rename is durable only once the folder that holds the name is flushed.
-        sync(folder)
+        try:
+            sync(folder)
+        except OSError:
+            os.rename(final, temporary)
+            raise
     except OSError as error:
         # Said before the room is free again that the save has taken.
         failure = refusal(error)

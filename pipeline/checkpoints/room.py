@@ -5,6 +5,7 @@ Out: CheckpointError: 276.4 kB needed under /runs/x/pretrain-…/checkpoints (4 
 """
 
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import models
@@ -43,7 +44,8 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scra
     """Return the bytes that a stage will still need for checkpoints and weights, and of what they are, in words.
 
     At its fullest the disk holds one checkpoint more than `keep`: the oldest goes only when the newest is whole. Where
-    they are kept in an object store (`is_scratch`), it holds one to start from, and one on its way there.
+    they are kept in an object store (`is_scratch`), it holds one to start from, and one on its way there. What the next
+    start sweeps away before its first save is room already.
     """
     kept = max(cfg.keep, 2)  # as `checkpoint.prune` keeps them
     if is_scratch:
@@ -57,7 +59,22 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scra
     one_checkpoint = checkpoint_bytes(cfg, model)
     weights = models.parameters_of(model) * BYTES_FP32
     parts = f"{to_come} checkpoints of {size_text(one_checkpoint)}, weights of {size_text(weights)}"
-    return to_come * one_checkpoint + weights, parts
+    swept = swept_bytes(folder)
+    if swept:
+        parts += f", less {size_text(swept)} of .tmp-* there, which the start deletes"
+    return max(to_come * one_checkpoint + weights - swept, 0), parts
+
+
+def swept_bytes(folder: Path) -> int:
+    """Return the bytes of what died amid a save or a deletion, as `checkpoint.choose` deletes it."""
+    swept = 0
+    for leftover in folder.glob(".tmp-*"):
+        for path in [leftover, *leftover.rglob("*")]:
+            # Whoever plans beside a run that goes on may see it disappear.
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    swept += path.stat().st_size
+    return swept
 
 
 def shortage(temporary: Path, needed_bytes: int) -> str:

@@ -9,7 +9,8 @@ A save, in order:
 3. the loop's per-step status tells every worker that all threads have ended (`Saver.written`);
 4. `Saver.finish`: sizes and digests are gathered, and rank 0 alone commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent;
-5. rank 0 reports the checkpoint, and a thread of its own deletes old ones while training goes on.
+5. rank 0 reports the checkpoint, and a thread of its own deletes old ones while training goes on. Where the disk has
+   no room for one more beside them, the others hear of the commit only when they are gone.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (checkpoint.py reads them)
@@ -40,6 +41,8 @@ from pipeline.checkpoints.snapshot import copied
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
+
+DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run
 
 
 class Saver:
@@ -118,8 +121,10 @@ class Saver:
         try:
             if dist.get_rank() == 0:
                 self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
-            self.wait_for_deleting()  # what is on its way out is no room yet
             missing = self.missing_room()
+            if missing:
+                self.wait_for_deleting()  # what is on its way out is no room yet
+                missing = self.missing_room()
             if missing:
                 self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
             else:
@@ -171,11 +176,13 @@ class Saver:
                 decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
             else:
                 decision = [commit_in_store(self.remote, self.manifest, results)]
-        dist.broadcast_object_list(decision, src=0)
-
         now = time.monotonic()
         took_s = now - self.began
         stalled_s = self.snapshot_s + now - finish_began
+        if dist.get_rank() == 0 and decision[0].manifest is not None:
+            self.report(decision[0].manifest, stalled_s, took_s)
+            self.begin_to_delete(bytes_of(decision[0].manifest))
+        dist.broadcast_object_list(decision, src=0)
         # Every worker heard the same decision, so what is raised below is raised on all of them.
         self.failure = decision[0].failure
         if decision[0].has_newer_owner:
@@ -186,9 +193,6 @@ class Saver:
             self.failures_in_a_row = 0
             self.last_committed = decision[0].manifest.step
             self.expected_bytes = bytes_of(decision[0].manifest)
-            if dist.get_rank() == 0:
-                self.report(decision[0].manifest, stalled_s, took_s)
-                self.begin_to_delete()
         self.stalled_s += time.monotonic() - finish_began
         return decision[0].manifest
 
@@ -226,38 +230,52 @@ class Saver:
                 f"  make room under {self.folder}, or lower keep, then run the same command again"
             )
 
-    def begin_to_delete(self) -> None:
-        """Have a thread delete old checkpoints, which may take a third of the time that it took to write them."""
-        # No daemon: a worker that is asked to stop leaves no checkpoint half deleted, which only the next start sweeps.
-        self.deleting = threading.Thread(target=self.delete_old, name="old checkpoints")
+    def begin_to_delete(self, next_bytes: int) -> None:
+        """Have a thread delete old checkpoints, and wait for it where a save of `next_bytes` needs their room.
+
+        Deleting may take a third of the time that it took to write them.
+        """
+        # A daemon: a storage that hangs in a deletion must not keep a worker from ending.
+        arguments = (self.deleting,)
+        self.deleting = threading.Thread(target=self.delete_old, args=arguments, name="old checkpoints", daemon=True)
         self.deleting.start()
-        # All workers may begin the next save at once: where it does not fit beside what goes, they wait for rank 0.
-        if not self.has_room_for_next():
+        # The others begin the next save as soon as they hear of this one, and do not look for room: so they hear later.
+        if not self.has_room_for(next_bytes):
             self.wait_for_deleting()
 
-    def has_room_for_next(self) -> bool:
+    def has_room_for(self, next_bytes: int) -> bool:
         """Return whether one more save fits on the disk as it is now."""
         if self.remote is not None:
             return True
         try:
-            return not shortage(self.temporary, self.expected_bytes)
+            return not shortage(self.temporary, next_bytes)
         except OSError:  # the disk does not tell
             return False
 
     def wait_for_deleting(self) -> None:
-        """Wait until the old checkpoints are gone that a commit has made superfluous."""
-        if self.deleting is not None:
-            self.deleting.join()
+        """Wait until the old checkpoints are gone that a commit has made superfluous, or say that they are not yet."""
+        if self.deleting is None:
+            return
+        self.deleting.join(DELETING_S)
+        if self.deleting.is_alive():
+            self.telemetry.say(
+                f"old checkpoints are still being deleted under {self.folder} after {DELETING_S:.0f} s; "
+                "the run goes on, and does not have their room yet"
+            )
 
-    def delete_old(self) -> None:
-        """Delete old checkpoints; one that cannot be deleted costs room, not the run."""
+    def delete_old(self, before: threading.Thread | None) -> None:
+        """Delete old checkpoints, after the deletion before; one that cannot be deleted costs room, not the run."""
         try:
+            if before is not None:
+                before.join()
             if self.remote is None:
                 prune(self.folder, self.keep, self.keep_every, self.needed())
             else:
                 self.remote.prune(self.keep, self.keep_every)
         except (OSError, StorageError) as error:
             self.telemetry.say(f"old checkpoints stay: {error}")
+        except Exception as error:  # of a thread nobody else would hear it
+            self.telemetry.say(f"old checkpoints stay: {type(error).__name__}: {error}")
 
     def newest(self) -> Path:
         """Return the folder of the newest checkpoint, or of a copy of it; rank 0 alone."""
