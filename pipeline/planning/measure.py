@@ -116,10 +116,11 @@ def hardware(device: torch.device) -> tuple[str, int, str]:
 def probe(clock: Callable[[], float], device: torch.device) -> list[float]:
     """Time one product a few times; how far its times lie apart tells how quiet the machine is."""
     side = torch.randn(PROBE, PROBE, device=device)
+    product = torch.empty_like(side)  # made once: new pages for each product would be malloc's time
     times = []
     for _ in range(PROBE_WARM_UP + PROBE_ROUNDS):
         began = clock()
-        side @ side
+        torch.mm(side, side, out=product)
         times.append(clock() - began)
     return times[PROBE_WARM_UP:]
 
