@@ -7,8 +7,9 @@
 2. A training step of ours, timm and transformers, compiled and not, in turn, against the ceiling of a run: the speed of
    a matrix product of the model's own shape (benchmarks/train_step.py).
 3. A training step of our engine and of stock DeepSpeed at ZeRO 1, 2 and 3 on all GPUs, in turn; its memory; and what
-   `plan` forecast for either beside what was measured. For time it needs a calibration: where there is none yet,
-   `python -m jobs calibrate` is run first, but not in a rehearsal, which has no forecasts of time without.
+   `plan` forecast for ours beside what was measured. For time it needs a calibration: where there is none yet that
+   can be read, this machine is calibrated first, for the ZeRO stages that are timed among others; but not in a
+   rehearsal, which has no forecasts of time without.
 
 Every part runs in a process of its own: one that runs out of memory costs its rows, and they say so. Exit code 1 where
 a test or a part failed. A rehearsal shows that the command runs; its numbers say nothing about a GPU.
@@ -38,8 +39,11 @@ import torch.nn.functional as F
 
 import models
 from benchmarks import train_step
-from data.errors import PatchlineError
+from data.errors import ConfigError, PatchlineError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.worker_group import WorkerGroupError
+from jobs.planning.calibrate import KINDS, calibrate, engine
+from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
@@ -138,7 +142,7 @@ def zero_part(plan: Plan, model: str, zero: int) -> list[dict[str, Any]]:
         }
         if kind == "ours":
             cfg = config_of(plan, model, zero)
-            row["forecast_s"], row["no_forecast"] = forecast_step_s(cfg, models.config_of(model), plan.world)
+            row["forecast_s"], row["no_forecast"] = forecast_step_s(plan, cfg, models.config_of(model))
             need = memory_need(cfg, models.config_of(model), plan.world, is_gpu=torch.cuda.is_available())
             row["forecast_gib"] = need.device_bytes / 2**30
         rows.append(row)
@@ -159,21 +163,32 @@ def config_of(plan: Plan, model: str, zero: int) -> TrainConfig:
     )
 
 
-def forecast_step_s(cfg: TrainConfig, model: models.ModelConfig, world: int) -> tuple[float | None, str]:
+def forecast_step_s(plan: Plan, cfg: TrainConfig, model: models.ModelConfig) -> tuple[float | None, str]:
     """Return the seconds that `plan` forecasts for a step; or None, and why no calibration tells them."""
+    path = calibration_file()
     try:
-        calibration = read_calibration(calibration_file())
-        return forecast_step(cfg, model, world, passes_of(cfg, model, calibration), calibration).training_s, ""
+        calibration = read_calibration(path)
+        # As `plan` does: no step is held against what another machine, or another kind of worker, would need for it.
+        other = of_another_machine(calibration, path) or of_other_workers(calibration, cluster_of(plan))
+        if other:
+            return None, other.removeprefix("not forecast: ")
+        return forecast_step(cfg, model, plan.world, passes_of(cfg, model, calibration), calibration).training_s, ""
+    except ConfigError as error:
+        return None, f"{error}; type {CALIBRATE}, of a recipe that has it"
     except (OSError, PatchlineError) as error:
         return None, str(error)
 
 
 def run_group(plan: Plan, task: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        cluster = ClusterConfig(
-            workers=plan.world, backend="processes", gpus_per_worker=int(plan.device == "cuda"), start_timeout_s=900
-        )
+        cluster = cluster_of(plan)
         return run_worker_group(time_engines, task, cluster=cluster, name="benchmark", directory=Path(folder))
+
+
+def cluster_of(plan: Plan) -> ClusterConfig:
+    return ClusterConfig(
+        workers=plan.world, backend="processes", gpus_per_worker=int(plan.device == "cuda"), start_timeout_s=900
+    )
 
 
 def time_engines(task: dict[str, Any]) -> dict[str, Any]:
@@ -294,12 +309,22 @@ def in_a_process(plan: Plan, part: str) -> Outcome:
 
 
 def calibrate_once(plan: Plan) -> None:
-    """Have this machine measured for `plan` to forecast by, where that has not been done; needs no rehearsal."""
-    if plan.device == "cpu" or calibration_file().exists():
+    """Have this machine measured for `plan` to forecast by, where no calibration can be read; needs no rehearsal."""
+    if plan.device == "cpu":
         return
-    print("python -m jobs calibrate: there is none yet …", flush=True)
-    # Where it fails it has said why, and every row says that it has no forecast.
-    subprocess.run([sys.executable, "-m", "jobs", "calibrate"], cwd=ROOT)
+    try:
+        read_calibration(calibration_file())
+        return
+    except (OSError, PatchlineError) as error:
+        print(error, flush=True)
+    print(f"calibrating this machine: {calibration_file()} …", flush=True)
+    # The command without a recipe leaves out what a minute has no room for: ZeRO 3 first, which is timed below.
+    engines = [engine(zero, precision, "adam", False) for zero, precision in KINDS]
+    try:
+        calibrate([], calibration_file(), print, {1: engines, plan.world: engines})
+    except (OSError, PatchlineError, WorkerGroupError) as error:
+        # Every row will say that it has no forecast.
+        print(f"not calibrated: {error}", file=sys.stderr)
 
 
 def run_tests(plan: Plan) -> list[dict[str, Any]]:
@@ -425,7 +450,18 @@ def heading_of(plan: Plan, date: str) -> list[str]:
         f"- command: `make gpu DEVICE={plan.device}`; commit: {commit or 'unknown'}",
         f"- hardware: {hardware}",
         f"- {text}",
+        f"- forecasts of time by: {calibration_text()}",
     ]
+
+
+def calibration_text() -> str:
+    """Return which calibration tells the times, and when it was made."""
+    path = calibration_file()
+    try:
+        calibration = read_calibration(path)
+    except (OSError, PatchlineError):
+        return "no calibration"
+    return f"{path} of {calibration.date}, made at load {calibration.load:.1f}"
 
 
 def cudnn_version() -> str | None:

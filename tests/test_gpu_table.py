@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from jobs.cluster.backends import ClusterConfig
+from pipeline.planning.calibration import Hardware, write_calibration
+from tests.test_forecast import made
 
 REPORT = """<testsuites><testsuite>
 <testcase name="test_attention_is_flash[cuda]" time="0.25" />
@@ -76,18 +79,48 @@ def test_without_a_calibration_there_is_no_forecast_of_time_and_the_page_says_wh
     plan = gpu.PLANS["cpu"]
     cfg = gpu.config_of(plan, "mu/16", 2)
     assert (cfg.batch_size, cfg.micro_batch, cfg.precision, cfg.zero) == (4, 2, "bf16", 2)
-    forecast_s, reason = gpu.forecast_step_s(cfg, gpu.models.config_of("mu/16"), plan.world)
+    forecast_s, reason = gpu.forecast_step_s(plan, cfg, gpu.models.config_of("mu/16"))
     assert forecast_s is None and "type python -m jobs calibrate" in reason
+    assert gpu.calibration_text() == "no calibration"
 
 
-def test_a_machine_with_gpus_is_calibrated_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "calibration_file", lambda: tmp_path / "calibration.json")
-    commands = []
-    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: commands.append(command[1:]))
+def test_a_calibration_of_another_machine_or_of_other_workers_forecasts_no_step(monkeypatch, tmp_path):
+    path = tmp_path / "calibration.json"
+    write_calibration(path, made(driver=Hardware("another", 3, "cpu")))
+    monkeypatch.setattr(gpu, "calibration_file", lambda: path)
+    plan = gpu.PLANS["cpu"]
+    model = gpu.models.config_of("mu/16")
+    assert gpu.calibration_text().startswith(f"{path} of 2026-11-22 15:00")
+
+    forecast_s, reason = gpu.forecast_step_s(plan, gpu.config_of(plan, "mu/16", 2), model)
+    assert forecast_s is None and reason.startswith(f"{path} was made on another with 3 cores, this is")
+    monkeypatch.setattr(gpu, "of_another_machine", lambda *_: "")
+    monkeypatch.setattr(gpu, "cluster_of", lambda _: ClusterConfig(workers=2, backend="processes", gpus_per_worker=1))
+    forecast_s, reason = gpu.forecast_step_s(plan, gpu.config_of(plan, "mu/16", 2), model)
+    assert forecast_s is None and reason.startswith("calibrated for workers that compute on")
+
+
+def test_a_machine_with_gpus_is_calibrated_once_with_every_stage_that_is_timed(monkeypatch, tmp_path):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setattr(gpu, "calibration_file", lambda: path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    asked = []
+
+    def calibrate(campaigns, output, say, engines):
+        assert campaigns == [] and output == path
+        asked.append(engines)
+        write_calibration(output, made())
+
+    monkeypatch.setattr(gpu, "calibrate", calibrate)
     gpu.calibrate_once(gpu.PLANS["cpu"])
-    assert not commands, "a rehearsal takes no minutes for it"
+    assert not asked, "a rehearsal takes no minutes for it"
     gpu.calibrate_once(gpu.PLANS["cuda"])
-    assert commands == [["-m", "jobs", "calibrate"]]
-    (tmp_path / "calibration.json").touch()
+    assert asked[0].keys() == {1, 4}
+    for engines in asked[0].values():
+        timed = {kind["zero"] for kind in engines if kind["precision"] == "bf16" and kind["optimizer"] == "adam"}
+        assert timed == set(gpu.STAGES)
     gpu.calibrate_once(gpu.PLANS["cuda"])
-    assert len(commands) == 1
+    assert len(asked) == 1
+    path.write_text("{}")  # of an older version, say
+    gpu.calibrate_once(gpu.PLANS["cuda"])
+    assert len(asked) == 2
