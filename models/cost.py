@@ -103,8 +103,8 @@ def without_compiler() -> Iterator[None]:
         del torch._dynamo
 
 
-def _same(function: Callable[..., object], recursive: bool, wrapping: bool) -> Callable[..., object]:
-    """Take the place of what hides a function from the compiler."""
+def _same(function: Callable[..., object], *_: object, **__: object) -> Callable[..., object]:
+    """Take the place of what hides a function from the compiler, however a later torch asks for it."""
     return function
 
 

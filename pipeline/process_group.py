@@ -1,6 +1,6 @@
 """The process group in which the workers of an attempt train together: joined once, with a time-out that holds.
 
-In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 in the environment; under Ray Train a group that is there
+In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 in the environment, under every backend
 Out: torch's and DeepSpeed's default group, and this worker's device
 """
 
@@ -43,7 +43,7 @@ def join_group(timeout_s: float) -> torch.device:
         keep_freed_memory()
     # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
     timeout = timedelta(seconds=timeout_s)
-    # Under Ray Train the group is there already; plain processes make it here.
+    # A caller may have formed it, as tests do. No backend of jobs/cluster does: an error of a worker's has a rank.
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
     give_later_groups_the_timeout(timeout)

@@ -4,6 +4,9 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -12,6 +15,8 @@ from setuptools import find_packages
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
 from jobs.campaigns import campaign
+from jobs.running import session
+from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,26 +72,95 @@ import torch
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
+sys.stdout.flush()
+is_whole = sys.argv[1] == "whole"
+if is_whole and os.fork() == 0:  # what is imported once stays: the others must not see it
+    model = models.build("mu/8", 16, 10)
+    model.recomputed_blocks = 1
+    model(torch.ones(1, 3, 16, 16)).sum().backward()
+    print("recomputed", "torch._dynamo" in sys.modules, flush=True)
+    os._exit(0)
+if is_whole:
+    os.wait()
+from pipeline.optimization import optimizer
 os.environ["LOCAL_RANK"] = "0"
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 join_group(60.0)
-settings = deepspeed_config(zero=2, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None)
-model = models.build("mu/8", 16, 10)
-engine = Engine(model, models.decayed(model), OptimConfig(), settings)
-engine.backward(engine.forward(torch.ones(1, 3, 16, 16)).square().sum())
-engine.end_micro_batch(1e-3)
-assert engine.updates == 1
-print("torch._dynamo" in sys.modules)
+
+
+def weights_after_three_steps(zero, precision, name):
+    settings = deepspeed_config(
+        zero=zero, precision=precision, micro_batch=2, accumulation=1, clip=1.0, user_file=None
+    )
+    if zero == 3:  # else parameters this small are never partitioned
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    generator = torch.Generator().manual_seed(0)
+    model = models.from_config(models.config_of("mu/8", 16, 10, depth=1), generator)
+    engine = Engine(model, models.decayed(model), OptimConfig(name=name), settings)
+    for _ in range(3):
+        images = torch.randn(2, 3, 16, 16, generator=generator).to(engine.dtype)
+        engine.backward((engine.forward(images).float() - 1).square().sum())
+        engine.end_micro_batch(0.1)
+    assert engine.updates == 3
+    state = [view.clone() for fragment in engine.fragments() for view in fragment.tensors.values()]
+    engine.close()
+    return torch.cat(state)
+
+
+works = [(0, "fp32", "adam"), (1, "bf16", "sgd"), (2, "bf16", "adam"), (3, "fp32", "adam")]
+if is_whole:
+    works = [(0, "fp32", name) for name in ("adam", "sgd")]  # TrainConfig refuses bf16 there
+    works += [(zero, kind, name) for zero in (1, 2, 3) for kind in ("fp32", "bf16") for name in ("adam", "sgd")]
+ours = {}
+for work in works:
+    ours[work] = weights_after_three_steps(*work)
+    print("zero", work[0], "torch._dynamo" in sys.modules)
 assert torch.compile(torch.sin, backend="eager")(torch.ones(())) > 0.8
 print(hasattr(torch._dynamo, "optimize"))
+optimizer._free_from_compiler = lambda _: None  # torch's own step, with all its wrappers
+for work in ours:
+    print("bits", torch.equal(ours[work], weights_after_three_steps(*work)))
 """
 
 
-def test_status_imports_no_torch_and_a_plan_and_a_step_no_compiler_until_something_is_compiled():
-    """Each takes a second or more, of every command or every worker (benchmarks/README.md)."""
-    done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
-    said = [line for line in done.stdout.splitlines() if line in ("True", "False")]
-    assert said == ["False", "False", "False", "False", "True"]
+@pytest.mark.parametrize("extent", ["short", pytest.param("whole", marks=pytest.mark.slow)])
+def test_status_imports_no_torch_and_a_plan_and_a_step_no_compiler_until_something_is_compiled(extent):
+    """Each takes a second or more, of every command or every worker (benchmarks/README.md).
+
+    The fork server is told of what imports the compiler all the same. A step without torch's wrappers has the bits of
+    one with them.
+    """
+    done = subprocess.run([sys.executable, "-c", LEAN, extent], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line in ("True", "False")] == ["False", "False", "False", "True"]
+    imports = sorted({line for line in lines if line.startswith(("zero", "recomputed"))})
+    expected = [f"zero {zero} {TrainConfig(steps=1, zero=zero, precision='fp32').needs_compiler}" for zero in range(4)]
+    if extent == "whole":
+        expected.insert(0, f"recomputed {TrainConfig(steps=1, checkpoint_blocks=1).needs_compiler}")
+    assert imports == expected
+    bits = [line for line in lines if line.startswith("bits")]
+    assert bits == ["bits True"] * {"short": 4, "whole": 14}[extent]
+
+
+@pytest.mark.parametrize(
+    ("override", "is_needed"),
+    [
+        ("pretrain.zero=2", False),
+        ("pretrain.zero=3", True),
+        ("pretrain.checkpoint_blocks=1", True),
+        ("pretrain.activation_gb=2", True),
+        ("pretrain.compile=true", True),
+    ],
+)
+def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, monkeypatch, override, is_needed):
+    asked = []
+    monkeypatch.setattr(session.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
+    loaded = campaign.load(recipe, ["cluster.backend=processes", override])
+    shown: Any = SimpleNamespace(follower=Mock(), trackers=[])
+    session.start_what_stages_need(loaded, loaded.stages, shown)
+    monkeypatch.setattr(type(loaded), "done", lambda loaded, stage: {} if stage.name == "pretrain" else None)
+    session.start_what_stages_need(loaded, loaded.stages, shown)
+    assert asked == [is_needed, False], "a finished stage needs nothing"
 
 
 @pytest.mark.parametrize(

@@ -779,6 +779,31 @@ def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backe
     assert not any(directory.exists() for directory in directories)
 
 
+EARLY_DRIVER = """
+    import sys
+    from pathlib import Path
+    from jobs.cluster.backends import ClusterConfig, run_worker_group, start_early
+    from tests import worker_functions
+
+    if __name__ == "__main__":
+        cluster = ClusterConfig(workers=1, backend="processes")
+        start_early(cluster, has_compiler=sys.argv[2] == "True")
+        function = worker_functions.has_compiler
+        print(run_worker_group(function, {}, cluster=cluster, name="a", directory=Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_a_forked_worker_has_the_compiler_where_the_fork_server_was_told_to_import_it(has_compiler, tmp_path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(EARLY_DRIVER))
+    command = [sys.executable, str(script), str(tmp_path), str(has_compiler)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(has_compiler)
+
+
 DRIVER = """
     import sys
     from pathlib import Path

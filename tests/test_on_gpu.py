@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
@@ -135,20 +136,36 @@ def test_compiled_blocks_give_the_logits_and_gradients_of_plain_ones(device):
         torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
 
 
-def test_the_process_group_is_bound_to_the_gpu_of_the_worker(monkeypatch):
-    """Left to itself NCCL takes, for a barrier that comes first, the GPU with the number of the rank."""
-    asked: dict[str, Any] = {}
+def test_the_process_group_and_later_ones_are_bound_to_the_gpu_of_the_worker(monkeypatch):
+    """What torch holds of a group of its own without a network, where LOCAL_RANK is not the rank; NCCL is not asked.
+
+    Left to itself NCCL takes, for a barrier that comes first, the GPU with the number of the rank.
+    """
+    form = dist.init_process_group
+    asked = []
+
+    def form_without_network(backend: str, **options: Any) -> None:
+        asked.append(backend)
+        form("fake", store=FakeStore(), rank=3, world_size=4, **options)
+
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.update(backend=backend, **options))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    # Torch compares the device with the accelerators of this machine.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "init_process_group", form_without_network)
     monkeypatch.setattr(dist, "new_group", dist.new_group)  # which `join_group` replaces
     without_deepspeed = SimpleNamespace(init_distributed=lambda **_: None)
     monkeypatch.setattr(process_group, "import_deepspeed", lambda: without_deepspeed)
     own = torch.device("cuda", 1)
-    assert process_group.join_group(60.0) == own
-    assert asked["backend"] == "nccl" and asked["current"] == asked["device_id"] == own
+    try:
+        assert process_group.join_group(60.0) == own
+        assert asked == ["nccl"]
+        assert dist.group.WORLD.bound_device_id == own
+        assert dist.new_group([2, 3]).bound_device_id == own
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=DEVICES_SLOW)

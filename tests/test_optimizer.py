@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.errors import ConfigError
 from pipeline.optimization.losses import LOSSES, dense_targets, hits, mixup
@@ -130,6 +131,23 @@ def test_decay_falls_on_kernels_alone():
     model = nn.Linear(3, 2)
     groups = build_optimizer(model, {"weight"}, OptimConfig(weight_decay=0.1)).param_groups
     assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.1), (1, 0.0)]
+
+
+def test_a_step_has_the_hooks_and_the_name_in_a_profile_that_torchs_own_has():
+    model = nn.Linear(3, 2)
+    torchs = torch.optim.AdamW(model.parameters())
+    seen = []
+    for optimizer in (build_optimizer(model, {"weight"}, OptimConfig()), torchs):
+        calls: list[object] = []
+        every = register_optimizer_step_pre_hook(lambda *_, calls=calls: calls.append("every optimizer's"))
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(("before", torch.is_grad_enabled())))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(("after", torch.is_grad_enabled())))
+        with torch.profiler.profile() as profile:
+            optimizer.step(lambda calls=calls: calls.append(("closure", torch.is_grad_enabled())))
+        every.remove()
+        calls += [event.key for event in profile.key_averages() if event.key.startswith("Optimizer.")]
+        seen.append(calls)
+    assert seen[0] == seen[1] and len(seen[0]) == 5, seen
 
 
 @pytest.mark.parametrize("wrong", [{"lr": 0}, {"weight_decay": -1}, {"clip": -0.1}, {"beta2": 1.0}, {"momentum": 1.5}])

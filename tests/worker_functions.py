@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class WantsToStop(Exception):
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def has_compiler(config: dict[str, Any]) -> bool:
+    """Whether the worker began with torch's compiler imported."""
+    return "torch._dynamo" in sys.modules
 
 
 def add_ranks(config: dict[str, Any]) -> dict[str, Any]:

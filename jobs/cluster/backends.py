@@ -54,10 +54,10 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
     return ray_backend.run_worker_group
 
 
-def start_early(cluster: ClusterConfig) -> None:
+def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
     """Begin what plain workers need and what takes seconds; see processes.start_early."""
     if cluster.backend == "processes":
-        processes.start_early(cluster)
+        processes.start_early(cluster, has_compiler=has_compiler)
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":

@@ -45,6 +45,7 @@ OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a larg
 PRELOAD = ["jobs.stages.fewshot", "jobs.cluster.preload"]
 # Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+COMPILER = "torch._dynamo"  # imported there too where a stage needs it: 1.3 CPU-seconds
 STATUS = Path("/proc/self/status")  # Linux
 
 _umask_lock = threading.Lock()
@@ -157,14 +158,14 @@ def current_umask() -> int:
     return umask
 
 
-def _process_context(cluster: ClusterConfig) -> BaseContext:
+def _process_context(cluster: ClusterConfig, preload: Sequence[str] = PRELOAD) -> BaseContext:
     # A process that has touched CUDA must not fork, and importing deepspeed may touch it.
     if cluster.gpus_per_worker:
         return multiprocessing.get_context("spawn")
     # DeepSpeed chooses its accelerator when it is imported, which the fork server does for all workers.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(list(preload))
     if context.get_start_method() == "forkserver":
         _start_fork_server()
     return context
@@ -185,10 +186,17 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
-def start_early(cluster: ClusterConfig) -> None:
-    """Start the fork server, where workers compute on CPUs: it imports while the driver still prepares their work."""
-    if not cluster.gpus_per_worker:
-        _process_context(cluster)
+def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
+    """Start the fork server, where workers compute on CPUs: it imports while the driver still prepares their work.
+
+    With `has_compiler` torch's compiler too, for workers that come to need it (`TrainConfig.needs_compiler`).
+    """
+    if cluster.gpus_per_worker:
+        return
+    preload = list(PRELOAD)
+    if has_compiler:
+        preload.append(COMPILER)
+    _process_context(cluster, preload)
 
 
 def _worker(

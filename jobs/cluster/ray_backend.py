@@ -199,8 +199,7 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> Trainer:
     # Train resumes a run whose name it knows, from a snapshot of its own; a torn snapshot makes the name unusable
     # (measured). So every attempt has its own name and storage, and Train always starts anew.
     stage_folder = folder.parents[1]
-    # Set before a worker imports anything, because some libraries read their variables then. Where there are none, the
-    # workers may be processes that Ray has started already.
+    # Set before a worker imports anything, because some libraries read their variables then.
     runtime_env = None
     if cluster.environment:
         runtime_env = {"env_vars": cluster.environment}

@@ -43,6 +43,7 @@ from jobs.running.stage_run import (
 )
 from jobs.running.stopper import Stopper
 from jobs.stages.sweep import DIVERGED
+from pipeline.training_config import TrainConfig
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
 
@@ -180,7 +181,7 @@ def start_what_stages_need(loaded: Campaign, stages: list[Stage], shown: Shown) 
         show_cluster(loaded, say)
         shown.board.start(shows_of(loaded))
     if has_work_for_workers:
-        backends.start_early(loaded.cluster)
+        backends.start_early(loaded.cluster, has_compiler=need_compiler(loaded, stages))
         warn_of_unused_gpus(loaded.cluster, say)
     if loaded.trackers.used():
         shown.trackers += start_trackers(loaded.trackers, order_of_tracking(loaded, stages), loaded.run, say)
@@ -217,6 +218,12 @@ def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     """Tell whether a stage that has not finished runs on workers."""
     unfinished = [stage for stage in stages if loaded.done(stage) is None]
     return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
+
+
+def need_compiler(loaded: Campaign, stages: list[Stage]) -> bool:
+    """Tell whether workers of a stage that has not finished come to import torch's compiler."""
+    unfinished = [stage.config for stage in stages if loaded.done(stage) is None]
+    return any(cfg.needs_compiler for cfg in unfinished if isinstance(cfg, TrainConfig))
 
 
 def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:

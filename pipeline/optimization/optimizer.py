@@ -1,9 +1,9 @@
 """The paper's optimizers in torch terms: Adam with decoupled decay on kernels only, and SGD with momentum."""
 
-import functools
 import inspect
 from collections.abc import Set
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import ClassVar, Literal
 
 import torch
@@ -80,11 +80,14 @@ def _torch_optimizer(groups: list[dict[str, object]], cfg: OptimConfig, *, is_cu
 def _free_from_compiler(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer step without importing torch._dynamo, which takes 1.3 CPU-seconds of every worker.
 
-    Torch wraps these two functions, so that its compiler leaves them out of what it compiles, and imports it to say so.
-    An optimizer's step is never compiled here: the functions within the wrappers do the same.
+    Torch wraps `step` and `zero_grad` so that its compiler leaves them out of what it compiles, and imports it to say
+    so. Three things are left out, and nothing else: that wrapper of either; the breaks of the compiled graph around
+    `step`, which do nothing where nothing is compiled, and an optimizer's step never is here; and the option
+    `differentiable`, which keeps gradients on within `step` and which `_torch_optimizer` never sets. The hooks around
+    a step and its name in a profile stay. A copy by pickle has torch's own functions again.
     """
-    step = inspect.unwrap(type(optimizer).step)
+    step = torch.no_grad()(inspect.unwrap(type(optimizer).step))
+    with_hooks = torch.optim.Optimizer.profile_hook_step(step)
     zero_grad = inspect.unwrap(type(optimizer).zero_grad)
-    # One of the wrappers of `step` turns gradients off.
-    optimizer.step = torch.no_grad()(functools.partial(step, optimizer))  # type: ignore[method-assign]
-    optimizer.zero_grad = functools.partial(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.step = MethodType(with_hooks, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
