@@ -12,6 +12,7 @@ import ctypes
 import functools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import shutil
@@ -123,8 +124,16 @@ def measured(case: Case) -> int:
             workers.append(context.Process(target=worker, args=(case, rank, folder)))
         for process in workers:
             process.start()
-        for process in workers:
-            process.join()
+        # Where one dies, the others would wait for it.
+        while any(process.is_alive() for process in workers):
+            multiprocessing.connection.wait([process.sentinel for process in workers if process.is_alive()])
+            if any(process.exitcode for process in workers):
+                for process in workers:
+                    process.terminate()
+                    process.join()
+        codes = [process.exitcode for process in workers]
+        if any(codes):
+            raise RuntimeError(f"{case.name}: workers have ended with {codes}, expected 0 of each; see above")
         return int((Path(folder) / "0.json").read_text())
 
 
@@ -180,8 +189,11 @@ def main() -> None:
     asked = " ".join(sys.argv[1:])
     part = re.fullmatch(r"(\d+):(\d+)", asked)
     cases = [case for case in CASES if asked in case.name]
+    names = "\n".join(case.name for case in CASES)
     if part:
         cases = list(CASES[int(part[1]) : int(part[2])])
+    if not cases:
+        raise SystemExit(f"no configuration is {asked!r}, expected A:B within 0:{len(CASES)} or words of\n{names}")
     steps = []
     for case in cases:
         accumulation = batch_arithmetic(case.cfg, case.world).accumulation

@@ -31,6 +31,11 @@ from pipeline.zero.update import update_of
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
 
 
+def over_gloo() -> bool:
+    """Return whether the workers reach one another over gloo; a traced step answers as real workers would."""
+    return dist.get_backend() == "gloo"
+
+
 @dataclass(frozen=True)
 class Fragment:
     """Holds what this worker owns of one parameter: `tensors` are flat views, elements [start, start + len)."""
@@ -361,7 +366,7 @@ class Engine:
 
     def _refresh(self) -> None:
         """Bring the weights that compute up to the masters."""
-        if self.zero in (1, 2) and dist.get_backend() == "gloo":
+        if self.zero in (1, 2) and over_gloo():
             self._refresh_over_gloo()
         elif self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()

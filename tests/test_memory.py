@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import models
 from benchmarks.memory import CASES, counting_allocator, measured, planned
@@ -21,7 +23,7 @@ from jobs.campaigns.campaign import load
 from jobs.commands.preflight import stage_need
 from pipeline.objectives import patches_to_keep
 from pipeline.planning import memory, memory_remedies, memory_traces
-from pipeline.planning.gloo_buffers import copied_by_gloo
+from pipeline.planning.hidden_buffers import KernelBuffers, copied_by_gloo
 from pipeline.planning.live_bytes import Kind, LiveBytes
 from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
 from pipeline.planning.memory_remedies import check_fits
@@ -66,7 +68,9 @@ def count_collectives(rank: int, folder: str) -> None:
     more = {}
     for name, collective in collectives.items():
         # gloo's own thread gives back what the collective before has left.
+        deadline = time.monotonic() + 60
         while counter.living_bytes() > 12 * MIB:
+            assert time.monotonic() < deadline, f"{counter.living_bytes()} bytes live, expected {12 * MIB}"
             time.sleep(0.01)
         counter.forget_most()
         collective()
@@ -97,6 +101,41 @@ def test_gloo_allocates_beside_a_collective_what_the_trace_has_it_allocate(tmp_p
     for name, (operator, arguments) in operators.items():
         copied = sum(tensor.numel() * tensor.element_size() for tensor in copied_by_gloo(operator, arguments))
         assert more[name] == copied, name
+
+
+def test_a_collective_that_nobody_has_counted_is_not_passed_over():
+    assert copied_by_gloo("aten::mul", ()) == copied_by_gloo("c10d::allreduce_", ()) == []
+    with pytest.raises(AssertionError, match="c10d::alltoall_: what gloo allocates for it has not been counted"):
+        copied_by_gloo("c10d::alltoall_", ())
+
+
+def count_squared_error(folder: str) -> None:
+    """Write down what a mean squared error of 1 MiB takes: bytes at most, and kept while its result lives."""
+    counter = counting_allocator()
+    predictions = torch.zeros(MIB // 4, requires_grad=True)
+    answers = torch.zeros(MIB // 4)
+    counter.start_counting()
+    loss = torch.nn.functional.mse_loss(predictions, answers, reduction="sum")
+    Path(folder, "counted.json").write_text(json.dumps([counter.most_bytes(), counter.living_bytes()]))
+    del loss
+
+
+@pytest.mark.slow
+def test_a_squared_error_takes_what_the_trace_has_it_take(tmp_path):
+    counting_allocator()
+    process = multiprocessing.get_context("fork").Process(target=count_squared_error, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    most, kept = json.loads((tmp_path / "counted.json").read_text())
+    with FakeTensorMode(), LiveBytes() as live, KernelBuffers():
+        predictions = torch.zeros(MIB // 4, requires_grad=True)
+        answers = torch.zeros(MIB // 4)
+        live.events = []
+        loss = torch.nn.functional.mse_loss(predictions, answers, reduction="sum")
+        sizes = [size for _, _, size in live.events]
+    assert loss.shape == ()
+    assert max(itertools.accumulate(sizes)) == pytest.approx(most, abs=64)
+    assert sum(sizes) == pytest.approx(kept, abs=64)
 
 
 @pytest.mark.slow
@@ -216,7 +255,9 @@ def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
-def test_a_home_that_keeps_no_trace_ends_nothing(obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
+    obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     home = tmp_path / "home"
     monkeypatch.setenv("PATCHLINE_CACHE", str(home))
     if obstacle == "a file in its way":
@@ -244,9 +285,11 @@ def test_a_home_that_keeps_no_trace_ends_nothing(obstacle: str, tmp_path: Path, 
     step = step_to_trace(cfg, models.config_of("mu/8", 16, 10), 2, 2, 0, is_gpu=False)
     (trace,) = memory_traces.traces_of([step])
     assert trace.start == 7 and asked == [step], "traced once, though not kept"
+    if obstacle != "no locks":
+        assert "traced steps cannot be kept, each plan traces anew" in caplog.text
 
 
-def test_of_the_kept_traces_only_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_the_kept_traces_those_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
     moment = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
@@ -262,6 +305,12 @@ def test_of_the_kept_traces_only_the_newest_stay(tmp_path: Path, monkeypatch: py
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.traces_of([step_to_trace(cfg, model, 16, 1, 0, is_gpu=False)])
     assert [memory_traces.is_kept(step) for step in steps] == [False, False, True, True]
+    # Of the two, one is asked for again: the other is the first to go.
+    for number, step in enumerate(steps[2:]):
+        os.utime(memory_traces.path_of(step), (number, number))
+    memory_traces.traces_of([steps[2]])
+    memory_traces.traces_of([step_to_trace(cfg, model, 32, 1, 0, is_gpu=False)])
+    assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
     # As many as one question asks for are answered, however few are kept.
     assert len(memory_traces.traces_of(steps)) == 4
 
@@ -269,13 +318,19 @@ def test_of_the_kept_traces_only_the_newest_stay(tmp_path: Path, monkeypatch: py
 # ---------------------------------------------------------------------------------------------------- what plan says
 
 
-def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight_nor_run(recipe, capsys, monkeypatch):
+@pytest.fixture
+def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step can be traced."""
+
     def refuse(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
     for module in (memory, memory_remedies):
         if hasattr(module, "traces_of"):
             monkeypatch.setattr(module, "traces_of", refuse)
+
+
+def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, capsys, untraceable):
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5"]
     assert main(["plan", str(recipe), *limited]) == 0
     said = capsys.readouterr().out
@@ -285,7 +340,8 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight_nor_run(re
     campaign = load(recipe, [])
     assert stage_need(campaign, campaign.stage("pretrain"), campaign.stage("pretrain").config, 2).memory_bytes is None
 
-    # What fits a budget for activations nobody can guess: before anything starts the number of blocks is asked for.
+
+def test_what_fits_a_budget_for_activations_is_not_guessed(recipe, capsys, untraceable):
     for command in ("plan", "run"):
         assert main([command, str(recipe), "pretrain.activation_gb=1"]) == 78
         ended = capsys.readouterr()
@@ -294,7 +350,7 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight_nor_run(re
             "\n  type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N, from 0 to "
         ) in ended.err
         if command == "plan":
-            assert "how many blocks activation_gb recomputes is not known; type pretrain.checkpoint_" in ended.out
+            assert "time    not forecast: how many blocks activation_gb recomputes is not known\n" in ended.out
 
 
 @pytest.fixture
@@ -326,8 +382,24 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
         "  type one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
         "pretrain.zero=2 (needs 17.0 GiB)",
     ]
-    with pytest.raises(ConfigError, match=r"micro_batch=1 checkpoint_blocks=12 zero=3 together need 768\.0 MiB"):
+    together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
+    with pytest.raises(ConfigError, match=together):
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
+    # Beside a budget for activations a number of blocks has no say: it is typed in its place.
+    budget = dataclasses.replace(cfg, activation_gb=16.0)
+    with pytest.raises(ConfigError, match=r"; pretrain\.checkpoint_blocks=2 pretrain\.activation_gb=null \(needs 16"):
+        check_fits(budget, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_budget_that_nothing_fits_is_refused_with_what_to_type(recipe, capsys, traced_by_hand, command):
+    assert main([command, str(recipe), "pretrain.activation_gb=1.5", "pretrain.zero=1", "finetune.zero=1"]) == 78
+    ended = capsys.readouterr()
+    assert "pretrain.activation_gb: activations of micro_batch 4 take " in ended.err
+    assert "  type pretrain.micro_batch=1, or a larger pretrain.activation_gb" in ended.err
+    if command == "plan":
+        assert "  memory  does not fit activation_gb: activations of micro_batch 4 take" in ended.out
+        assert "finetune (finetune, key" in ended.out, "the lines of the other stages are there"
 
 
 def test_of_the_host_pinned_memory_is_counted_in_powers_of_two(traced_by_hand):

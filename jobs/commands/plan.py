@@ -170,26 +170,28 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if campaign.cluster.gpus_per_worker:
         lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
     lines.append(f"  optim   {optimizer_line(cfg)}")
-    # Without a trace nobody knows how many blocks `activation_gb` means, nor what they cost.
-    knows_blocks = True
+    # Without a number of blocks for `activation_gb` nobody knows what they cost.
+    no_number = ""
     try:
         cfg = memory.with_blocks(cfg, stage.model, is_gpu=campaign.cluster.gpus_per_worker > 0)
         lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
     except TraceFailed as error:
-        knows_blocks = cfg.activation_gb is None
         lines.append(f"  memory  not known: {error}")
+        if cfg.activation_gb is not None:
+            no_number = "how many blocks activation_gb recomputes is not known"
+    except memory.BudgetTooSmall as error:
+        # After all lines the command ends as `run` would, with what to type (check_memory).
+        lines.append(f"  memory  does not fit {error}")
+        no_number = "no number of recomputed blocks fits activation_gb"
     # With the tuning of the user's own DeepSpeed file in it.
     tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
     summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
     if summed:
         lines.append(f"  sums    {summed}")
-    if knows_blocks:
-        lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
+    if no_number:
+        lines.append(f"  time    not forecast: {no_number}")
     else:
-        lines.append(
-            f"  time    not forecast: how many blocks activation_gb recomputes is not known; "
-            f"type {stage.name}.checkpoint_blocks=N in its place"
-        )
+        lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
     return lines
 
 

@@ -38,8 +38,8 @@ from jobs.stages import evaluate, evaluation_config, fewshot, pack, sweep, train
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.stored import committed_steps
-from pipeline.planning.memory import GIB, blocks_of, with_blocks
-from pipeline.planning.memory_remedies import check_fits
+from pipeline.planning.memory import GIB, BudgetTooSmall, blocks_of, with_blocks
+from pipeline.planning.memory_remedies import check_fits, smaller_micro_batches
 from pipeline.planning.memory_traces import TraceFailed
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
@@ -170,33 +170,53 @@ def check_memory(campaign: Campaign, stages: Sequence[Stage], say: Callable[[str
     for stage in stages:
         if campaign.done(stage) is not None or not isinstance(stage.config, TrainConfig) or stage.model is None:
             continue
-        check_activation_budget(stage, stage.config, is_gpu=is_gpu)
-        if limit is None or not is_gpu:
-            continue
-        # What is traced is of whole images, and nobody has traced fewer patches: nothing is refused for them.
-        if not stage.config.thinning.has_whole_images:
-            say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known with patch dropout")
-            continue
         # What a worker needs is the most where the workers are the fewest.
         fewest = allowed_worlds(stage.config, campaign.cluster)[-1]
+        has_whole_images = stage.config.thinning.has_whole_images
+        if stage.config.activation_gb is not None:
+            if not has_whole_images:
+                say(
+                    f"{stage.name}: activation_gb is counted on whole images, of which patch dropout leaves out a "
+                    f"part: fewer blocks may be enough; {number_in_its_place(stage)}"
+                )
+            check_activation_budget(stage, stage.config, fewest, is_gpu=is_gpu)
+        if limit is None or not is_gpu:
+            continue
+        # What is traced is of whole images, and nobody has traced fewer patches: this limit refuses nothing for them.
+        if not has_whole_images:
+            say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known with patch dropout")
+            continue
         try:
             check_fits(stage.config, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
         except TraceFailed as error:
             say(f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known: {error}")
 
 
-def check_activation_budget(stage: Stage, cfg: TrainConfig, *, is_gpu: bool) -> None:
+def check_activation_budget(stage: Stage, cfg: TrainConfig, world: int, *, is_gpu: bool) -> None:
     """Raise ConfigError where nobody can tell how many blocks `activation_gb` recomputes, or none are enough."""
     try:
         with_blocks(cfg, stage.model, is_gpu=is_gpu)
+    except BudgetTooSmall as error:
+        way_out = f"type a larger {stage.name}.activation_gb"
+        for micro_batch in smaller_micro_batches(cfg, world):
+            if micro_batch <= error.largest:
+                way_out = f"type {stage.name}.micro_batch={micro_batch}, or a larger {stage.name}.activation_gb"
+                break
+        raise ConfigError(f"{stage.name}.{error}\n  {way_out}") from None
     except TraceFailed as error:
         # To guess would end the run out of memory hours later, or take a third more time without a word.
-        blocks = blocks_of(stage.model)
         raise ConfigError(
             f"{stage.name}.activation_gb={cfg.activation_gb:g}: how many blocks to recompute is not known: {error}\n"
-            f"  type the number in its place: {stage.name}.activation_gb=null {stage.name}.checkpoint_blocks=N, from 0 "
-            f"to {blocks}, with which a worker needs the least memory"
+            f"  {number_in_its_place(stage)}"
         ) from None
+
+
+def number_in_its_place(stage: Stage) -> str:
+    """Say what to type where a number of blocks is to stand in the place of `activation_gb`."""
+    return (
+        f"type the number in its place: {stage.name}.activation_gb=null {stage.name}.checkpoint_blocks=N, from 0 to "
+        f"{blocks_of(stage.model)}, with which a worker needs the least memory"
+    )
 
 
 def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool) -> None:

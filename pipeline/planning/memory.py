@@ -37,6 +37,14 @@ WORDS = {
 }
 
 
+class BudgetTooSmall(ConfigError):
+    """No number of recomputed blocks fits `activation_gb`; `largest` is the most images that do, 0 for none."""
+
+    def __init__(self, message: str, largest: int) -> None:
+        super().__init__(message)
+        self.largest = largest
+
+
 @dataclass(frozen=True)
 class MemoryNeed:
     """Says what a worker needs: bytes."""
@@ -58,9 +66,7 @@ class MemoryNeed:
 
 
 def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed:
-    """Return what each of `world` workers needs. Raises ConfigError where no recomputation fits `activation_gb`, and
-    TraceFailed.
-    """
+    """Return what each of `world` workers needs. Raises as `recomputed_blocks`, and TraceFailed."""
     recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
@@ -123,7 +129,7 @@ def blocks_of(model: ModelConfig) -> int:
 def recomputed_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> int:
     """Return `checkpoint_blocks`, or the fewest that fit `activation_gb`.
 
-    Raises ConfigError where none does, and TraceFailed.
+    Raises BudgetTooSmall where none does, and TraceFailed.
     """
     if cfg.activation_gb is None:
         return min(cfg.checkpoint_blocks, blocks_of(model))
@@ -142,15 +148,19 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> 
 
     def activations(blocks: int) -> float:
         (trace,) = traces_of([step_to_trace(alone, model, 1, 1, blocks, is_gpu=is_gpu)])
-        return max(moment.parts(cfg.micro_batch)[Kind.ACTIVATIONS] for moment in trace.activations)
+        return trace.most_activations(cfg.micro_batch)
 
-    blocks = fewest_blocks(activations, blocks_of(model), limit)
+    most = blocks_of(model)
+    blocks = fewest_blocks(activations, most, limit)
     if blocks is None:
-        least = activations(blocks_of(model))
-        raise ConfigError(
-            f"activation_gb: activations of micro_batch {cfg.micro_batch} take {least / GIB:.1f} GiB with all "
-            f"{blocks_of(model)} blocks recomputed, {cfg.activation_gb:g} GiB are free; largest that fits: "
-            f"{int(limit * cfg.micro_batch / least)}"
+        (trace,) = traces_of([step_to_trace(alone, model, 1, 1, most, is_gpu=is_gpu)])
+        fitting = [images for images in range(1, cfg.micro_batch) if trace.most_activations(images) <= limit]
+        largest = max(fitting, default=0)
+        raise BudgetTooSmall(
+            f"activation_gb: activations of micro_batch {cfg.micro_batch} take "
+            f"{memory_text(trace.most_activations(cfg.micro_batch))} with all {most} blocks recomputed, "
+            f"{memory_text(int(limit))} are free; largest that fits: {largest}",
+            largest,
         )
     return blocks
 

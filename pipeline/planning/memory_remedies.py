@@ -5,7 +5,8 @@
 3. A higher ZeRO stage: costs communication in every step.
 
 In:  a stage that needs 95 GiB where 79 are there
-Out: ["micro_batch=32 (needs 52.1 GiB)", "checkpoint_blocks=9 (needs 78.6 GiB)", "zero=3 (needs 77.0 GiB)"]
+Out: ["pretrain.micro_batch=32 (needs 52.1 GiB)", "pretrain.checkpoint_blocks=9 (needs 78.6 GiB)",
+      "pretrain.zero=3 (needs 77.0 GiB)"]
 """
 
 from collections.abc import Iterator
@@ -26,18 +27,21 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
     needed = memory_need(cfg, model, world, is_gpu=is_gpu).device_bytes
     if needed <= limit:
         return
-    remedies = [f"{name}.{remedy}" for remedy in remedies_for(cfg, model, world, limit, is_gpu=is_gpu)]
+    remedies = list(remedies_for(cfg, model, world, limit, is_gpu=is_gpu, name=name))
     way_out = "type one of these: " + "; ".join(remedies)
     if not remedies:
-        way_out = f"neither micro_batch nor checkpoint_blocks nor zero is enough; {together(cfg, model, world, is_gpu)}"
+        utmost = together(cfg, model, world, is_gpu=is_gpu, name=name)
+        way_out = f"neither micro_batch nor checkpoint_blocks nor zero is enough; {utmost}"
     raise ConfigError(
         f"{name}: a worker needs {memory_text(needed)} of its device's memory, {memory_text(limit)} are there\n"
         f"  {way_out}"
     )
 
 
-def remedies_for(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool) -> Iterator[str]:
-    """Iterate the changes that are each enough alone, best first."""
+def remedies_for(
+    cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool, name: str
+) -> Iterator[str]:
+    """Iterate the changes of the stage `name` that are each enough alone, as they are typed, best first."""
 
     def needed(changed: TrainConfig) -> int:
         return memory_need(changed, model, world, is_gpu=is_gpu).device_bytes
@@ -45,21 +49,29 @@ def remedies_for(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *
     for micro_batch in smaller_micro_batches(cfg, world):
         size = needed(replace(cfg, micro_batch=micro_batch))
         if size <= limit:
-            yield f"micro_batch={micro_batch} (needs {memory_text(size)})"
+            yield f"{name}.micro_batch={micro_batch} (needs {memory_text(size)})"
             break
 
-    def with_blocks(blocks: int) -> TrainConfig:
+    def recomputing(blocks: int) -> TrainConfig:
         return replace(cfg, checkpoint_blocks=blocks, activation_gb=None)
 
-    blocks = fewest_blocks(lambda count: needed(with_blocks(count)), blocks_of(model), limit)
+    blocks = fewest_blocks(lambda count: needed(recomputing(count)), blocks_of(model), limit)
     if blocks:
-        yield f"checkpoint_blocks={blocks} (needs {memory_text(needed(with_blocks(blocks)))})"
+        yield f"{blocks_text(cfg, blocks, name)} (needs {memory_text(needed(recomputing(blocks)))})"
 
     for zero in range(cfg.zero + 1, LAST_STAGE + 1):
         size = needed(replace(cfg, zero=zero))
         if size <= limit:
-            yield f"zero={zero} (needs {memory_text(size)})"
+            yield f"{name}.zero={zero} (needs {memory_text(size)})"
             break
+
+
+def blocks_text(cfg: TrainConfig, blocks: int, name: str) -> str:
+    """Return what is typed for a number of recomputed blocks: beside `activation_gb` the number has no say."""
+    typed = f"{name}.checkpoint_blocks={blocks}"
+    if cfg.activation_gb is None:
+        return typed
+    return f"{typed} {name}.activation_gb=null"
 
 
 def smaller_micro_batches(cfg: TrainConfig, world: int) -> Iterator[int]:
@@ -72,7 +84,7 @@ def smaller_micro_batches(cfg: TrainConfig, world: int) -> Iterator[int]:
         yield micro_batch
 
 
-def together(cfg: TrainConfig, model: ModelConfig, world: int, is_gpu: bool) -> str:
+def together(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool, name: str) -> str:
     """Say what is needed with all three changes at their utmost."""
     smallest = list(smaller_micro_batches(cfg, world))[-1:] or [cfg.micro_batch]
     utmost = replace(
@@ -80,6 +92,6 @@ def together(cfg: TrainConfig, model: ModelConfig, world: int, is_gpu: bool) -> 
     )
     size = memory_need(utmost, model, world, is_gpu=is_gpu).device_bytes
     return (
-        f"micro_batch={utmost.micro_batch} checkpoint_blocks={utmost.checkpoint_blocks} zero={LAST_STAGE} together "
-        f"need {memory_text(size)}"
+        f"{name}.micro_batch={utmost.micro_batch} {blocks_text(cfg, utmost.checkpoint_blocks, name)} "
+        f"{name}.zero={LAST_STAGE} together need {memory_text(size)}"
     )

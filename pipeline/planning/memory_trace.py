@@ -4,7 +4,8 @@
 
 1. Everything is the real thing: the model, DeepSpeed around it, the recipe's loss, dropout, recomputed blocks and
    optimizer. Only its tensors are fake: they have shapes and no numbers. So are the other workers (a "fake" group);
-   what gloo would allocate between real ones on CPUs is allocated in its place (`gloo_buffers`).
+   what gloo would allocate between real ones on CPUs is allocated in its place (`hidden_buffers`), and so is
+   what a kernel allocates for itself.
 2. One step is taken to start with: optimizers and ZeRO 3 set things apart at their first.
 3. One step is written down with micro-batches of 2 images and one with 3. Event for event, what does not differ
    between them does not depend on the micro-batch, and what does grows with every image.
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,8 +44,8 @@ from pipeline.config import build as build_config
 from pipeline.engine import Engine
 from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import OBJECTIVES
-from pipeline.planning.gloo_buffers import GlooBuffers
 from pipeline.planning.gpu_kernels import as_on_a_gpu
+from pipeline.planning.hidden_buffers import GlooBuffers, KernelBuffers
 from pipeline.planning.live_bytes import Event, Kind, LiveBytes
 from pipeline.planning.memory_traces import Moment
 from pipeline.process_group import import_deepspeed
@@ -90,11 +92,13 @@ def trace(
     model_config: ModelConfig = models.from_dict(model)
     with ExitStack() as around:
         around.enter_context(fake_workers(world))
+        around.enter_context(patch("pipeline.engine.over_gloo", lambda: not is_gpu))
         if is_gpu:
             around.enter_context(as_on_a_gpu())
         around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = around.enter_context(LiveBytes())
-        # Entered last, it is asked first: what it allocates is counted as the step's own.
+        # Entered after it, they are asked before it: what they allocate is counted as the step's own.
+        around.enter_context(KernelBuffers())
         if not is_gpu:
             around.enter_context(GlooBuffers())
         worker = traced_worker(cfg, model_config, accumulation, recomputed)

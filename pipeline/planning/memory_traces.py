@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from data.errors import PatchlineError, StorageError
 from data.files import locked, state_folder, write_whole
 from models import ModelConfig
 from pipeline.config import digest
+from pipeline.planning.live_bytes import Kind
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -71,13 +73,17 @@ class Moment:
 class Trace:
     """Holds the moments at which most lives: all kinds together, or activations alone; and the most at the start."""
 
-    start: int  # bytes, while the engine is built
+    start: int  # bytes, from the engine's start to the end of a first step with 2 images
     moments: tuple[Moment, ...]
     activations: tuple[Moment, ...]
 
     def fullest(self, micro_batch: int) -> Moment:
         """Return the moment at which most lives."""
         return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
+
+    def most_activations(self, micro_batch: int) -> int:
+        """Return the most bytes of activations that live at once."""
+        return max(moment.parts(micro_batch)[Kind.ACTIVATIONS] for moment in self.activations)
 
 
 def step_to_trace(
@@ -144,13 +150,26 @@ def alone_if_possible(folder: Path) -> Iterator[None]:
 
 
 def keep(answers: Mapping[Path, str], folder: Path) -> None:
-    """Write down what the tracer has said, and forget the oldest traces; where there is no room, nothing is kept."""
-    with suppress(OSError, StorageError):
+    """Write down what the tracer has said, and forget traces long unused; where there is no room, that is said."""
+    try:
         for path, answer in answers.items():
             write_whole(path, answer)
-        newest_first = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in newest_first[MOST_KEPT:]:
-            path.unlink(missing_ok=True)
+        forget_unused(folder)
+    except (OSError, StorageError) as error:
+        logging.getLogger(__name__).warning("%s: traced steps cannot be kept, each plan traces anew: %s", folder, error)
+
+
+def forget_unused(folder: Path) -> None:
+    """Delete the traces that were not used for longest, but for the MOST_KEPT others. Raises OSError."""
+    newest_first = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first[MOST_KEPT:]:
+        path.unlink(missing_ok=True)
+
+
+def mark_used(path: Path) -> None:
+    """Have a trace count as new, where its folder can be written."""
+    with suppress(OSError):
+        os.utime(path)
 
 
 def traces_folder() -> Path:
@@ -181,9 +200,11 @@ def kept_of(paths: Iterable[Path]) -> dict[Path, Trace]:
 def kept(path: Path) -> Trace | None:
     """Return a kept trace; None where there is none, or where it is no trace."""
     try:
-        return trace_in(path.read_text())
+        trace = trace_in(path.read_text())
     except (OSError, ValueError):
         return None
+    mark_used(path)
+    return trace
 
 
 def trace_in(answer: str) -> Trace | None:

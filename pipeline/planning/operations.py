@@ -31,6 +31,7 @@ from models.catalog import FAMILIES
 from pipeline.config import require
 from pipeline.evaluation.evaluate import normalise
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
+from pipeline.planning.memory_traces import forget_unused, mark_used
 from pipeline.versions import code_version
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -203,13 +204,16 @@ def traced(work: Work) -> Trace:
     """Return the operators of a work; kept by its digest, so that it is traced once."""
     path = kept_at(work)
     try:
-        return of_plain_trace(json.loads(path.read_text()))
+        trace = of_plain_trace(json.loads(path.read_text()))
+        mark_used(path)
+        return trace
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there, or torn: it is made again
     trace = trace_of(work)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(plain_trace(trace)))
+        forget_unused(path.parent)
     except OSError:
         pass  # the next plan traces again
     return trace
