@@ -55,7 +55,7 @@ def keep_freed_memory() -> None:
     """Have glibc's malloc keep the memory that is freed; with another C library nothing happens.
 
     Left to itself it gives pieces above 32 MB, and what lies free at the heap's end, back to the kernel. The next step
-    is handed new pages one by one, and each must be filled with zeros: 0.3 of a step of B/16 (docs/step.md).
+    is handed new pages one by one, and each must be filled with zeros: 0.4 of a step of B/32 (docs/step.md).
     A worker keeps its peak for as long as it lives.
     """
     # From malloc.h, mallopt(3).
