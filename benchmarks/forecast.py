@@ -36,6 +36,8 @@ from pipeline.process_group import join_group
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig
 
+WARM_UP = 2  # steps of each that do not count: in the first ones malloc asks the kernel for memory
+
 
 @dataclass(frozen=True)
 class Row:
@@ -101,12 +103,12 @@ def worker(task: dict[str, Any]) -> dict[str, Any]:
     rows = [Row(**{**row, "changes": tuple(tuple(change) for change in row["changes"])}) for row in task["rows"]]
     steps = [Stepper(row, device) for row in rows]
     seconds: list[list[list[float]]] = [[] for _ in rows]
-    for number in range(task["rounds"] + 1):
+    for number in range(WARM_UP + task["rounds"]):
         order = list(range(len(rows)))
         for place in order[number % len(rows) :] + order[: number % len(rows)]:
             took = torch.tensor(steps[place].take())
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            if number:  # the first warms caches and allocators
+            if number >= WARM_UP:
                 seconds[place].append(took.tolist())
     dist.destroy_process_group()
     return {"seconds": seconds}

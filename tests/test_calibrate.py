@@ -171,6 +171,45 @@ def test_a_first_pass_that_takes_long_does_not_decide_how_often_its_operators_ar
     assert timing.rounds == 1 and timing.without_onlooker_s == pytest.approx([0.4, 0.4])
 
 
+def test_what_is_timed_has_finite_weights_whatever_lay_in_its_memory(monkeypatch) -> None:
+    # Torch then fills what it hands out with NaN.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for precision in ("fp32", "bf16"):
+            work = Work(measuring.engine_model(64, 1), 1, precision)
+            model = operations.built(work, torch.device("cpu"))
+            loss = operations.loss_of(work, model, *operations.inputs(work, torch.device("cpu")))
+            loss.backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.isfinite().all() and parameter.grad.isfinite().all(), name
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_engine_that_skips_its_steps_is_not_timed(monkeypatch) -> None:
+    class Skipping(torch.nn.Module):
+        """Takes two of three steps."""
+
+        updates = 2
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(len(images), 10)
+
+        def backward(self, loss: torch.Tensor) -> None:
+            pass
+
+        def end_micro_batch(self, rate: float) -> None:
+            pass
+
+    monkeypatch.setattr(measuring, "engine_of", lambda *_: Skipping())
+    monkeypatch.setattr(measuring, "clocked", lambda run, _device: (run(), (1.0, 1.0))[1])
+    asked = calibrating.engine(2, "bf16", "adam", False)
+    work = Work(measuring.engine_model(64, 1), 1, "bf16")
+    with pytest.raises(ConfigError, match="3 steps of ZeRO 2 in bf16 were timed, and only 2 were taken"):
+        measuring.step_times(asked, work, 1, 3, torch.device("cpu"))
+
+
 def test_the_two_smallest_models_under_the_engine_tell_what_a_tensor_costs() -> None:
     sizes = sorted(models.size_of(measuring.engine_model(width, depth)) for width, depth, _ in measuring.ENGINE_MODELS)
     by_elements = sorted(sizes, key=lambda size: size.elements)

@@ -310,9 +310,9 @@ def test_a_calibration_comes_back_as_it_was_written_and_a_changed_one_is_refused
     with pytest.raises(DataError, match=r"there is no calibration\n  type python -m jobs calibrate"):
         read_calibration(tmp_path / "none.json")
     handover.write_record(path, {"calibration": 99, "values": {}})
-    with pytest.raises(DataError, match="schema 99, expected 2\n  type python -m jobs calibrate"):
+    with pytest.raises(DataError, match="schema 99, expected 3\n  type python -m jobs calibrate"):
         read_calibration(path)
-    handover.write_record(path, {"calibration": 2, "values": {"driver": ["x", 1, "cpu"]}})
+    handover.write_record(path, {"calibration": 3, "values": {"driver": ["x", 1, "cpu"]}})
     with pytest.raises(DataError, match="holds no calibration: KeyError"):
         read_calibration(path)
 

@@ -24,7 +24,7 @@ from pipeline.planning.engine_cost import EngineKind, EngineTime, Overhead, over
 from pipeline.planning.operations import Operation, Trace
 from pipeline.planning.rates import Curve, Rates
 
-CALIBRATION_SCHEMA = 2  # 1 had no engine of a large model
+CALIBRATION_SCHEMA = 3  # 1 had no engine of a large model; 2 timed engines that skipped their steps
 FILE_VARIABLE = "PATCHLINE_CALIBRATION"  # names another file than that of the state folder
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import models
 from data.files import write_durably
 from models.vit import ViTConfig
+from pipeline.config import require
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine
 from pipeline.optimization.optimizer import OptimConfig
@@ -38,9 +39,8 @@ ROUNDS = 3  # that a work is timed
 LONG_PASSES_S = 0.3  # of a work whose operators are timed once: they take so long that little disturbs them
 # Width, blocks, rounds of the models that are put under the engine, one patch an image each. The first two have hardly
 # any elements and differ in tensors: engine_cost.carried_over takes the two smallest for what a tensor costs. The
-# third's gradients find memory that the process has. The last has 39 million elements in blocks of 13 million, more
-# than 32 MB each in fp32: for these malloc asks the kernel for new pages every time, as a real step must for most that
-# it allocates. Six blocks of width 768 took 7 ns an element here (ZeRO 2, fp32), and 12 ns under real images.
+# third's elements lie in the processor's cache, at least in part; those of the last, 39 million, do not, and neither do
+# those of a real model.
 ENGINE_MODELS = ((64, 1, 4), (64, 12, 4), (384, 4, 3), (1024, 3, 3))
 COLLECTIVE_ROUNDS = 5
 COLLECTIVE_BYTES = (64, 2**16, 2**20, 2**24)
@@ -278,6 +278,12 @@ def step_times(
             engine.end_micro_batch(1e-4)
 
     times = [clocked(run, device) for _ in range(rounds)]
+    # Where a gradient is not finite the optimizer takes no step, which is most of what an engine costs.
+    require(
+        engine.updates == rounds,
+        f"{rounds} steps of ZeRO {asked['zero']} in {asked['precision']} were timed, and only {engine.updates} were "
+        "taken: the others' gradient was not finite",
+    )
     engine.close()
     return medians(times)
 

@@ -91,6 +91,17 @@ class Trace:
 
 
 def built(work: Work, device: torch.device) -> nn.Module:
+    """Return the freshly initialised model of a work, in training mode, in the work's precision.
+
+    Not with whatever lies in its memory: an engine whose gradient is not finite takes no step.
+    """
+    model = unfilled(work, device)
+    generator = torch.Generator(device).manual_seed(0)
+    models.initialize(model, generator)  # type: ignore[arg-type]
+    return model
+
+
+def unfilled(work: Work, device: torch.device) -> nn.Module:
     """Return the model of a work with any weights, in training mode, in the work's precision."""
     _, module = FAMILIES[work.model.family]
     dtype = DTYPES[work.precision]
@@ -230,7 +241,7 @@ def trace_of(work: Work) -> Trace:
     trace = Trace()
     with FakeTensorMode():
         device = torch.device(work.device)
-        model = built(work, device)
+        model = unfilled(work, device)
         images, labels = inputs(work, device)
         with Onlooker() as forward:
             loss = loss_of(work, model, images, labels)
