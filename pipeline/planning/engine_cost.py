@@ -5,9 +5,8 @@ Out: Overhead(micro_s=0.009, step_s=0.055) of a model of 152 tensors and 22 mill
 
 1. Two models of hardly any elements say what the engine adds to every model, and what for each tensor.
 2. What larger ones took beyond that grows with the elements: in straight lines between them, in proportion beyond the
-   largest. A single line would not do: on a CPU an element costs more in a large model than in a small one
-   (docs/planning.md has the figures), for malloc gives pieces above 32 MB back to the kernel, which hands out new pages
-   each time (mallopt(3)).
+   largest. Among workers small models share few messages, so that an element of theirs does not cost what one of a
+   large model does.
 """
 
 from collections.abc import Sequence
