@@ -1,9 +1,10 @@
 """What a step on a CPU costs where malloc keeps the memory that is freed, and where it gives it back to the kernel.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.freed_memory [--rounds 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.freed_memory [--rounds 3] [--only B/16] [--thread]
 
 Steps of the training loop without its loader (forward, backward, engine), one worker, as `benchmarks.forecast` takes
-them. Both ways take turns, each in a process of its own; processor seconds and page faults of a step, medians.
+them. The ways take turns, each in a process of its own; processor seconds and page faults of a step, medians, and the
+dearest step. With `--thread` the loop is not in the main thread, as it is under Ray.
 """
 
 import argparse
@@ -13,13 +14,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch.distributed as dist
 
 from benchmarks.forecast import Row, Stepper
+from jobs.cluster.environment import MALLOC
 from pipeline import process_group
 
 ROWS = {
@@ -27,14 +31,26 @@ ROWS = {
     "B/16, 2 images, bf16, ZeRO 1, all blocks recomputed": Row(1, "B/16", 2, "bf16", 1, recomputed=12),
     "B/32, 8 images, bf16, ZeRO 2": Row(1, "B/32", 8, "bf16", 2),
 }
-WAYS = ("given back", "kept")
-STEPS = 4  # behind the first, which warms caches and allocators
+GIVEN_BACK = "given back"  # glibc left to itself
+MALLOPT = "mallopt alone"  # in a process that did not start as workers do
+KEPT = "kept"  # as workers on CPUs have it
+WAYS = (GIVEN_BACK, MALLOPT, KEPT)
+STEPS = 10  # behind the first, which warms caches and allocators
+
+
+class Steps(NamedTuple):
+    """What the steps of a process took: processor seconds and page faults, medians, and those of the dearest."""
+
+    seconds: float
+    faults: float
+    most_seconds: float
+    most_faults: float
 
 
 def worker(row: Row, way: str) -> None:
-    """Print processor seconds and page faults of a step, medians."""
-    if way == "given back":
-        process_group.keep_freed_memory = lambda: None
+    """Print what steps take."""
+    if way == GIVEN_BACK:
+        process_group.keep_freed_memory = lambda: ""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -47,44 +63,63 @@ def worker(row: Row, way: str) -> None:
             if number:
                 seconds.append(cpu_s)
                 faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        print(statistics.median(seconds), statistics.median(faults))
+        print(*Steps(statistics.median(seconds), statistics.median(faults), max(seconds), max(faults)))
         dist.destroy_process_group()
 
 
-def measured(name: str, way: str) -> tuple[float, float]:
-    """Return (processor seconds, page faults) of a step, from a process of its own."""
+def measured(name: str, way: str, *, in_thread: bool) -> Steps:
+    """Return what steps take, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.freed_memory", "--row", name, "--way", way]
-    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    seconds, faults = answer.split()
-    return float(seconds), float(faults)
+    if in_thread:
+        command.append("--thread")
+    environment = {key: value for key, value in os.environ.items() if key not in MALLOC}
+    if way == KEPT:
+        environment.update(MALLOC)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return Steps(*(float(word) for word in done.stdout.splitlines()[-1].split()))
 
 
 def main() -> None:
-    """Measure both ways in turn, and print the table."""
+    """Measure the ways in turn, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="rows with this word")
+    parser.add_argument("--thread", action="store_true", help="the loop is in a thread of its own")
     parser.add_argument("--row", choices=ROWS, help="be the worker of this row")
     parser.add_argument("--way", choices=WAYS)
     options = parser.parse_args()
+    if options.row and options.thread:
+        thread = threading.Thread(target=worker, args=(ROWS[options.row], options.way))
+        thread.start()
+        thread.join()
+        return
     if options.row:
         worker(ROWS[options.row], options.way)
         return
-    results: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    names = [name for name in ROWS if options.only in name]
+    results: dict[tuple[str, str], list[Steps]] = {}
     for number in range(options.rounds):
-        for name in ROWS:
-            for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                results.setdefault((name, way), []).append(measured(name, way))
-    print("| step | given back: CPU ms | page faults | kept: CPU ms | page faults | kept ÷ given back |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for name in ROWS:
-        cells = [name]
+        for name in names:
+            turn = number % len(WAYS)
+            for way in WAYS[turn:] + WAYS[:turn]:
+                results.setdefault((name, way), []).append(measured(name, way, in_thread=options.thread))
+    print("| step | malloc | CPU ms | dearest step | page faults | dearest step | ÷ given back |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for name in names:
         for way in WAYS:
-            seconds, faults = zip(*results[name, way], strict=True)
-            cells += [f"{1e3 * statistics.median(seconds):,.0f}", f"{statistics.median(faults):,.0f}"]
-        pairs = zip(results[name, "kept"], results[name, "given back"], strict=True)
-        ratios = [kept / given_back for (kept, _), (given_back, _) in pairs]
-        cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})")
-        print(f"| {' | '.join(cells)} |")
+            steps = results[name, way]
+            pairs = zip(steps, results[name, GIVEN_BACK], strict=True)
+            ratios = [ours.seconds / given_back.seconds for ours, given_back in pairs]
+            cells = [
+                name,
+                way,
+                f"{1e3 * statistics.median(step.seconds for step in steps):,.0f}",
+                f"{1e3 * max(step.most_seconds for step in steps):,.0f}",
+                f"{statistics.median(step.faults for step in steps):,.0f}",
+                f"{max(step.most_faults for step in steps):,.0f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})",
+            ]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -172,11 +172,15 @@ class Health:
                 self.telemetry.say(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
         return len(batch.bad)
 
+    def are_too_many(self, bad: int, seen: int) -> bool:
+        """Return whether more of the samples seen were bad than a healthy set can have."""
+        # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
+        return bad > self.cfg.data.max_bad_fraction * max(seen, BAD_GRACE)
+
     def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:
         """Raise DataError when more of the samples seen were bad than a healthy set can have."""
-        allowed = self.cfg.data.max_bad_fraction
-        # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
-        if bad > allowed * max(seen, BAD_GRACE):
+        if self.are_too_many(bad, seen):
+            allowed = self.cfg.data.max_bad_fraction
             raise DataError(
                 f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows\n"
                 f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 Function = TypeVar("Function")
 
 LONGEST_LIST = 8  # nodes that a line names
+LARGE_PIECE = 80 << 20  # bytes; a heap of a thread that has its own holds 64 MB
 
 
 def join_group(timeout_s: float) -> torch.device:
@@ -40,7 +41,9 @@ def join_group(timeout_s: float) -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
-        keep_freed_memory()
+        shortcoming = keep_freed_memory()
+        if shortcoming:
+            logging.getLogger(__name__).warning(shortcoming)
     # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
     timeout = timedelta(seconds=timeout_s)
     # A caller may have formed it, as tests do. No backend of jobs/cluster does: an error of a worker's has a rank.
@@ -51,20 +54,63 @@ def join_group(timeout_s: float) -> torch.device:
     return device
 
 
-def keep_freed_memory() -> None:
-    """Have glibc's malloc keep the memory that is freed; with another C library nothing happens.
+def keep_freed_memory() -> str:
+    """Have glibc's malloc keep the memory that is freed; return why it does not, "" where it does.
 
-    Left to itself it gives pieces above 32 MB, and what lies free at the heap's end, back to the kernel. The next step
-    is handed new pages one by one, and each must be filled with zeros: 0.4 of a step of B/32 (docs/step.md).
+    Left to itself it gives large pieces, and what lies free at the heap's end, back to the kernel. The next step is
+    handed new pages one by one, and each must be filled with zeros: 0.4 of a step of B/32 (docs/step.md).
     A worker keeps its peak for as long as it lives.
     """
-    # From malloc.h, mallopt(3).
-    m_trim_threshold = -1
-    m_mmap_threshold = -3
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(m_trim_threshold, -1)  # never
-        mallopt(m_mmap_threshold, 2**31 - 1)  # the largest that it takes
+    # From malloc.h; mallopt(3) says what they do.
+    settings = {
+        "M_TRIM_THRESHOLD": (-1, -1),  # never
+        # No piece has pages of its own. To raise the size from which it has them, M_MMAP_THRESHOLD, above 32 MB does
+        # nothing before glibc 2.35 (`do_set_mmap_threshold` in malloc.c).
+        "M_MMAP_MAX": (-4, 0),
+    }
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)
+    if mallopt is None:
+        return "this C library has no mallopt: memory that a step frees may go back to the kernel, which takes time"
+    refused = [name for name, (number, value) in settings.items() if mallopt(number, value) != 1]
+    if refused:
+        return f"mallopt has refused {' and '.join(refused)}: memory that a step frees may go back to the kernel"
+    if has_pages_of_its_own(library, LARGE_PIECE):
+        return (
+            "the loop is in a thread whose malloc gives large pieces back to the kernel, and a step may take twice the "
+            "time\n  start this process with GLIBC_TUNABLES=glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
+        )
+    return ""
+
+
+class MallocInfo(ctypes.Structure):
+    """Holds what mallinfo2(3) returns: ten numbers."""
+
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
+
+    @property
+    def pieces_with_own_pages(self) -> int:
+        """Called hblks there."""
+        return int(self.numbers[3])
+
+
+def has_pages_of_its_own(library: ctypes.CDLL, size: int) -> bool:
+    """Tell whether malloc asks the kernel for pages of their own for a piece of this thread's; before glibc 2.33 False.
+
+    Nothing is written into it: it takes addresses and no memory.
+    """
+    mallinfo2 = getattr(library, "mallinfo2", None)
+    if mallinfo2 is None:
+        return False
+    mallinfo2.restype = MallocInfo
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    before: int = mallinfo2().pieces_with_own_pages
+    piece = library.malloc(size)
+    after: int = mallinfo2().pieces_with_own_pages
+    library.free(piece)
+    return after > before
 
 
 def import_deepspeed() -> ModuleType:

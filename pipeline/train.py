@@ -154,14 +154,16 @@ def train(task: Mapping[str, Any]) -> StageResult:
         window.losses.append(mean_loss)
         window.norms.append(norm)
         health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids_here)
-        if health.has_given_up:
+        samples_seen = health.samples_seen(progress.step)
+        if health.has_given_up or health.are_too_many(progress.bad_samples, samples_seen):
             # A save in flight began before the steps that are not finite. Not committed, it and the good steps up to it
-            # would be left out with them.
+            # would be left out with them. Bad samples end the run: it would leave that save half written.
             if saver.in_flight:
                 finish_save(worker, progress)
             end_saving(worker, progress)
+        if health.has_given_up:
             health.go_back_or_end(progress.step)
-        health.check_bad(progress.bad_samples, health.samples_seen(progress.step), job.train)
+        health.check_bad(progress.bad_samples, samples_seen, job.train)
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         is_last = progress.step == worker.steps

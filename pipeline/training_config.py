@@ -165,6 +165,12 @@ class TrainConfig:
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
         at_least(self, 0, "mixup evaluate_every keep_every checkpoint_blocks")
         more_than_0(self, "activation_gb timeout_s stall_s")
+        is_contradiction = self.checkpoint_blocks > 0 and self.activation_gb is not None
+        require(
+            not is_contradiction,
+            f"checkpoint_blocks is {self.checkpoint_blocks} and activation_gb {self.activation_gb}, which chooses that "
+            "number itself\n  leave out one of them: checkpoint_blocks=0 or activation_gb=null",
+        )
         require(MIN_SEED <= self.seed <= MAX_SEED, f"seed is {self.seed}, expected {MIN_SEED} to {MAX_SEED}")
         uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
         require(

@@ -23,11 +23,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import models
 from data.decoder import Decoder
 from data.errors import CheckpointError, RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
+from data.loader import Batch
 from jobs import terminal
 from jobs.cluster import processes, worker_files
 from jobs.ownership import owned
@@ -41,6 +43,7 @@ from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine import Engine, Fragment, ReadState, deepspeed_config
 from pipeline.evaluation import evaluate
+from pipeline.health import Health
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 
@@ -485,6 +488,17 @@ def given_up_with_a_save_in_flight() -> None:
     """The save of step 10 is written no sooner than the third of the steps 13, 14, 15, which are not finite."""
     poison(range(12, 15))
     hold_saves_until(14)
+
+
+def bad_samples_with_a_save_in_flight() -> None:
+    """The save of step 10 is written no sooner than step 13, in which 12 samples of worker 0 are bad: two too many."""
+
+    def count_bad(health: Health, batch: Batch) -> int:
+        # Of each of its two micro-batches 6, more than it has: that spares the test thousands of good ones.
+        return 6 if batch.step == 12 and dist.get_rank() == 0 else 0
+
+    Health.count_bad = count_bad  # type: ignore[method-assign]
+    hold_saves_until(12)
 
 
 def full_log() -> None:

@@ -570,6 +570,15 @@ def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_
     assert "had a non-finite gradient: back to step 10, steps 11 … 15 are left out" in said(run)
 
 
+@pytest.mark.slow
+def test_a_run_that_bad_samples_end_commits_the_save_in_flight_and_leaves_nothing_half_written(run) -> None:
+    assert finish(run, patch="bad_samples_with_a_save_in_flight") == 65, said(run)
+    assert "12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows" in said(run)
+    checkpoints = stage(run) / "checkpoints"
+    assert checkpoint.verify(committed(checkpoints)[0]).step == 10
+    assert not list(checkpoints.glob(".tmp-*"))
+
+
 def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
     """Every parameter's master, moments and average, put together from the files of the last checkpoint."""
     last = committed(stage(run) / "checkpoints")[0]

@@ -87,6 +87,7 @@ def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
         ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
         ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
+        ({"steps": 1, "checkpoint_blocks": 2, "activation_gb": 8}, "is 2 and activation_gb 8.0.*\n  leave out one of"),
         ({"steps": 0}, "steps is 0, expected more than 0"),
         ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
         ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.environment import MALLOC
 from jobs.cluster.worker_group import WorkerGroupError
+from pipeline import process_group
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.zero.deepspeed_file import TUNING
 from tests import ranks
@@ -199,27 +202,101 @@ def test_torchs_linear_is_left_alone(results, case):
     assert results[case]["linear_untouched"]
 
 
-FREED = """
+# Prints for each way page faults that the kernel answers once more for freed memory, and the digest of the end.
+BOTH_WAYS = """
+import os
 import resource
+import threading
+
 import torch
-from pipeline.process_group import join_group
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-join_group(60.0)
-faults = []
-for _ in range(4):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    kept = [torch.zeros(2**24) for _ in range(4)]
-    del kept
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(faults[-1])
+
+from pipeline import process_group
+from pipeline.engine import Engine, deepspeed_config
+from pipeline.optimization.optimizer import OptimConfig
+from tests.ranks import digest, whole_state
+
+process_group.import_deepspeed()
+torch.set_num_threads(1)
+for way in ("given back", "kept"):
+    if os.fork():
+        os.wait()
+        continue
+    if way == "given back":
+        process_group.keep_freed_memory = lambda: ""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    process_group.join_group(60.0)
+    # Under Ray the loop is in a thread.
+    thread = threading.Thread(target=lambda: print(process_group.keep_freed_memory(), end=""))
+    thread.start()
+    thread.join()
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        pieces = [torch.full((2**24,), torch.nan) for _ in range(4)]
+        del pieces
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    # The weight, its gradient and each of its moments have 36 MB.
+    draws = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(3000, 3000)
+    model.weight.data.normal_(generator=draws)
+    model.bias.data.zero_()
+    settings = deepspeed_config(zero=2, precision="fp32", micro_batch=2, accumulation=1, clip=1.0, user_file=None)
+    engine = Engine(model, {"weight"}, OptimConfig(name="adam", lr=1e-2), settings, 0.0)
+    for _ in range(3):
+        loss = engine.forward(torch.randn(2, 3000, generator=draws)).square().mean()
+        engine.backward(loss)
+        engine.end_micro_batch(1e-2, torch.zeros(2, dtype=torch.float64))
+    print(faults, digest(whole_state(engine)), flush=True)
+    os._exit(0)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers on GPUs leave malloc as it is")
-def test_a_worker_on_a_cpu_is_handed_no_new_pages_for_memory_that_it_has_freed():
-    """Four tensors of 64 MiB are 65,536 pages of 4 KiB, which the kernel would fill with zeros at every step."""
-    environment = os.environ | {"LOCAL_RANK": "0"}
-    command = [sys.executable, "-c", FREED]
+def test_a_worker_on_a_cpu_keeps_the_memory_that_it_frees_and_no_bit_depends_on_that():
+    """Four tensors of 64 MiB are 65,536 pages of 4 KiB, which the kernel would fill with zeros at every step.
+
+    What is kept holds NaN: whatever read memory before it was written would end otherwise than with new pages.
+    """
+    environment = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)} | MALLOC
+    command = [sys.executable, "-c", BOTH_WAYS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) < 1000
+    given_back, kept = (line.split() for line in done.stdout.splitlines()[-2:])
+    # Had the thread something to say, it would stand before the number.
+    assert int(kept[0]) < 1000
+    assert kept[1] == given_back[1], "weights and moments after three steps"
+
+
+IN_A_THREAD = """
+import threading
+from pipeline.process_group import keep_freed_memory
+thread = threading.Thread(target=lambda: print(keep_freed_memory()))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
+def test_a_loop_in_a_thread_of_a_process_that_did_not_start_as_workers_do_is_said():
+    environment = {name: value for name, value in os.environ.items() if name not in MALLOC}
+    command = [sys.executable, "-c", IN_A_THREAD]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("the loop is in a thread whose malloc gives large pieces back to the kernel")
+    assert all(f"start this process with {name}={value}" in done.stdout for name, value in MALLOC.items())
+
+
+@pytest.mark.parametrize(
+    ("mallopt", "expected"),
+    [
+        (lambda number, value: 1, ""),
+        # As glibc before 2.35, where half of a heap of 64 MB is the largest M_MMAP_THRESHOLD.
+        (lambda number, value: int(number != -3 or value <= 2**25), ""),
+        (lambda number, value: int(number != -4), "mallopt has refused M_MMAP_MAX: "),
+        (lambda number, value: 0, "mallopt has refused M_TRIM_THRESHOLD and M_MMAP_MAX: "),
+        (None, "this C library has no mallopt: "),
+    ],
+)
+def test_a_malloc_that_does_not_keep_freed_memory_is_said(monkeypatch, mallopt, expected):
+    library = SimpleNamespace() if mallopt is None else SimpleNamespace(mallopt=mallopt)
+    monkeypatch.setattr(process_group.ctypes, "CDLL", lambda name: library)
+    said = process_group.keep_freed_memory()
+    assert said.startswith(expected) and bool(said) == bool(expected)

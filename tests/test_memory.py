@@ -385,7 +385,7 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
     with pytest.raises(ConfigError, match=together):
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
-    # Beside a budget for activations a number of blocks has no say: it is typed in its place.
+    # A number of blocks takes the place of a budget for activations.
     budget = dataclasses.replace(cfg, activation_gb=16.0)
     with pytest.raises(ConfigError, match=r"; pretrain\.checkpoint_blocks=2 pretrain\.activation_gb=null \(needs 16"):
         check_fits(budget, model, 2, 17 * GIB, is_gpu=True, name="pretrain")

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
+from pipeline.process_group import keep_freed_memory
 
 NAMES = [
     "RANK",
@@ -34,9 +36,13 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def has_compiler(config: dict[str, Any]) -> bool:
-    """Whether the worker began with torch's compiler imported."""
-    return "torch._dynamo" in sys.modules
+def has_compiler(config: dict[str, Any]) -> str:
+    """Whether the worker began with torch's compiler imported, and what of malloc is said in a thread of its own."""
+    said = []
+    thread = threading.Thread(target=lambda: said.append(keep_freed_memory()))
+    thread.start()
+    thread.join()
+    return f"{'torch._dynamo' in sys.modules} {said}"
 
 
 def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
@@ -52,6 +58,8 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
         "given": config["x"],
         "cwd": os.getcwd(),
         "threads": torch.get_num_threads(),
+        "malloc": keep_freed_memory(),
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES"),
     } | told
 
 

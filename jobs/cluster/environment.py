@@ -4,11 +4,14 @@
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
 
 Ray shows the environment of a job to whoever lists the jobs, and a recipe is kept in many places: secrets belong to the
-nodes. What tells a worker its place in the group is set by Patchline alone.
+nodes. What tells a worker its place in the group is set by Patchline alone, and what glibc's malloc reads when a
+process starts (`MALLOC`).
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # KEY and TOKEN as words: TOKENIZERS_PARALLELISM is none.
@@ -22,6 +25,33 @@ SECRET_VALUE = re.compile(
 )
 # Set for every worker by its rank (worker_group.RankInfo), so that a value for all of them would break the group.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# For workers on CPUs, which keep the memory that a step frees (keep_freed_memory in pipeline/process_group.py):
+# - One arena for all threads. Under Ray the loop is not in the main thread, and another thread's heaps hold 64 MB at
+#   most: whatever is larger goes back to the kernel at once, whatever mallopt was told.
+# - No thread sets freed pieces aside. Torch asks for aligned memory, of which malloc cuts off the ends, some 64 bytes.
+#   Set aside, they pass for used: a large piece that is freed stays apart from its neighbours, and has some bytes too
+#   few for the next request of its own size. The heap then grows by whole tensors every few steps.
+MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
+
+
+@contextmanager
+def starting_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have processes that the block starts find these variables, where this process has none of their names."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def forget(variables: Mapping[str, str]) -> None:
+    """Take these variables out of this process's environment, where they have these values."""
+    for name, value in variables.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
 
 
 def complaint(environment: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.util.placement_group import PlacementGroup
 
 from jobs.cluster import notices, placement, queue, room, worker_gauge
+from jobs.cluster.environment import MALLOC, forget
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
@@ -200,9 +201,9 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> Trainer:
     # (measured). So every attempt has its own name and storage, and Train always starts anew.
     stage_folder = folder.parents[1]
     # Set before a worker imports anything, because some libraries read their variables then.
-    runtime_env = None
-    if cluster.environment:
-        runtime_env = {"env_vars": cluster.environment}
+    environment = cluster.environment
+    if not cluster.gpus_per_worker:
+        environment = {**MALLOC, **environment}
     return Trainer(
         # Not as Train's config of the function, which the controller would unpack, and import all that it names.
         partial(_worker, spec),
@@ -219,7 +220,7 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> Trainer:
             # last two are without limit unless told otherwise: after the loss of a node that was drained, and after a
             # start that failed.
             failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
-            worker_runtime_env=runtime_env,
+            worker_runtime_env={"env_vars": environment},
             callbacks=[UseReserved(places)],
         ),
     )
@@ -227,6 +228,8 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> Trainer:
 
 def _worker(spec: WorkerSpec) -> None:
     """Be one worker, in a process that Ray has started; under Ray this is not its main thread."""
+    # Malloc has read them; what this process starts, such as what decodes images, has no use of them.
+    forget(MALLOC)
     context = get_context()
     info = RankInfo(
         rank=context.get_world_rank(),

@@ -67,7 +67,7 @@ def remedies_for(
 
 
 def blocks_text(cfg: TrainConfig, blocks: int, name: str) -> str:
-    """Return what is typed for a number of recomputed blocks: beside `activation_gb` the number has no say."""
+    """Return what is typed for a number of recomputed blocks: it takes the place of `activation_gb`."""
     typed = f"{name}.checkpoint_blocks={blocks}"
     if cfg.activation_gb is None:
         return typed
