@@ -21,7 +21,7 @@ from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.running.stage_run import changes_since_half_done
+from jobs.running.stage_files import changes_since_half_done
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
@@ -95,7 +95,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.running.stage_run.check_unfinished).
+    # Without --fresh the command has ended before this (jobs.running.readiness.check_unfinished).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.

@@ -31,16 +31,10 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.running.ending import status_file, table
 from jobs.running.follow import Follower
 from jobs.running.mirror import mirrored
+from jobs.running.readiness import check_finished, check_inputs, check_memory, check_unfinished
 from jobs.running.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
-from jobs.running.stage_run import (
-    changed_warnings,
-    check_finished,
-    check_inputs,
-    check_memory,
-    check_unfinished,
-    facts_of,
-    run_stage,
-)
+from jobs.running.stage_files import changed_warnings, facts_of
+from jobs.running.stage_run import run_stage
 from jobs.running.stopper import Stopper
 from jobs.stages.sweep import DIVERGED
 from pipeline.training_config import TrainConfig
