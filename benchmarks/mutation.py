@@ -34,7 +34,15 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCOPE = ("data/order.py", "data/index/*.py", "data/remote/*.py", "data/shards/*.py", "pipeline/**/*.py")
+SCOPE = (
+    "data/order.py",
+    "data/mixture.py",
+    "data/permutation.py",
+    "data/index/*.py",
+    "data/remote/*.py",
+    "data/shards/*.py",
+    "pipeline/**/*.py",
+)
 SEED = 11
 MUTANTS = 250
 LEAST_OF_A_MODULE = 4
@@ -53,6 +61,7 @@ SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed"
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
 CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
+    "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, "tests/test_twin.py"),
     "pipeline/engine.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
     "pipeline/exact.py": ("tests/test_exact.py",),
     "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),

@@ -46,7 +46,7 @@ from jobs.cluster.node_copies import ASKED_AT_A_LOOK
 from jobs.cluster.node_files import Change, NodeActor, take_over
 from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
-from jobs.running.stage_run import newest_attempt_name
+from jobs.running.stage_files import newest_attempt_name
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (

@@ -13,14 +13,8 @@ Everything here is collective: all workers of the group do it together, and in t
 """
 
 import os
-import queue
-import threading
-import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from data.errors import CheckpointError, DataError, Preempted
+from data.errors import CheckpointError, DataError
 from data.index.document import load_index
-from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ledger
 from models import ModelConfig
 from pipeline import config, handover
@@ -48,16 +41,13 @@ from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
-from pipeline.optimization.thinning import phases
 from pipeline.preflight.identity import device_name
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 from pipeline.worker import Job, Progress, Worker
 
-SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
-STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 
 @dataclass(frozen=True)
@@ -372,78 +362,3 @@ def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
     if job.init:
         return f"weights from {job.init}, optimizer fresh, step 0"
     return f"random weights from seed {cfg.seed}, step 0"
-
-
-def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on, on its device, images in the size of the step's phase."""
-    for phase in phases(worker.cfg.thinning, worker.steps, worker.model_config):
-        first_step = max(start_step, phase.steps.start)
-        if first_step >= phase.steps.stop:
-            continue
-        # A loader works ahead, in one size: another size is another loader's.
-        is_start = first_step == start_step
-        with closing(loader_batches(worker, first_step, phase.image_size, is_start=is_start)) as batches:
-            count = (phase.steps.stop - first_step) * worker.arithmetic.accumulation
-            yield from moved_ahead(islice(batches, count), worker.device)
-
-
-def loader_batches(worker: Worker, start_step: int, image_size: int, *, is_start: bool) -> Generator[Batch]:
-    """Iterate this worker's micro-batches from a step on, in one size, without end."""
-    cfg = worker.cfg
-    loader = TrainLoader(
-        worker.index,
-        worker.order,
-        image_size=image_size,
-        slots=worker.arithmetic.slots(worker.rank),
-        micro_batch=cfg.micro_batch,
-        accumulation=worker.arithmetic.accumulation,
-        start_step=start_step,
-        seed=cfg.seed,
-        augment=cfg.data.augment,
-        max_labels=cfg.data.max_labels,
-        processes=cfg.data.processes,
-        timeout_s=cfg.data.timeout_s,
-        cache=cfg.data.cache,
-        decode=cfg.data.decode,
-    )
-    if is_start:
-        return once_the_first_is_there(worker, loader)
-    # Steps of the phase before are not committed yet: the step agrees on a stop, and commits.
-    return iter(loader)
-
-
-def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Batch]:
-    """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
-
-    Raises Preempted in the worker that waits. Only for where the loop starts: every step that was taken is
-    committed there, and there is nothing to agree on.
-    """
-    batches = iter(loader)
-    answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
-
-    def fetch() -> None:
-        try:
-            if worker.device.type == "cuda":  # which GPU is the current one is known to each thread apart
-                torch.cuda.set_device(worker.device)
-            answers.put(next(batches))
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=fetch, name="first batch", daemon=True).start()
-    first = None
-    said_at = time.monotonic()
-    while first is None:
-        with suppress(queue.Empty):
-            first = answers.get(timeout=STOP_POLL_S)
-        if first is None and time.monotonic() - said_at > SAY_EVERY_S:
-            said_at = time.monotonic()
-            worker.telemetry.say(f"waiting for the first batch: {loader.waits_for()}")
-        # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
-        is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
-        if first is None and is_asked:
-            loader.stop()
-            raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
-    if isinstance(first, Exception):
-        raise first
-    yield first
-    yield from batches

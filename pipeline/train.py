@@ -19,9 +19,9 @@ import json
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,14 @@ import torch.distributed as dist
 import models
 from data.errors import Preempted
 from data.files import whole_file
-from models import ModelConfig
 from pipeline import config, handover
+from pipeline.batches import first_shard_of, images_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
-from pipeline.evaluation.evaluate import normalise
 from pipeline.exact import ExactEngine
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.objectives import DROPOUT, OBJECTIVES, seed_of_micro_batch
+from pipeline.objectives import OBJECTIVES
 from pipeline.optimization.schedule import learning_rate
 from pipeline.reports import (
     asks_beside,
@@ -47,7 +46,7 @@ from pipeline.reports import (
     make_up_for_evaluation,
     report_training,
 )
-from pipeline.start import micro_batches, set_up
+from pipeline.start import set_up
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Worker
 from pipeline.zero.norm import on_device
@@ -78,25 +77,17 @@ def train(task: Mapping[str, Any]) -> StageResult:
     # 1. Everything that the loop works with, and the step that it starts from.
     worker, progress = set_up(cfg, job)
     notice_sigterm(worker.sigterm)
+    begin_counting(worker, progress)
     engine = worker.engine
     phases = worker.phases
     health = worker.health
     saver = worker.saver
-    window = worker.window
-    accumulation = worker.arithmetic.accumulation
-    first_slot = worker.arithmetic.slots(worker.rank).start
     objective = OBJECTIVES[cfg.objective]
-    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the
-    # mean over the batch, also where workers own different numbers of samples.
-    loss_weight = worker.world * accumulation / cfg.batch_size
+    accumulation = worker.arithmetic.accumulation
     rate = 0.0  # of learning, in the last step
     # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
     first_step = progress.step + 1
-    # Building and restoring are not training: without this the first report's images per second would hold them.
-    window.clear()
-    worker.since_line.clear()
-    worker.loop_price.begin(progress.step)
     if not make_up_for_evaluation(worker, progress):
         raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
 
@@ -115,28 +106,17 @@ def train(task: Mapping[str, Any]) -> StageResult:
         # 2. Forward and backward over the accumulation.
         step = progress.step
         rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
-        # Arrays over the slots of the global batch; the first shard of ours is named to the driver while we wait.
-        epochs, shards, samples = worker.order.batch(step)
-        first_shard = worker.index.shards[shards[first_slot]].name
-        loss_sum = torch.zeros((), device=worker.device)
-        bad_samples = 0
-        ids_here: list[list[int]] = []
+        planned = worker.order.batch(step)  # of all workers
+        first_shard = first_shard_of(worker, planned)
+        sums = StepSums(loss=torch.zeros((), device=worker.device))
         for number in range(accumulation):
-            phases.enter("data", step, first_shard)
-            batch = next(batches)
-            assert batch.step == step, f"the loader is at step {batch.step}, the loop at {step}"
-            window.waits.append(batch.wait)
-            bad_samples += health.count_bad(batch)
-            ids_here += batch.ids.tolist()
-
-            # Dropout's draws depend on the samples alone: a resumed run repeats those of an uninterrupted one.
-            torch.manual_seed(seed_of_micro_batch(cfg.seed, step, batch.ids, DROPOUT))
-            phases.enter("forward", step)
-            images = normalise(batch.images, engine.dtype, worker.device)
+            batch = next_batch(worker, batches, step, first_shard)
+            sums.bad_samples += health.count_bad(batch)
+            sums.ids += batch.ids.tolist()
+            images = images_of(worker, step, batch)
             micro_batch_loss = objective(worker, step, images, batch)
-            phases.enter("backward", step)
-            engine.backward(micro_batch_loss * loss_weight)
-            loss_sum = loss_sum + micro_batch_loss.detach()
+            add_gradients(worker, step, micro_batch_loss)
+            sums.loss = sums.loss + micro_batch_loss.detach()
             # Their memory is free before the optimizer steps, which needs some of its own.
             del images, micro_batch_loss
             phases.enter("reduce", step)
@@ -145,62 +125,28 @@ def train(task: Mapping[str, Any]) -> StageResult:
 
         # 3. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up
         # alone. Nothing else in a step has the host wait for the device.
-        mean_loss, bad_of_all, stopping, all_written = agree(worker, rate, loss_sum, bad_samples)
-        norm = engine.gradient_norm()
+        mean_loss, bad_of_all, stopping, all_written = agree(worker, rate, sums.loss, sums.bad_samples)
         # The ledger is over the planned ids; a bad sample's replacement is counted and does not change it.
-        progress.ledger = progress.ledger.update(step, epochs, shards, samples)
+        progress.ledger = progress.ledger.update(step, *planned)
         progress.step += 1
         progress.bad_samples += bad_of_all
-        window.losses.append(mean_loss)
-        window.norms.append(norm)
-        health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids_here)
-        samples_seen = health.samples_seen(progress.step)
-        if health.has_given_up or health.are_too_many(progress.bad_samples, samples_seen):
-            # A save in flight began before the steps that are not finite. Not committed, it and the good steps up to it
-            # would be left out with them. Bad samples end the run: it would leave that save half written.
-            if saver.in_flight:
-                finish_save(worker, progress)
-            end_saving(worker, progress)
-        if health.has_given_up:
-            health.go_back_or_end(progress.step)
-        health.check_bad(progress.bad_samples, samples_seen, job.train)
+        judge_step(worker, progress, mean_loss, sums.ids)
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
-        is_last = progress.step == worker.steps
-        is_evaluated = cfg.evaluate_every > 0 and progress.step % cfg.evaluate_every == 0 and not is_last
-        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
-        is_calm = health.skipped_in_a_row == 0
-        # Where somebody beside training may judge it, what is evaluated must be there to read.
-        is_wanted_beside = is_evaluated and cfg.evaluate_on == "spare"
-        is_due = is_calm and (is_wanted_beside or progress.step % cfg.save_every == 0)
-        is_saved = is_due or is_last or stopping
-        is_said = progress.step % cfg.log_every == 0 or is_last or stopping or progress.step == first_step
+        due = due_after(worker, progress.step, first_step, stopping=stopping)
         # A commit implies its metrics: the record of its steps is written before the save begins.
-        if is_said or is_saved:
-            report_training(worker, progress, rate, has_line=is_said)
-        if saver.in_flight and (all_written or is_saved):  # on slow storage a new save waits for the one before
+        if due.line or due.save:
+            report_training(worker, progress, rate, has_line=due.line)
+        if saver.in_flight and (all_written or due.save):  # on slow storage a new save waits for the one before
             finish_save(worker, progress)
-        if is_saved:
+        if due.save:
             begin_save(worker, progress)
         # Whoever judges it beside training waits for the commit; the steps do not.
-        is_judged_beside = is_evaluated and is_saved and asks_beside(worker, progress.step)
-        if is_evaluated and not is_judged_beside and not stopping:
-            # A save that is due is committed first: an evaluation may fail.
-            if saver.in_flight:
-                finish_save(worker, progress)
-            stopping = not evaluate_between(worker, progress)
-            if not stopping:
-                end_in_loop(worker, progress.step)
-            if stopping and saver.last_committed != progress.step:
-                report_training(worker, progress, rate, has_line=False)
-                begin_save(worker, progress)
-        if stopping and not is_last:
-            if saver.in_flight:
-                finish_save(worker, progress)
-            end_saving(worker, progress)
-            is_committed = saver.last_committed == progress.step
-            how = "after committing it" if is_committed else "which could not be committed"
-            raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
+        is_judged_beside = due.evaluation and due.save and asks_beside(worker, progress.step)
+        if due.evaluation and not is_judged_beside and not stopping:
+            stopping = not evaluate_here(worker, progress, rate)
+        if stopping and progress.step < worker.steps:
+            stop(worker, progress)
 
     # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
     if saver.in_flight:
@@ -209,12 +155,120 @@ def train(task: Mapping[str, Any]) -> StageResult:
         begin_save(worker, progress)
         finish_save(worker, progress)
     end_saving(worker, progress)
-    if cfg.polyak:
-        with engine.averaged():
-            evaluate_at_the_end(worker, progress, f"  of the weights averaged by {cfg.polyak}")
+    evaluate_the_end(worker, progress)
+    return end(worker, progress)
+
+
+@dataclass
+class StepSums:
+    """Adds up what the micro-batches of a step come to on this worker."""
+
+    loss: torch.Tensor  # (), on the device
+    bad_samples: int = 0
+    ids: list[list[int]] = field(default_factory=list)  # of its samples, each (epoch, shard, sample)
+
+
+@dataclass(frozen=True)
+class Due:
+    """Says what a finished step asks for."""
+
+    line: bool  # in the log
+    save: bool
+    evaluation: bool
+
+
+def begin_counting(worker: Worker, progress: Progress) -> None:
+    """Have the reports count from here on, with the step that the loop starts from."""
+    # Building and restoring are not training: without this the first report's images per second would hold them.
+    worker.window.clear()
+    worker.since_line.clear()
+    worker.loop_price.begin(progress.step)
+
+
+def add_gradients(worker: Worker, step: int, loss: torch.Tensor) -> None:
+    """Add the gradient of a micro-batch's summed loss to that of the step."""
+    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the
+    # mean over the batch, also where workers own different numbers of samples.
+    weight = worker.world * worker.arithmetic.accumulation / worker.cfg.batch_size
+    worker.phases.enter("backward", step)
+    worker.engine.backward(loss * weight)
+
+
+def judge_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
+    """Collective: count the step that has just become whole, and end a run that it shows to be hopeless.
+
+    `ids` are this worker's samples. Raises WentBack and Diverged after too many steps that are not finite, DataError
+    after too many bad samples.
+    """
+    health = worker.health
+    norm = worker.engine.gradient_norm()
+    worker.window.losses.append(mean_loss)
+    worker.window.norms.append(norm)
+    health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids)
+    samples_seen = health.samples_seen(progress.step)
+    if health.has_given_up or health.are_too_many(progress.bad_samples, samples_seen):
+        # A save in flight began before the steps that are not finite. Not committed, it and the good steps up to it
+        # would be left out with them. Bad samples end the run: it would leave that save half written.
+        if worker.saver.in_flight:
+            finish_save(worker, progress)
+        end_saving(worker, progress)
+    if health.has_given_up:
+        health.go_back_or_end(progress.step)
+    health.check_bad(progress.bad_samples, samples_seen, worker.job.train)
+
+
+def due_after(worker: Worker, step: int, first_step: int, *, stopping: bool) -> Due:
+    """Return what a finished step asks for; `first_step` is the first that this attempt has finished."""
+    cfg = worker.cfg
+    is_last = step == worker.steps
+    is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
+    # Where somebody beside training may judge it, what is evaluated must be there to read.
+    is_wanted_beside = is_evaluated and cfg.evaluate_on == "spare"
+    # A commit amid non-finite steps would pass for progress since the last time that the run went back.
+    is_calm = worker.health.skipped_in_a_row == 0
+    is_saved = is_calm and (is_wanted_beside or step % cfg.save_every == 0)
+    return Due(
+        line=step % cfg.log_every == 0 or step == first_step or is_last or stopping,
+        save=is_saved or is_last or stopping,
+        evaluation=is_evaluated,
+    )
+
+
+def evaluate_here(worker: Worker, progress: Progress, rate: float) -> bool:
+    """Collective: evaluate amid the steps, with all that is due committed; False where asked to stop meanwhile.
+
+    Then a save of the step has begun, where it is not committed.
+    """
+    # First, because an evaluation may fail.
+    if worker.saver.in_flight:
+        finish_save(worker, progress)
+    if evaluate_between(worker, progress):
+        end_in_loop(worker, progress.step)
+        return True
+    if worker.saver.last_committed != progress.step:
+        report_training(worker, progress, rate, has_line=False)
+        begin_save(worker, progress)
+    return False
+
+
+def stop(worker: Worker, progress: Progress) -> NoReturn:
+    """Collective: commit the save in flight, and raise Preempted."""
+    if worker.saver.in_flight:
+        finish_save(worker, progress)
+    end_saving(worker, progress)
+    is_committed = worker.saver.last_committed == progress.step
+    how = "after committing it" if is_committed else "which could not be committed"
+    raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
+
+
+def evaluate_the_end(worker: Worker, progress: Progress) -> None:
+    """Collective: evaluate what the stage hands on: the averaged weights, where there are such."""
+    polyak = worker.cfg.polyak
+    if polyak:
+        with worker.engine.averaged():
+            evaluate_at_the_end(worker, progress, f"  of the weights averaged by {polyak}")
     else:
         evaluate_at_the_end(worker, progress)
-    return end(worker, progress)
 
 
 def notice_sigterm(asked: threading.Event) -> None:
@@ -319,7 +373,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     # what is read is compared with its digests once more.
     last = worker.saver.newest()
     manifest = read_manifest(last)
-    weights = export(last, worker.model_config)
+    weights = checkpoint.export(last, worker.model_config)
     names = worker.job.class_names
     models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)
     remote = worker.saver.remote
@@ -341,14 +395,3 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         "world": worker.world,
         "files": handover.digests(directory, handover.WEIGHT_FILES),
     }
-
-
-def export(folder: Path, model_config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the whole fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
-    manifest = read_manifest(folder)
-    # Only the shapes are wanted: on the meta device the model takes no memory.
-    with torch.device("meta"):
-        model = models.from_config(model_config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    kind = "average" if manifest.config.get("polyak") else "master"
-    return checkpoint.Reader(folder, manifest.files).weights(shapes, kind)

@@ -156,10 +156,10 @@ def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, mon
     asked = []
     monkeypatch.setattr(session.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
     loaded = campaign.load(recipe, ["cluster.backend=processes", override])
-    shown: Any = SimpleNamespace(follower=Mock(), trackers=[])
-    session.start_what_stages_need(loaded, loaded.stages, shown)
+    displays: Any = SimpleNamespace(follower=Mock(), trackers=[])
+    session.start_what_stages_need(loaded, loaded.stages, displays)
     monkeypatch.setattr(type(loaded), "done", lambda loaded, stage: {} if stage.name == "pretrain" else None)
-    session.start_what_stages_need(loaded, loaded.stages, shown)
+    session.start_what_stages_need(loaded, loaded.stages, displays)
     assert asked == [is_needed, False], "a finished stage needs nothing"
 
 

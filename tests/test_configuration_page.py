@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 import pytest
 
 from jobs.campaigns.campaign import KINDS
+from jobs.campaigns.configuration_page import all_keys
 from jobs.campaigns.sweeps import SweepConfig
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.commands.keys import configuration_page
 from jobs.monitoring.trackers import TrackersConfig
 from models.catalog import FAMILIES
-from pipeline.configuration_page import all_keys
 
 COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"
 CONFIGS = {

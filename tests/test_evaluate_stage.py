@@ -346,7 +346,7 @@ def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     stage = loaded.stage("pretrain")
     folder = loaded.directory(stage)
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
-    from jobs.running.stage_run import stage_record
+    from jobs.running.stage_files import stage_record
 
     handover.write_record(folder / "stage.json", stage_record(stage))
     handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": handover.digests(folder)})

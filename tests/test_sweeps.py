@@ -25,7 +25,7 @@ from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.planning.outlook import Outlook
 from jobs.resolved_recipe import Campaign
-from jobs.running import ending, stage_run
+from jobs.running import ending, stage_files, stage_run
 from jobs.stages import sweep
 from pipeline import handover
 from pipeline.evaluation import beside
@@ -231,7 +231,7 @@ def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True)
-    handover.write_record(folder / "stage.json", stage_run.stage_record(stage))
+    handover.write_record(folder / "stage.json", stage_files.stage_record(stage))
     metrics = {} if outcome else {"accuracy": accuracy}
     handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
     return folder
@@ -243,7 +243,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
-    handover.write_record(folder / "stage.json", stage_run.stage_record(stage))
+    handover.write_record(folder / "stage.json", stage_files.stage_record(stage))
     context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
     outcome = sweep.run(stage.config, context)
     handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
@@ -256,7 +256,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in campaign.resolved(before)
-    facts = stage_run.facts_of(before, before.stage("finetune.seed-0"))
+    facts = stage_files.facts_of(before, before.stage("finetune.seed-0"))
     assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
 
     finish(before, "finetune.lr-0.01", 0.25)
@@ -272,7 +272,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
     assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after, Outlook(None)))
-    assert stage_run.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
+    assert stage_files.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.
     folder = finish(after, "finetune.seed-0", 0.5)

@@ -25,7 +25,7 @@ from jobs.commands.replay import replay
 from jobs.planning.outlook import Outlook
 from jobs.running.session import run_campaign
 from models import positions
-from pipeline import config, start
+from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import thinning
@@ -370,8 +370,8 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
         def stop(self) -> None:
             late.set()
 
-    monkeypatch.setattr(start, "TrainLoader", Loader)
-    monkeypatch.setattr(start, "moved_ahead", lambda batches, device: batches)
+    monkeypatch.setattr(batches, "TrainLoader", Loader)
+    monkeypatch.setattr(batches, "moved_ahead", lambda iterated, device: iterated)
     thinned = ThinningConfig(image_sizes=(16,), image_sizes_until=(0.5,))
     worker: Any = SimpleNamespace(
         cfg=TrainConfig(steps=4, thinning=thinned),
@@ -385,13 +385,13 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
         sigterm=threading.Event(),
         job=SimpleNamespace(stop_file=tmp_path / "stop"),
     )
-    batches: Any = start.micro_batches(worker, 0)
-    assert [next(batches), next(batches)] == [(0, 16), (1, 16)]
+    in_order: Any = batches.micro_batches(worker, 0)
+    assert [next(in_order), next(in_order)] == [(0, 16), (1, 16)]
     worker.sigterm.set()
-    monkeypatch.setattr(start, "once_the_first_is_there", None)
-    assert next(batches) == (2, 24)
+    monkeypatch.setattr(batches, "once_the_first_is_there", None)
+    assert next(in_order) == (2, 24)
     monkeypatch.undo()
 
-    monkeypatch.setattr(start, "TrainLoader", Loader)
+    monkeypatch.setattr(batches, "TrainLoader", Loader)
     with pytest.raises(Preempted):
-        next(start.micro_batches(worker, 3))
+        next(batches.micro_batches(worker, 3))

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from data.loader import Batch, Wait
-from pipeline import start, train
+from pipeline import batches, train
 from pipeline.engine import Engine
 from pipeline.exact import ExactEngine
+from pipeline.worker import Job
 
 PARAMETERS_AFTER = (2, 10, 100)  # steps after which the trace holds the parameters
 
@@ -55,9 +56,9 @@ def train_on_trace(task: dict[str, Any]) -> dict[str, Any]:
     """Run `pipeline.train.train` on the trace of `task["twin"]`; leaves this worker's fragments of the parameters."""
     twin = task["twin"]
     arrays = np.load(twin["arrays"])
-    stop_file = start.Job(**task["job"]).stop_file
+    stop_file = Job(**task["job"]).stop_file
     loader = TraceLoader(arrays["rows"], arrays["images"], arrays["labels"], twin["steps"] - 1, stop_file)
-    start.TrainLoader = loader  # type: ignore[attr-defined, misc, assignment]
+    batches.TrainLoader = loader  # type: ignore[attr-defined, misc, assignment]
     keep_parameters(loader, Path(twin["parameters"]))
     return train.train({"config": task["config"], "job": task["job"]})
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import start, train
+from pipeline import batches, train
 from pipeline.engine import Engine
 from pipeline.process_group import import_deepspeed
 
@@ -166,7 +166,7 @@ def seen(waits: Waits) -> Iterator[None]:
     """Within the block the training loop's waits are noted, step by step."""
     learning_rate = train.learning_rate
     start_state = Engine._start_state
-    once_the_first_is_there = start.once_the_first_is_there
+    once_the_first_is_there = batches.once_the_first_is_there
 
     def begin_step(*args: Any) -> float:
         waits.begin_step()
@@ -186,14 +186,14 @@ def seen(waits: Waits) -> Iterator[None]:
 
     train.learning_rate = begin_step  # type: ignore[assignment]
     Engine._start_state = mark_counts  # type: ignore[method-assign]
-    start.once_the_first_is_there = mark_batches
+    batches.once_the_first_is_there = mark_batches
     try:
         with Calls(waits), Operations(waits):
             yield
     finally:
         train.learning_rate = learning_rate
         Engine._start_state = start_state  # type: ignore[method-assign]
-        start.once_the_first_is_there = once_the_first_is_there
+        batches.once_the_first_is_there = once_the_first_is_there
 
 
 def count(task: dict[str, Any]) -> dict[str, list[str]]:

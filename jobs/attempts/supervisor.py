@@ -1,6 +1,6 @@
 """Runs attempts of a stage on a worker group until one succeeds, or until another would not help.
 
-    supervise(train, make_task, context, worlds=(2,), stall_s=600.0, ask_to_stop=touch_stop_file)
+    supervise(train, make_task, context, worlds=(4, 2, 1), stall_s=600.0, ask_to_stop=touch_stop_file)
     → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
 
 One attempt, in order:
@@ -85,11 +85,8 @@ def supervise(
     sizes = Sizes(worlds)
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        heed_stop = partial(end_if_asked, context)
-        run = context.remote or str(context.run)
-        world = wait_for_resources(context.cluster, run, context.say, heed_stop, sizes.open_worlds())
+        world = wait_for_places(context, sizes)
         cluster = dataclasses.replace(context.cluster, workers=world)
-        sizes.begins(world)
         growth = growth_of(context, sizes, world)
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
@@ -131,22 +128,17 @@ def supervise(
             # The log may have grown since the last look.
             context.tick(folder, number)
 
-        # a to c: a worker knew what it wanted. The message is its exception's, without the exception's name.
         add_what_the_driver_knows(failure, watch)
-        message = failure.cause.partition(": ")[2]
-        # A stop that was asked for is no incident.
-        if failure.exit_code == ExitCode.PREEMPTED:
-            raise Preempted(message)
-        write_incident(context, failure)
-        if not made_progress and fall_back(context, failure, sizes, world):
-            continue
-        if failure.exit_code is not None:
-            raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
+        recover(context, failure, failures, sizes, world, made_progress=made_progress)
 
-        # d to f
-        if failures.are_too_many(failure, made_progress):
-            raise no_progress(context, failure, failures.count)
-        prepare_restart(context, failure, failures.count)
+
+def wait_for_places(context: Context, sizes: Sizes) -> int:
+    """Wait until the workers of the next attempt have their places, and return how many they are."""
+    heed_stop = partial(end_if_asked, context)
+    run = context.remote or str(context.run)
+    world = wait_for_resources(context.cluster, run, context.say, heed_stop, sizes.open_worlds())
+    sizes.begins(world)
+    return world
 
 
 def growth_of(context: Context, sizes: Sizes, world: int) -> Growth:
@@ -154,3 +146,33 @@ def growth_of(context: Context, sizes: Sizes, world: int) -> Growth:
     room = partial(room_now, context.cluster)
     step = partial(last_step, context)
     return Growth(sizes.larger_than(world), context.cluster.patience_s, room, step, sizes.not_before)
+
+
+def recover(
+    context: Context,
+    failure: WorkerGroupError,
+    failures: FailuresInARow,
+    sizes: Sizes,
+    world: int,
+    *,
+    made_progress: bool,
+) -> None:
+    """Do a to f for an attempt of `world` workers; return when the next may begin.
+
+    Raises Preempted or StageFailed where there is to be none.
+    """
+    # a to c: a worker knew what it wanted. The message is its exception's, without the exception's name.
+    message = failure.cause.partition(": ")[2]
+    # A stop that was asked for is no incident.
+    if failure.exit_code == ExitCode.PREEMPTED:
+        raise Preempted(message)
+    write_incident(context, failure)
+    if not made_progress and fall_back(context, failure, sizes, world):
+        return
+    if failure.exit_code is not None:
+        raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
+
+    # d to f
+    if failures.are_too_many(failure, made_progress):
+        raise no_progress(context, failure, failures.count)
+    prepare_restart(context, failure, failures.count)

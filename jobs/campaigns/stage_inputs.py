@@ -32,7 +32,7 @@ Digests = dict[tuple[Callable[[str], str], str], str]  # by how an input was rea
 def content_digest(name: str, kind: str, field: str, path: str, missing: list[str], digests: Digests) -> str:
     """Return the digest of an input from outside the campaign: an index's own, or the sha256 of weights or of a list.
 
-    What does not exist, or is not what its maker wrote, is noted in `missing`, which stage_run.check_inputs refuses.
+    What does not exist, or is not what its maker wrote, is noted in `missing`, which readiness.check_inputs refuses.
     `digests` remembers the others: the runs of a sweep start from the same weights, which are read once for all.
     """
     read = digest_of_index

@@ -72,8 +72,8 @@ def plan(
     from jobs.commands import plan
     from jobs.planning.outlook import outlook_of
     from jobs.running.mirror import looked_at
+    from jobs.running.readiness import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
     from jobs.running.reevaluation import with_new_evaluations
-    from jobs.running.stage_run import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
 
     loaded = load_campaign(recipe, overrides)
     if resolved:

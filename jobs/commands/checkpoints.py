@@ -23,7 +23,6 @@ from pipeline.config import differences
 from pipeline.evaluation import beside
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import Record
-from pipeline.train import export
 from pipeline.versions import code_version
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -225,7 +224,7 @@ def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     target = target.resolve()
     target.mkdir(parents=True, exist_ok=True)
     names = class_names_of(folder.parents[1])
-    models.save_weights(export(folder, model), target, model, writing=whole_file, class_names=names)
+    models.save_weights(checkpoint.export(folder, model), target, model, writing=whole_file, class_names=names)
     # A stage's own done.json speaks for its folder, and finds weights of another step there.
     if not (target / handover.DONE).exists():
         handover.record_weights(target, {"exported": str(folder), "code": code_version()})

@@ -1,10 +1,10 @@
 """Every key that a recipe may have, as a page: python -m jobs.commands.keys > docs/configuration.md"""
 
 from jobs.campaigns.campaign import KINDS
+from jobs.campaigns.configuration_page import page
 from jobs.campaigns.sweeps import SweepConfig
 from jobs.cluster.worker_group import ClusterConfig
 from jobs.monitoring.trackers import TrackersConfig
-from pipeline.configuration_page import page
 
 INTRODUCTION = """\
 # Configuration

@@ -36,8 +36,8 @@ from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
 from jobs.planning.passing import folder_in
 from jobs.resolved_recipe import Campaign, Stage
+from jobs.running.readiness import missing_inputs
 from jobs.running.session import warn_of_unused_gpus
-from jobs.running.stage_run import missing_inputs
 from jobs.stages import pack
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic

@@ -14,7 +14,7 @@ from typing import Any
 from jobs.campaigns.campaign import Section, resolve_stage
 from jobs.campaigns.stage_checks import check_stage
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.running.stage_run import changed_warnings
+from jobs.running.stage_files import changed_warnings
 from jobs.stages import evaluate, sweep
 from jobs.stages.evaluation_config import JudgedConfig
 from pipeline.evaluation.protocols import FewShotConfig

@@ -13,8 +13,8 @@ In order (`run_campaign`):
 
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,10 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.running.ending import status_file, table
 from jobs.running.follow import Follower
 from jobs.running.mirror import mirrored
+from jobs.running.readiness import check_finished, check_inputs, check_memory, check_unfinished
 from jobs.running.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
-from jobs.running.stage_run import (
-    changed_warnings,
-    check_finished,
-    check_inputs,
-    check_memory,
-    check_unfinished,
-    facts_of,
-    run_stage,
-)
+from jobs.running.stage_files import changed_warnings, facts_of
+from jobs.running.stage_run import run_stage
 from jobs.running.stopper import Stopper
 from jobs.stages.sweep import DIVERGED
 from pipeline.training_config import TrainConfig
@@ -66,7 +60,7 @@ class Watchers:
 
 
 @dataclass
-class Shown:
+class Displays:
     """Everybody who shows what a command does, for as long as it works."""
 
     follower: Follower  # prints, and writes the logs
@@ -86,14 +80,11 @@ class Shown:
         self.board.leave_stage()
 
     def close(self) -> None:
-        """Let all of them finish, and leave the cluster."""
+        """Let all of them finish."""
         self.board.close()
         for tracker in self.trackers:
             tracker.close()
         self.follower.close()
-        # Ray is imported only where it was needed; without it there is nothing to leave.
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
 
 
 def run_campaign(
@@ -109,85 +100,105 @@ def run_campaign(
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
     `also` is called with every tick of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
-    # As it was typed: sys.argv has lost the `-m jobs`.
-    command = shlex.join(["python", *sys.orig_argv[1:]])
+    # The lock comes first: the status.json of a run that another process owns is not ours to write.
+    with (
+        displayed(loaded, also, quiet=quiet) as displays,
+        owned(loaded.run),
+        mirrored(loaded.run, loaded.remote, displays.follower.say) as put_files,
+        status_file(loaded.run, typed_command(), displays.follower.keep),
+    ):
+        say = displays.follower.say
+        stopper = Stopper(say)
+        # Once more: of a run in a store, the files of the last owner are here only now.
+        loaded = with_new_evaluations(settled(loaded))
+        names = names_of_stages(loaded, only)
+        stages = [loaded.stage(name) for name in names]
+        unverified = check_stages(loaded, stages, say, fresh=fresh)
+        start_what_stages_need(loaded, stages, displays)
+
+        rows = []
+        for name in names:
+            # What the table of a sweep has just chosen is in the configs that waited for it.
+            loaded = settled(loaded)
+            stage = loaded.stage(name)
+            # Before the stopper is asked, or a signal between the two would be heard after the stage.
+            stopper.works_here = stage.kind in WORKERLESS_KINDS
+            outcome = loaded.done(stage)
+            is_skipped = outcome is not None
+            if outcome is not None:
+                say_skipped(loaded, stage, name not in unverified, say)
+            elif stopper.asked:
+                raise Preempted(f"stopped before {name}; run the same command again to go on")
+            else:
+                displays.begin_stage(loaded.directory(stage), stage.kind)
+                outcome = run_stage(
+                    loaded,
+                    stage,
+                    say=say,
+                    tick=displays.watchers.tick,
+                    stopping=stopper.is_asked,
+                    check_owned=put_files,  # it looks first whether the run is still ours
+                    fresh=fresh,
+                )
+                displays.end_stage()
+                put_files()
+            stopper.works_here = False
+            rows.append({"stage": name, "skipped": is_skipped, **outcome})
+
+        for line in table(rows):
+            say(line)
+        say(f"run: {loaded.place}")
+        return rows
+
+
+def typed_command() -> str:
+    """Return the command as it was typed."""
+    # Not sys.argv, which has lost the `-m jobs`.
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+@contextmanager
+def displayed(loaded: Campaign, also: Tick | None, *, quiet: bool) -> Iterator[Displays]:
+    """Show what a command does within the block, at first no stage and by no tracker; leave the cluster at its end."""
     follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
     board = Board(follower.say)
-    shown = Shown(follower, Watchers([follower.tick, board.tick]), board)
+    ticks: list[Tick] = [follower.tick, board.tick]
     if also is not None:
-        shown.watchers.ticks.append(also)
-
+        ticks.append(also)
+    displays = Displays(follower, Watchers(ticks), board)
     try:
-        # The lock comes first: the status.json of a run that another process owns is not ours to write.
-        with (
-            owned(loaded.run),
-            mirrored(loaded.run, loaded.remote, follower.say) as put_files,
-            status_file(loaded.run, command, follower.keep),
-        ):
-            stopper = Stopper(follower.say)
-            # Once more: of a run in a store, the files of the last owner are here only now.
-            loaded = with_new_evaluations(settled(loaded))
-            names = names_of_stages(loaded, only)
-            stages = [loaded.stage(name) for name in names]
-            check_inputs(loaded, stages)
-            check_unfinished(loaded, stages, fresh=fresh)
-            check_memory(loaded, stages, follower.say)
-            unverified = check_finished(loaded, stages, follower.say)
-            start_what_stages_need(loaded, stages, shown)
-
-            rows = []
-            for name in names:
-                # What the table of a sweep has just chosen is in the configs that waited for it.
-                loaded = settled(loaded)
-                stage = loaded.stage(name)
-                # Before the stopper is asked, or a signal between the two would be heard after the stage.
-                stopper.works_here = stage.kind in WORKERLESS_KINDS
-                outcome = loaded.done(stage)
-                is_skipped = outcome is not None
-                if outcome is not None:
-                    say_skipped(loaded, stage, name not in unverified, follower.say)
-                elif stopper.asked:
-                    raise Preempted(f"stopped before {name}; run the same command again to go on")
-                else:
-                    shown.begin_stage(loaded.directory(stage), stage.kind)
-                    outcome = run_stage(
-                        loaded,
-                        stage,
-                        say=follower.say,
-                        tick=shown.watchers.tick,
-                        stopping=stopper.is_asked,
-                        check_owned=put_files,  # it looks first whether the run is still ours
-                        fresh=fresh,
-                    )
-                    shown.end_stage()
-                    put_files()
-                stopper.works_here = False
-                rows.append({"stage": name, "skipped": is_skipped, **outcome})
-
-            for line in table(rows):
-                follower.say(line)
-            follower.say(f"run: {loaded.place}")
-        return rows
+        yield displays
     finally:
-        shown.close()
+        displays.close()
+        # Ray is imported only where it was needed; without it there is no cluster to leave.
+        if "jobs.cluster.ray_backend" in sys.modules:
+            backends.disconnect()
 
 
-def start_what_stages_need(loaded: Campaign, stages: list[Stage], shown: Shown) -> None:
+def check_stages(loaded: Campaign, stages: list[Stage], say: Callable[[str], None], *, fresh: bool) -> set[str]:
+    """Refuse now what would be refused later; return the finished stages in which nobody would see a change."""
+    check_inputs(loaded, stages)
+    check_unfinished(loaded, stages, fresh=fresh)
+    check_memory(loaded, stages, say)
+    return check_finished(loaded, stages, say)
+
+
+def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Displays) -> None:
     """Start or join the cluster where a stage needs workers, and whoever shows the run to others."""
-    say = shown.follower.say
+    say = displays.follower.say
     has_work_for_workers = needs_workers(loaded, stages)
     # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
     if loaded.cluster.backend == "ray" and has_work_for_workers:
         show_cluster(loaded, say)
-        shown.board.start(shows_of(loaded))
+        displays.board.start(shows_of(loaded))
     if has_work_for_workers:
         backends.start_early(loaded.cluster, has_compiler=need_compiler(loaded, stages))
         warn_of_unused_gpus(loaded.cluster, say)
     if loaded.trackers.used():
-        shown.trackers += start_trackers(loaded.trackers, order_of_tracking(loaded, stages), loaded.run, say)
+        displays.trackers += start_trackers(loaded.trackers, order_of_tracking(loaded, stages), loaded.run, say)
     # What earlier commands logged has been shown already.
     for stage in loaded.stages:
-        shown.follower.skip(loaded.directory(stage))
+        displays.follower.skip(loaded.directory(stage))
 
 
 def say_skipped(loaded: Campaign, stage: Stage, is_verified: bool, say: Callable[[str], None]) -> None:

@@ -34,8 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import models
 from data.errors import CheckpointError
 from data.files import sync
+from models import ModelConfig
 from pipeline.checkpoints.fragment_file import FragmentFile
 from pipeline.checkpoints.manifest import (
     MANIFEST,
@@ -275,6 +277,17 @@ def check_complete(count: int, expected: int, name: str, kind: str) -> None:
         raise CheckpointError(
             f"the checkpoint holds {count} of {expected} elements of {name} ({kind}); it belongs to another model"
         )
+
+
+def export(folder: Path, model_config: ModelConfig) -> dict[str, Tensor]:
+    """Return the whole fp32 weights of a committed checkpoint; the averaged ones where it holds them."""
+    manifest = read_manifest(folder)
+    # Only the shapes are wanted: on the meta device the model takes no memory.
+    with torch.device("meta"):
+        model = models.from_config(model_config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kind = "average" if manifest.config.get("polyak") else "master"
+    return Reader(folder, manifest.files).weights(shapes, kind)
 
 
 def prune(folder: Path, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[Path]:

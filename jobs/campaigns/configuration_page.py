@@ -7,8 +7,6 @@
 
     clip: float = 1.0  # largest global gradient norm; 0 is off
     →  | `optim.clip` | `1.0` | number | forbid | largest global gradient norm; 0 is off |
-
-The kinds of stages come in as arguments: they live in `jobs`, which this package does not know.
 """
 
 import ast

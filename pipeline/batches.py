@@ -1,0 +1,130 @@
+"""A worker's micro-batches: loaded ahead, waited for, and made into the images that the model takes.
+
+1. `micro_batches` iterates them from a step on, on the worker's device, in the image size of the step's phase; a stop
+   ends the wait for the first of all.
+2. `next_batch` takes the next one of a step, and tells the driver meanwhile which shard it waits for.
+3. `images_of` makes floats of its images, and seeds what the forward pass will draw.
+
+In:  the worker's part of the order, as `data.loader` decodes it: Batch, images (b, 3, S, S) uint8
+Out: the same Batch on the device, and images (b, 3, S, S) in [−1, 1], in the type that the model computes in
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from itertools import islice
+
+import torch
+
+from data.errors import Preempted
+from data.loader import Batch, TrainLoader, moved_ahead
+from data.order import Ids
+from pipeline.evaluation.evaluate import normalise
+from pipeline.objectives import DROPOUT, seed_of_micro_batch
+from pipeline.optimization.thinning import phases
+from pipeline.worker import Worker
+
+SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
+STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
+
+# b samples of a micro-batch, S image side
+
+
+def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
+    """Iterate this worker's micro-batches from a step on, on its device, images in the size of the step's phase."""
+    for phase in phases(worker.cfg.thinning, worker.steps, worker.model_config):
+        first_step = max(start_step, phase.steps.start)
+        if first_step >= phase.steps.stop:
+            continue
+        # A loader works ahead, in one size: another size is another loader's.
+        is_start = first_step == start_step
+        with closing(loader_batches(worker, first_step, phase.image_size, is_start=is_start)) as batches:
+            count = (phase.steps.stop - first_step) * worker.arithmetic.accumulation
+            yield from moved_ahead(islice(batches, count), worker.device)
+
+
+def loader_batches(worker: Worker, start_step: int, image_size: int, *, is_start: bool) -> Generator[Batch]:
+    """Iterate this worker's micro-batches from a step on, in one size, without end."""
+    cfg = worker.cfg
+    loader = TrainLoader(
+        worker.index,
+        worker.order,
+        image_size=image_size,
+        slots=worker.arithmetic.slots(worker.rank),
+        micro_batch=cfg.micro_batch,
+        accumulation=worker.arithmetic.accumulation,
+        start_step=start_step,
+        seed=cfg.seed,
+        augment=cfg.data.augment,
+        max_labels=cfg.data.max_labels,
+        processes=cfg.data.processes,
+        timeout_s=cfg.data.timeout_s,
+        cache=cfg.data.cache,
+        decode=cfg.data.decode,
+    )
+    if is_start:
+        return once_the_first_is_there(worker, loader)
+    # Steps of the phase before are not committed yet: the step agrees on a stop, and commits.
+    return iter(loader)
+
+
+def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Batch]:
+    """Iterate the loader's batches; a stop ends the wait for the first, which takes minutes where the cache is cold.
+
+    Raises Preempted in the worker that waits. Only for where the loop starts: every step that was taken is
+    committed there, and there is nothing to agree on.
+    """
+    batches = iter(loader)
+    answers: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            if worker.device.type == "cuda":  # which GPU is the current one is known to each thread apart
+                torch.cuda.set_device(worker.device)
+            answers.put(next(batches))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=fetch, name="first batch", daemon=True).start()
+    first = None
+    said_at = time.monotonic()
+    while first is None:
+        with suppress(queue.Empty):
+            first = answers.get(timeout=STOP_POLL_S)
+        if first is None and time.monotonic() - said_at > SAY_EVERY_S:
+            said_at = time.monotonic()
+            worker.telemetry.say(f"waiting for the first batch: {loader.waits_for()}")
+        # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
+        is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
+        if first is None and is_asked:
+            loader.stop()
+            raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
+    if isinstance(first, Exception):
+        raise first
+    yield first
+    yield from batches
+
+
+def first_shard_of(worker: Worker, planned: Ids) -> str:
+    """Return the name of the shard with this worker's first sample of a batch; the driver hears of it in a wait."""
+    first_slot = worker.arithmetic.slots(worker.rank).start
+    return worker.index.shards[planned.shard[first_slot]].name
+
+
+def next_batch(worker: Worker, batches: Iterator[Batch], step: int, first_shard: str) -> Batch:
+    """Return the next micro-batch of a step, once it is there."""
+    worker.phases.enter("data", step, first_shard)
+    batch = next(batches)
+    assert batch.step == step, f"the loader is at step {batch.step}, the loop at {step}"
+    worker.window.waits.append(batch.wait)
+    return batch
+
+
+def images_of(worker: Worker, step: int, batch: Batch) -> torch.Tensor:
+    """Return a micro-batch's images (b, 3, S, S) as the model takes them, and seed what its forward pass draws."""
+    # Dropout's draws depend on the samples alone: a resumed run repeats those of an uninterrupted one.
+    torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
+    worker.phases.enter("forward", step)
+    return normalise(batch.images, worker.engine.dtype, worker.device)
