@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from data.errors import ConfigError, DataError, StorageError
 from data.files import whole_file
-from data.remote.remote import CLIENTS, client, denied_as_such, forget_credentials, redacted
+from data.remote.urls import CLIENTS, client, denied_as_such, forget_credentials, redacted
 
 Answer = TypeVar("Answer")
 

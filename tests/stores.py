@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from data.remote import remote
+from data.remote import urls
 
 Files = dict[str, Path]  # key → file
 AT_ONCE = 1 << 16  # bytes that the proxy sends at once
@@ -157,7 +157,7 @@ def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
         server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="images")
         server.start()
         proxy.upstream = server._api._httpd.server_address[1]
-        client = remote.client("gs", 5.0)
+        client = urls.client("gs", 5.0)
         for key, path in files.items():
             client.pipe_file(f"images/{key}", path.read_bytes())
         yield

@@ -24,7 +24,7 @@ from data.errors import ConfigError, DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
-from data.remote import remote
+from data.remote import urls
 from data.remote.ahead import Ahead
 from data.remote.cache import Cache, CacheConfig
 from data.shards.doctor import check
@@ -54,13 +54,13 @@ def storage(request, local, tmp_path_factory):
         proxy.set = f"{request.param}://images/set"
         proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=proxy.set)
         yield proxy
-    remote.forget_credentials()
+    urls.forget_credentials()
 
 
 @pytest.fixture
 def faulty(storage):
     storage.gets.clear()
-    remote.forget_credentials()
+    urls.forget_credentials()
     yield storage
     storage.fault = lambda path: None
 
@@ -122,7 +122,7 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
     def slow(*piece):
         calls.append(piece)
         time.sleep(0.25)
-        return remote.read_range(*piece)
+        return urls.read_range(*piece)
 
     size = max(shard.bytes for shard in faulty.index.shards)
     monkeypatch.setattr(cache_module, "read_range", slow)
@@ -411,22 +411,22 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
         raise ImportError
 
     monkeypatch.setattr("fsspec.filesystem", filesystem)
-    remote.forget_credentials()
+    urls.forget_credentials()
     with pytest.raises(DataError, match="gs:// needs a client: pip install gcsfs"):
         Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
 
 
-@pytest.mark.parametrize(("scheme", "package"), remote.CLIENTS.items())
+@pytest.mark.parametrize(("scheme", "package"), urls.CLIENTS.items())
 def test_a_client_whose_retries_are_not_where_they_were_is_named(scheme, package, monkeypatch):
     monkeypatch.setattr("fsspec.filesystem", lambda *_, **options: object())
-    remote.forget_credentials()
+    urls.forget_credentials()
     with pytest.raises(DataError, match=rf"{package} \S+ is not known .*pip install {package}==2026"):
-        remote.client(scheme, 1.0)
+        urls.client(scheme, 1.0)
 
 
 def test_the_clients_that_are_named_as_tested_are_those_of_the_constraints():
     pinned = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
-    assert {f"{name}=={number}" for name, number in remote.TESTED.items()} <= set(pinned)
+    assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 
 
 def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, monkeypatch):
@@ -467,7 +467,7 @@ def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", ["pipe:cat /etc/passwd", "http://x/y", "file:///etc/passwd", "ftp://x/y", "gopher://x"])
 def test_other_schemes_are_refused(url):
     with pytest.raises(DataError, match="is refused"):
-        remote.read_range(url, 0, 10, 1.0)
+        urls.read_range(url, 0, 10, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -476,14 +476,14 @@ def test_other_schemes_are_refused(url):
 def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("connected"))
     with pytest.raises(DataError, match="not public"):
-        remote.read_range(f"https://{host}/x", 0, 10, 1.0)
+        urls.read_range(f"https://{host}/x", 0, 10, 1.0)
 
 
 def test_of_several_public_addresses_the_one_that_the_resolver_prefers_is_taken(monkeypatch):
     places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 443)) for ip in ("1.1.1.1", "8.8.8.8")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
     monkeypatch.setattr(socket, "create_connection", lambda address, *_: address)
-    assert remote.connect_public(("host", 443), 1.0) == ("1.1.1.1", 443)
+    assert urls.connect_public(("host", 443), 1.0) == ("1.1.1.1", 443)
 
 
 def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refused(local, tmp_path, monkeypatch):
@@ -520,16 +520,16 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
     monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "localhost")
     url = f"https://localhost:{server.server_address[1]}"
     name, content = next(iter(files.items()))
-    assert remote.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
+    assert urls.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
     index = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
     assert (index.digest, index.directory) == (local.digest, url)
     with pytest.raises(DataError, match=r"/mute.tar: the server does not say how long it is; copy"):
         build_index([f"{url}/mute.tar"], output=tmp_path / "none", name="train")
-    assert remote.size_of(f"{url}/whole.tar", 5.0) == 1_000_000
+    assert urls.size_of(f"{url}/whole.tar", 5.0) == 1_000_000
     with pytest.raises(DataError, match=r"/whole.tar: the server ignores byte ranges; copy"):
-        remote.read_range(f"{url}/whole.tar", 10, 20, 5.0)
+        urls.read_range(f"{url}/whole.tar", 10, 20, 5.0)
     with pytest.raises(DataError, match=r"127.0.0.1 is not public"):
-        remote.read_range(f"{url}/away", 0, 10, 5.0)
+        urls.read_range(f"{url}/away", 0, 10, 5.0)
     server.shutdown()
     server.server_close()
 
@@ -559,4 +559,4 @@ def certificate(folder) -> str:
 
 
 def test_urls_are_shown_without_their_secrets():
-    assert remote.redacted("https://user:pass@host/a/b.tar?sig=s3cret#x") == "https://host/a/b.tar"
+    assert urls.redacted("https://user:pass@host/a/b.tar?sig=s3cret#x") == "https://host/a/b.tar"

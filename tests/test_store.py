@@ -21,7 +21,7 @@ import torch
 
 from data import store as store_module
 from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
-from data.remote import remote
+from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.ownership import claim_attempt
@@ -48,10 +48,10 @@ FLAKY = [500, 503, 429, "deaf", "stall"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Proxy]:
-    remote.forget_credentials()
+    urls.forget_credentials()
     with store("s3", {}) as proxy:
         yield proxy
-    remote.forget_credentials()
+    urls.forget_credentials()
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_forked_process_has_a_client_of_its_own(run) -> None:
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_path) -> None:
     """And a store that would let two owners commit is refused: Google's emulator takes no notice of conditions."""
-    remote.forget_credentials()
+    urls.forget_credentials()
     with store(scheme, {}):
         folder = Store(f"{scheme}://images/run")
         (tmp_path / "file").write_bytes(b"content")
@@ -209,7 +209,7 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
             folder.check_creates_once("attempts/000000.json")
             assert folder.create("name", b"mine") and not folder.create("name", b"another's")
             assert folder.get("name") == b"mine"
-    remote.forget_credentials()
+    urls.forget_credentials()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from data.remote import remote
+from data.remote import urls
 from tests import hosts
 from tests.ray_hosts import Driver, RayHosts
 from tests.stores import Proxy, store
@@ -67,7 +67,7 @@ def small(tmp_path: Path, shards: Path) -> Path:
 def proxy() -> Iterator[Proxy]:
     with store("s3", {}) as made:
         yield made
-    remote.forget_credentials()
+    urls.forget_credentials()
 
 
 @pytest.fixture

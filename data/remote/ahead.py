@@ -17,7 +17,7 @@ from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.order import Mixture, Order
 from data.remote.cache import Cache, CacheConfig
-from data.remote.remote import redacted
+from data.remote.urls import redacted
 
 
 def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:

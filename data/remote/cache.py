@@ -31,7 +31,7 @@ from data.checks import at_least, more_than_0
 from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
 from data.index.shard import Shard
-from data.remote.remote import forget_credentials, read_range, redacted
+from data.remote.urls import forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from data.errors import StorageError
 from data.remote.cache import PIECE, Cache, nobody_to_tell
-from data.remote.remote import redacted
+from data.remote.urls import redacted
 
 AT_ONCE = 8  # requests of a process
 ATTEMPTS = 3  # at a range, before whole shards are waited for

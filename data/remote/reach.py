@@ -8,7 +8,7 @@ from typing import TypedDict
 from data.errors import PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
-from data.remote.remote import read_range, redacted
+from data.remote.urls import read_range, redacted
 
 PIECE_BYTES = 2**22  # of a shard
 TIMEOUT_S = 20.0  # of one request to an object store

@@ -37,7 +37,7 @@ from data.index.index import Index
 from data.index.names import Names
 from data.index.shard import table_name
 from data.remote.cache import Cache, CacheConfig
-from data.remote.remote import check_url, list_tars, redacted, size_of
+from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import Journal, Record
 from data.shards.look import IndexJob, index_shard
 from data.shards.side_by_side import setting_at_error, side_by_side

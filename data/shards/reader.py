@@ -34,7 +34,7 @@ from data.index.shard import Shard
 from data.index.tar import sample_digest
 from data.remote.cache import Cache, CacheConfig
 from data.remote.ranges import SMALLEST, Ranges, Span
-from data.remote.remote import redacted
+from data.remote.urls import redacted
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 MOST_LINES = 10  # unusable shards that an error names with their problems
