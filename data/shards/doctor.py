@@ -284,33 +284,39 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
     """Every good sample of a set; with `unique`, each image once."""
     digests: set[bytes] = set()  # of the images so far, if they must be unique
     for number, shard in enumerate(index.shards):
-        try:
-            file = open_shard(index, number, cache)
-        # Repairing leaves out a shard that cannot be read, and keeps the others.
-        except (OSError, DataError):
-            continue
         stem = Path(shard.name).stem
-        with file, mapped(file) as tar:
-            times_seen: Counter[str] = Counter()
-            report = ShardReport(shard.name)
-            table = table_of(index, number, report)
-            for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
-                if not is_intact:
+        times_seen: Counter[str] = Counter()
+        for key, image, labels in readable_samples(index, number, cache):
+            if unique:
+                # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
+                digest = blake2b(image, digest_size=16).digest()
+                if digest in digests:
                     continue
-                try:
-                    read_header(image)
-                    decode_whole(image)
-                    labels = read_labels(raw_labels, index, index.classes)
-                except BadImage:
-                    continue
-                if unique:
-                    # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
-                    digest = blake2b(image, digest_size=16).digest()
-                    if digest in digests:
-                        continue
-                    digests.add(digest)
-                # A key may come twice in a tar that others made; in ours each names one sample.
-                times_seen[key] += 1
-                if times_seen[key] > 1:
-                    key = f"{key}-{times_seen[key]}"
-                yield Sample(f"{stem}/{key}", image, labels, kind_of(image))
+                digests.add(digest)
+            # A key may come twice in a tar that others made; in ours each names one sample.
+            times_seen[key] += 1
+            if times_seen[key] > 1:
+                key = f"{key}-{times_seen[key]}"
+            yield Sample(f"{stem}/{key}", image, labels, kind_of(image))
+
+
+def readable_samples(index: Index, number: int, cache: CacheConfig) -> Iterator[tuple[str, bytes, tuple[int, ...]]]:
+    """Key, image and labels of every sample of a shard that is whole and that can be decoded."""
+    try:
+        file = open_shard(index, number, cache)
+    # Repairing leaves out a shard that cannot be read, and keeps the others.
+    except (OSError, DataError):
+        return
+    with file, mapped(file) as tar:
+        report = ShardReport(index.shards[number].name)
+        table = table_of(index, number, report)
+        for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
+            if not is_intact:
+                continue
+            try:
+                read_header(image)
+                decode_whole(image)
+                labels = read_labels(raw_labels, index, index.classes)
+            except BadImage:
+                continue
+            yield key, image, labels

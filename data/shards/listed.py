@@ -13,7 +13,7 @@ that was compared, or a subset of one, which of course lacks samples of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -142,24 +142,28 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
             for key in there & anywhere:
                 shards_of_key[key].add(indexed.name)
         start += indexed.samples
-
     missing += [printable(key) for key, shards in shards_of_key.items() if not shards]
+
     if missing:
         raise DataError(
             f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {first_of(missing)}\n"
             "  expected samples of this very set"
         )
-    ambiguous = [
-        f"{printable(key)} ({', '.join(sorted(shards)[:3])})"
-        for key, shards in shards_of_key.items()
-        if len(shards) > 1
-    ]
+    check_unambiguous(shards_of_key, path)
+    return np.concatenate(rows)
+
+
+def check_unambiguous(shards_of_key: Mapping[str, set[str]], path: str) -> None:
+    """Raise DataError where keys of a list, whose shard it does not say, are in several shards."""
+    ambiguous = []
+    for key, shards in shards_of_key.items():
+        if len(shards) > 1:
+            ambiguous.append(f"{printable(key)} ({', '.join(sorted(shards)[:3])})")
     if ambiguous:
         raise DataError(
             f"{path}: {len(ambiguous):,} of its keys are in several shards: {first_of(ambiguous)}\n"
             "  expected the shard before such a key, with a tab between"
         )
-    return np.concatenate(rows)
 
 
 def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:

@@ -73,20 +73,28 @@ def look_for(
     """
     began = time.monotonic()
     while True:
-        unseen: dict[str, int | None] = {}
-        names = names_in(folder)
-        for name, size in expected.items():
-            # Asked for its size only where that matters: a large worker group has thousands of files.
-            if name not in names:
-                unseen[name] = None
-            elif size is not None:
-                bytes_seen = size_of(folder / name)
-                if bytes_seen != size:
-                    unseen[name] = bytes_seen
+        unseen = unseen_in(folder, expected)
         waited_s = time.monotonic() - began
         if not unseen or not is_patient or waited_s >= SEEN_WITHIN_S:
             return unseen, waited_s
         time.sleep(POLL_S)
+
+
+def unseen_in(folder: Path, expected: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the files that are not seen as expected now, each with its bytes, None for no file."""
+    unseen: dict[str, int | None] = {}
+    names = names_in(folder)
+    for name, size in expected.items():
+        if name not in names:
+            unseen[name] = None
+            continue
+        # Asked for its size only where that matters: a large worker group has thousands of files.
+        if size is None:
+            continue
+        bytes_seen = size_of(folder / name)
+        if bytes_seen != size:
+            unseen[name] = bytes_seen
+    return unseen
 
 
 def names_in(folder: Path) -> set[str]:
