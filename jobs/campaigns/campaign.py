@@ -242,55 +242,23 @@ def order_of_stages(sections: Mapping[str, Section]) -> list[str]:
 
 def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage], digests: Digests) -> Stage:
     """Look at a section's inputs, find its model, compute its key, and return its stage; `digests`: content_digest."""
-    kind = section.kind
     stage_config = section.config
-    parents = inputs_of(kind, stage_config)
-    keys: dict[str, str] = {}
     missing: list[str] = []
-    # The key of a parent stands for its output, which need not exist yet: so `plan` knows all keys before a run.
-    for field, value in parents.items():
-        link = reference(value)
-        if link is None:
-            require(value != "???", f"{name}.{field} is missing: a path, or @stage")
-            keys[field] = content_digest(name, kind, field, value, missing, digests)
-        else:
-            parent_name, part = link
-            parent = earlier[parent_name]
-            check_part(f"{name}.{field}", value, part, parent)
-            keys[field] = f"{parent.key}/{part}"
+    keys = keys_of_inputs(name, section, earlier, missing, digests)
     if isinstance(stage_config, pack.Config):
         missing += pack.missing_sources(name, stage_config)
-
-    # The key is of what may not change on resume. A test set may change half way: it is tagged otherwise.
-    forbidden = config.tagged(stage_config, "forbid")
-    inputs = {field: key for field, key in keys.items() if field in forbidden}
-    # A value that is still to be chosen stands in the config as the first of its grid, with the key of who chooses.
-    for field, value in section.chosen.items():
-        require(field not in parents, f"{name}: {field} names an input, which a grid with held_out cannot choose")
-        inputs[field] = f"{earlier[value[1:]].key}/{field}"
-    judging: dict[str, Any] = {}
-    if name != section.source:
-        inputs |= judged_by(stage_config, keys)
-        judging = config.tagged(stage_config, "warn")
-    input_fields = {*parents, *KINDS[kind].INPUTS}
-    # Inputs are in the key by content and not by path: the same data in another place is the same stage.
-    described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
-    identity: dict[str, Any] = {"schema": SCHEMA, "kind": kind, "config": described_config, "inputs": inputs}
-    # Only where there are any: the keys of all other stages stay what they were.
-    corrected = corrected_ops(forbidden | judging)
-    if corrected:
-        identity["corrected"] = corrected
-    key = config.digest(identity)
+    inputs = inputs_in_key(name, section, keys, earlier)
+    key = config.digest(identity_of(name, section, keys, inputs))
     # Weights that are missing or have changed tell nothing about the model.
     model = None
     if keys.get("init") != MISSING:
-        model = model_of_stage(name, kind, stage_config, earlier, missing)
-    parents |= section.chosen
+        model = model_of_stage(name, section.kind, stage_config, earlier, missing)
+    forbidden = config.tagged(stage_config, "forbid")
     return Stage(
         name,
-        kind,
+        section.kind,
         stage_config,
-        parents,
+        {**inputs_of(section.kind, stage_config), **section.chosen},
         model,
         key,
         inputs,
@@ -299,6 +267,56 @@ def resolve_stage(name: str, section: Section, earlier: Mapping[str, Stage], dig
         chosen=section.chosen,
         judged_on={field: key for field, key in keys.items() if field not in forbidden},
     )
+
+
+def keys_of_inputs(
+    name: str, section: Section, earlier: Mapping[str, Stage], missing: list[str], digests: Digests
+) -> dict[str, str]:
+    """Return a key for what each input of a section holds, by its field; adds to `missing` what is not there."""
+    keys: dict[str, str] = {}
+    # The key of a parent stands for its output, which need not exist yet: so `plan` knows all keys before a run.
+    for field, value in inputs_of(section.kind, section.config).items():
+        link = reference(value)
+        if link is None:
+            require(value != "???", f"{name}.{field} is missing: a path, or @stage")
+            keys[field] = content_digest(name, section.kind, field, value, missing, digests)
+        else:
+            parent_name, part = link
+            parent = earlier[parent_name]
+            check_part(f"{name}.{field}", value, part, parent)
+            keys[field] = f"{parent.key}/{part}"
+    return keys
+
+
+def inputs_in_key(name: str, section: Section, keys: Mapping[str, str], earlier: Mapping[str, Stage]) -> dict[str, str]:
+    """Return those inputs that a stage's key is of, and what a sweep chooses for it, each with its own key."""
+    # The key is of what may not change on resume. A test set may change half way: it is tagged otherwise.
+    forbidden = config.tagged(section.config, "forbid")
+    inputs = {field: key for field, key in keys.items() if field in forbidden}
+    # A value that is still to be chosen stands in the config as the first of its grid, with the key of who chooses.
+    for field, value in section.chosen.items():
+        require(field not in keys, f"{name}: {field} names an input, which a grid with held_out cannot choose")
+        inputs[field] = f"{earlier[value[1:]].key}/{field}"
+    if name != section.source:
+        inputs |= judged_by(section.config, keys)
+    return inputs
+
+
+def identity_of(name: str, section: Section, keys: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a stage's key is the digest of; `keys` are those of all its inputs, `inputs` those that count."""
+    forbidden = config.tagged(section.config, "forbid")
+    # Inputs are in the key by content and not by path: the same data in another place is the same stage.
+    input_fields = {*keys, *KINDS[section.kind].INPUTS}
+    described_config = {field: value for field, value in forbidden.items() if field not in input_fields}
+    identity: dict[str, Any] = {"schema": SCHEMA, "kind": section.kind, "config": described_config, "inputs": inputs}
+    judging: dict[str, Any] = {}
+    if name != section.source:
+        judging = config.tagged(section.config, "warn")
+    # Only where there are any: the keys of all other stages stay what they were.
+    corrected = corrected_ops(forbidden | judging)
+    if corrected:
+        identity["corrected"] = corrected
+    return identity
 
 
 def corrected_ops(fields: Mapping[str, Any]) -> dict[str, int]:
@@ -340,11 +358,17 @@ def resolved(campaign: Campaign) -> str:
         if first is not stage and stage.is_run and stage.kind != "sweep":
             before = sweeps.flat(config_as_known(campaign, first), stage.name)
             after = sweeps.flat(values, stage.name)
-            changed = {}
-            for field in {**before, **after}:
-                if before.get(field, "absent") != after.get(field, "absent"):
-                    changed[field] = after.get(field, "absent")
-            sections[stage.name] = {"as": first.name, "but": changed}
+            sections[stage.name] = {"as": first.name, "but": what_differs(before, after)}
         else:
             sections[stage.name] = {"kind": stage.kind, **values}
     return config.to_yaml(sections)
+
+
+def what_differs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `after` that are others than in `before`; "absent" where it has one no more."""
+    changed = {}
+    for field in {**before, **after}:
+        value = after.get(field, "absent")
+        if before.get(field, "absent") != value:
+            changed[field] = value
+    return changed

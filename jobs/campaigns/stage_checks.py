@@ -1,6 +1,7 @@
 """Does a stage fit the cluster, and the data that is there already: its classes, image shapes, length of training."""
 
 from data.errors import ConfigError, DataError
+from data.index.index import Index
 from jobs.campaigns import class_names
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, sweep
@@ -31,8 +32,12 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         check_head(cfg, stage.model, indexes, stage.name)
     if isinstance(cfg, sweep.Config):
         check_metrics(campaign, stage.name, cfg)
-    if not isinstance(cfg, TrainConfig):
-        return
+    if isinstance(cfg, TrainConfig):
+        check_training(campaign, stage, cfg)
+
+
+def check_training(campaign: Campaign, stage: Stage, cfg: TrainConfig) -> None:
+    """Raise ConfigError or DataError where a trained stage does not fit the cluster, or the data that is there."""
     require(
         bool(cfg.data.train or cfg.data.mixture),
         f"{stage.name}.data.train is missing: a path, or @stage; or data.mixture",
@@ -42,21 +47,8 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
     except ConfigError as error:
         raise ConfigError(f"{stage.name}: {error}") from None
 
-    classes: dict[str, int] = {}  # of every labelled set that is there, by what the recipe calls it
-    samples: list[int] = []  # of every set to train on that is there
-    sets = cfg.data.sets().values()
-    for path, _weight in sets:
-        index = class_names.set_at(campaign, path)
-        if index is not None:
-            if index.samples == 0:
-                raise DataError(f"{stage.name}: {path} holds no samples\n  expected some: pack or index it again")
-            classes[path] = index.classes
-            samples.append(index.samples)
-    if cfg.data.evaluate is not None:
-        index = class_names.set_at(campaign, cfg.data.evaluate)
-        if index is not None:
-            classes[cfg.data.evaluate] = index.classes
-
+    indexes = indexes_to_train_on(campaign, stage.name, cfg)
+    classes = classes_of(campaign, cfg, indexes)
     # The model is not known where the weights that it starts from do not exist.
     if stage.model is not None:
         check_model(cfg, stage.model, classes, f"{stage.name}.model")
@@ -64,9 +56,37 @@ def check_stage(campaign: Campaign, stage: Stage) -> None:
         if is_judged:
             check_shape(cfg.data.preprocess, stage.model, f"{stage.name}.data.preprocess")
     # The steps are not known where passes are to be made over data that is not there.
-    all_samples = sum(samples) if len(samples) == len(sets) else cfg.data.samples
+    all_samples = cfg.data.samples
+    if len(indexes) == len(cfg.data.sets()):
+        all_samples = sum(index.samples for _, index in indexes)
     if cfg.steps is not None or all_samples is not None:
         check_schedule(cfg, steps_of(cfg, all_samples or 0), stage.name)
+
+
+def indexes_to_train_on(campaign: Campaign, name: str, cfg: TrainConfig) -> list[tuple[str, Index]]:
+    """Return the sets that a stage trains on and that are there, each with what the recipe calls it.
+
+    Raises DataError where one is empty.
+    """
+    indexes = []
+    for path, _weight in cfg.data.sets().values():
+        index = class_names.set_at(campaign, path)
+        if index is None:
+            continue
+        if index.samples == 0:
+            raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+        indexes.append((path, index))
+    return indexes
+
+
+def classes_of(campaign: Campaign, cfg: TrainConfig, indexes: list[tuple[str, Index]]) -> dict[str, int]:
+    """Return the number of classes of every labelled set that is there, by what the recipe calls it."""
+    classes = {path: index.classes for path, index in indexes}
+    if cfg.data.evaluate is not None:
+        index = class_names.set_at(campaign, cfg.data.evaluate)
+        if index is not None:
+            classes[cfg.data.evaluate] = index.classes
+    return classes
 
 
 def check_metrics(campaign: Campaign, name: str, cfg: sweep.Config) -> None:

@@ -60,26 +60,33 @@ def plan(campaign: Campaign, outlook: Outlook) -> list[str]:
         if campaign.done(stage) is None:
             would_run.add(stage.name)
         lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
-        for field, value in stage.parents.items():
-            # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-            if stage.kind != "sweep" and field not in stage.chosen:
-                lines.append(f"  reads   {field} = {value}")
-        if stage.model is not None:
-            lines.append(f"  model   {model_line(stage)}")
-        # What a finished stage was made from is needed no more.
-        if stage.name in would_run:
-            for message in stage.missing:
-                lines.append(f"  MISSING {message}")
-        for field in stage.chosen:
-            lines.append(f"  chosen  {field}: {choice_text(campaign, stage, field)}")
-        if len(stage.known) < len(stage.chosen):
-            lines.append("  chosen  until then the lines below have the first of these values")
-        if isinstance(stage.config, sweep.Config):
-            lines.append(f"  table   {table_line(stage.config)}")
-        for line in class_names.lines(campaign, stage):
-            lines.append(f"  {line}")
+        lines += stage_lines(campaign, stage)
         if isinstance(stage.config, TrainConfig):
             lines += training_lines(campaign, stage, stage.config, outlook)
+    return lines
+
+
+def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
+    """Describe what a stage reads and lacks, its model, what was chosen for it, and what its classes are called."""
+    lines = []
+    for field, value in stage.parents.items():
+        # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
+        if stage.kind != "sweep" and field not in stage.chosen:
+            lines.append(f"  reads   {field} = {value}")
+    if stage.model is not None:
+        lines.append(f"  model   {model_line(stage)}")
+    # What a finished stage was made from is needed no more.
+    if campaign.done(stage) is None:
+        for message in stage.missing:
+            lines.append(f"  MISSING {message}")
+    for field in stage.chosen:
+        lines.append(f"  chosen  {field}: {choice_text(campaign, stage, field)}")
+    if len(stage.known) < len(stage.chosen):
+        lines.append("  chosen  until then the lines below have the first of these values")
+    if isinstance(stage.config, sweep.Config):
+        lines.append(f"  table   {table_line(stage.config)}")
+    for line in class_names.lines(campaign, stage):
+        lines.append(f"  {line}")
     return lines
 
 
@@ -138,38 +145,58 @@ def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: 
     if len(worlds) > 1:
         lines.append(f"  workers {in_words(worlds)}, as there is room; lines about a worker are for {worlds[-1]}")
 
-    # The length: counted where all sets are there, as the recipe says where not.
     sets = training_sets(campaign, cfg)
-    indexes = [part.index for part in sets if part.index is not None]
-    all_there = len(indexes) == len(sets)
-    samples = cfg.data.samples
-    if all_there:
-        samples = sum(index.samples for index in indexes)
+    samples = samples_to_train_on(cfg, sets)
     if samples is None and cfg.steps is None:
         lines.append(f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
         return lines
     steps = steps_of(cfg, samples or 0)
-    images = steps * cfg.batch_size
-    lines.append(f"  steps   {steps:,} ({amount(images)} images, {passes_text(images, samples, all_there)})")
+    lines += data_lines(cfg, sets, samples, steps, fewest)
+    if stage.model is None:
+        lines.append("  model   not known: the weights that it starts from are missing")
+        return lines
+    lines += compute_lines(cfg, stage, steps)
+    if campaign.cluster.gpus_per_worker:
+        lines.append(f"  feed    {feed_line(campaign, stage, indexes_of(sets))}")
+    lines.append(f"  optim   {optimizer_line(cfg)}")
+    return lines + worker_lines(campaign, stage, cfg, steps, arithmetic, fewest, outlook)
 
+
+def data_lines(
+    cfg: TrainConfig, sets: list[TrainingSet], samples: int | None, steps: int, fewest: Arithmetic
+) -> list[str]:
+    """Say how long a stage trains, when it is judged, and where its samples come from.
+
+    `samples` are those of all sets, None: unknown; `fewest` is the arithmetic of the smallest worker group.
+    """
+    images = steps * cfg.batch_size
+    indexes = indexes_of(sets)
+    all_there = len(indexes) == len(sets)
+    lines = [f"  steps   {steps:,} ({amount(images)} images, {passes_text(images, samples, all_there)})"]
     if cfg.evaluate_every:
         lines.append(f"  judge   {judge_line(cfg)}")
-
-    # Where the samples come from: each set's share of a batch, and what a node's cache must hold.
     if cfg.data.mixture:
         lines += mixture_lines(cfg.batch_size, sets, steps)
     if all_there and any(index.remote for index in indexes):
         index, order = training_order(cfg, indexes)
         lines.append(f"  cache   a worker needs {cache_line(index, order, fewest.slots(0), 0, cfg.data)}")
+    return lines
 
-    if stage.model is None:
-        lines.append("  model   not known: the weights that it starts from are missing")
-        return lines
-    # What it costs, and whether the workers can be fed.
-    lines += compute_lines(cfg, stage, steps)
-    if campaign.cluster.gpus_per_worker:
-        lines.append(f"  feed    {feed_line(campaign, stage, indexes)}")
-    lines.append(f"  optim   {optimizer_line(cfg)}")
+
+def worker_lines(
+    campaign: Campaign,
+    stage: Stage,
+    cfg: TrainConfig,
+    steps: int,
+    arithmetic: Arithmetic,
+    fewest: Arithmetic,
+    outlook: Outlook,
+) -> list[str]:
+    """Say what a worker needs of its memory, how gradients are summed over all of them, and the time that takes.
+
+    `arithmetic` is that of the largest worker group, `fewest` that of the smallest.
+    """
+    lines = []
     # Without a number of blocks for `activation_gb` nobody knows what they cost.
     no_number = ""
     try:
@@ -226,6 +253,19 @@ def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
     for name, (path, weight) in cfg.data.sets().items():
         sets.append(TrainingSet(name, class_names.set_at(campaign, path), weight))
     return sets
+
+
+def indexes_of(sets: list[TrainingSet]) -> list[Index]:
+    """Return the indexes of those sets that are there."""
+    return [part.index for part in sets if part.index is not None]
+
+
+def samples_to_train_on(cfg: TrainConfig, sets: list[TrainingSet]) -> int | None:
+    """Return how many samples the sets hold: counted where all are there, as the recipe says where not."""
+    indexes = indexes_of(sets)
+    if len(indexes) < len(sets):
+        return cfg.data.samples
+    return sum(index.samples for index in indexes)
 
 
 def batch_line(arithmetic: Arithmetic) -> str:
