@@ -1,19 +1,14 @@
-"""DeepSpeed behind four verbs: backward, step, fragments, restore. Nothing else in Patchline touches its insides.
+"""DeepSpeed behind four verbs: backward, step, fragments, restore. Only this file and those of zero/ touch its insides.
 
-The optimizer state leaves and enters as *fragments*: (parameter name, first element, flat fp32 views). They know
-nothing of the world size or the ZeRO stage, so what one topology wrote any other can read. DeepSpeed's own
-checkpoints are not used: they cannot cross stages and load flipped bits silently. `tests/test_engine.py` guards
-every private attribute used here.
-
-In:  a parameter "head.bias" of 10 elements, two workers, ZeRO 2
-Out: Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}) on rank 0, and on rank 1 the same
-     from element 5 on; where the parts are cut depends on the stage, and a part may be empty
+The optimizer state leaves and enters as *fragments* (zero/fragments.py): (parameter name, first element, flat fp32
+views). They know nothing of the world size or the ZeRO stage, so what one topology wrote any other can read.
+DeepSpeed's own checkpoints are not used: they cannot cross stages and load flipped bits silently.
+`tests/test_engine.py` guards every private attribute that is used.
 """
 
 import math
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +19,7 @@ from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.zero.buckets import bucket_size
 from pipeline.zero.deepspeed_file import merge_file
 from pipeline.zero.flat_blocks import FlatBlocks
+from pipeline.zero.fragments import Fragment, Fragments
 from pipeline.zero.norm import clipping, norm_and_sums, sum_of_squares
 from pipeline.zero.update import update_of
 
@@ -34,15 +30,6 @@ ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
 def over_gloo() -> bool:
     """Return whether the workers reach one another over gloo; a traced step answers as real workers would."""
     return dist.get_backend() == "gloo"
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Holds what this worker owns of one parameter: `tensors` are flat views, elements [start, start + len)."""
-
-    name: str
-    start: int
-    tensors: dict[str, Tensor]  # "master" and the optimizer's per-element state
 
 
 def deepspeed_config(
@@ -150,6 +137,7 @@ class Engine:
             )
         self._update = update_of(self.zero, self.engine.optimizer)
         self.model: nn.Module = self.engine.module
+        self._fragments = Fragments(self.zero, self.model, self.members, self.engine.optimizer)
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
         # DeepSpeed made its masters from weights that it had rounded to bf16: put the ones before rounding there.
@@ -292,65 +280,11 @@ class Engine:
 
         `kinds` are "master" and names of states; all of them, where none is named.
         """
-        kinds = kinds or ("master", *self.state_names)
-        cut = self._part_of_a_replica
-        if self.zero in (1, 2):
-            cut = self._part_of_a_flat
-        elif self.zero == 3:
-            cut = self._part_of_a_partition
-        owned: dict[str, tuple[int, dict[str, Tensor]]] = {}
-        for holder, p in self.model.named_parameters():
-            owned[holder] = cut(p, kinds)
-        yield from self._named(owned)
+        return self._fragments.owned(kinds or ("master", *self.state_names))
 
-    def _named(self, owned: dict[str, tuple[int, dict[str, Tensor]]]) -> Iterator[Fragment]:
-        """Cut what is owned of the engine's parameters, (first element, views) each, into the model's own."""
-        for name, member in self.members.items():
-            start, views = owned[member.holder]
-            length = 0
-            if views:
-                length = next(iter(views.values())).numel()
-            first = max(start, member.start)
-            stop = min(start + length, member.start + member.size)
-            # A worker may own nothing of a small parameter; an empty fragment would only be an empty entry in its file.
-            if first < stop:
-                parts = {kind: view[first - start : stop - start] for kind, view in views.items()}
-                yield Fragment(name, first - member.start, parts)
-
-    def _part_of_a_replica(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-        """Stage 0: every worker has everything; each saves an equal part, the last a shorter one."""
-        part = math.ceil(p.numel() / dist.get_world_size())
-        start = min(dist.get_rank() * part, p.numel())
-        stop = min(start + part, p.numel())
-        return start, {kind: self._replica(p, kind)[start:stop] for kind in kinds}
-
-    def _part_of_a_flat(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-        """Stages 1 and 2: DeepSpeed maps a parameter to what this worker's flat partition holds of it, or nothing."""
-        mapping = p._hp_mapping
-        if mapping is None:
-            return 0, {}
-        views = {}
-        for kind in kinds:
-            views[kind] = mapping.get_hp_fragment(None if kind == "master" else kind)
-        return mapping.lp_fragment_address.start, views
-
-    def _part_of_a_partition(self, p: Any, kinds: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-        """Stage 3: every parameter is cut into equal parts, one a worker, the last padded; we leave the padding out."""
-        part = p.ds_tensor.numel()
-        start = dist.get_rank() * part
-        length = max(min(part, p.ds_numel - start), 0)
-        return start, {kind: self._partition(p, kind)[:length] for kind in kinds}
-
-    def _replica(self, p: Any, kind: str) -> Tensor:
-        """Return, at stage 0, the whole flat master or state, which every worker has."""
-        if kind == "master":
-            return p.data.view(-1)
-        return self._optimizer.state[p][kind].view(-1)
-
-    def _partition(self, p: Any, kind: str) -> Tensor:
-        """Return, at stage 3, this worker's part of a flat master or state, padded where the last part is short."""
-        key = None if kind == "master" else kind
-        return self.engine.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
+    def whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
+        """Iterate, at stage 0, where every worker has everything, every parameter as one fragment."""
+        return self._fragments.whole(kinds or ("master", *self.state_names))
 
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
@@ -358,7 +292,7 @@ class Engine:
 
         At stage 0 every worker holds everything, so everything is read, not the worker's own part alone.
         """
-        fragments = self._whole(kinds) if self.zero == 0 else self.fragments(kinds)
+        fragments = self.whole(kinds) if self.zero == 0 else self.fragments(kinds)
         for fragment in fragments:
             for kind, view in fragment.tensors.items():
                 view.copy_(read(fragment.name, kind, fragment.start, view.numel()))
@@ -382,14 +316,6 @@ class Engine:
             parts[dist.get_rank()].data.copy_(master.data)
             for owner, part in enumerate(parts):
                 dist.broadcast(part.data, owner)
-
-    def _whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
-        """Iterate, at stage 0, every parameter as one fragment."""
-        kinds = kinds or ("master", *self.state_names)
-        owned: dict[str, tuple[int, dict[str, Tensor]]] = {}
-        for holder, p in self.model.named_parameters():
-            owned[holder] = (0, {kind: self._replica(p, kind) for kind in kinds})
-        yield from self._named(owned)
 
     def _refresh_stage_3(self) -> None:
         # DeepSpeed copies masters to the weights only in its own step; after a restore we do what that step does.

@@ -123,7 +123,7 @@ class ExactEngine(Engine):
         plans: dict[int, FlatPlan] = {}
         for flat in self._flats:
             plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
-        fragments = self._whole(("master",)) if self.zero == 0 else self.fragments(("master",))
+        fragments = self.whole(("master",)) if self.zero == 0 else self.fragments(("master",))
         for fragment in fragments:
             view = fragment.tensors["master"]
             plan = plans[view.untyped_storage()._cdata]

@@ -39,10 +39,11 @@ from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine import Engine, Fragment, ReadState, deepspeed_config
+from pipeline.engine import Engine, ReadState, deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.zero.fragments import Fragment
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
