@@ -34,7 +34,15 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCOPE = ("data/order.py", "data/index/*.py", "data/remote/*.py", "data/shards/*.py", "pipeline/**/*.py")
+SCOPE = (
+    "data/order.py",
+    "data/mixture.py",
+    "data/permutation.py",
+    "data/index/*.py",
+    "data/remote/*.py",
+    "data/shards/*.py",
+    "pipeline/**/*.py",
+)
 SEED = 11
 MUTANTS = 250
 LEAST_OF_A_MODULE = 4

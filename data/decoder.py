@@ -40,7 +40,9 @@ from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
 from data.images.draws import Draws
 from data.index.index import Index
-from data.order import Mixture, Order, key_of
+from data.mixture import Mixture
+from data.order import Order
+from data.permutation import key_of
 from data.shards.labels import read_labels
 from data.shards.reader import Reader
 

@@ -42,7 +42,8 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.images.gpu import decode_rows, torchcodec
 from data.index.index import Index
-from data.order import Mixture, Order
+from data.mixture import Mixture
+from data.order import Order
 from data.remote.ahead import Ahead, waited_for
 from data.remote.cache import CacheConfig
 from data.shards.reader import Reader

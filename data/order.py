@@ -30,9 +30,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from data.permutation import key_of, permute
+
 # S shards, N samples, B batch size, L lanes
 
-ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
 DEFAULT_LANES = 64  # docs/order.md measures it
 DEFAULT_BLOCK = 16_384
 MANY_SHARDS = 50_000  # whose permutation leaves megabytes behind that were needed for a moment
@@ -54,60 +55,6 @@ class SampleId(NamedTuple):
     epoch: int
     shard: int
     sample: int
-
-
-# ----------------------------------------------------------------------------- hashes and permutations
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al. 2014): a bijection of uint64 that looks random."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def key_of(*parts: np.ndarray | int) -> np.ndarray:
-    """Fold integers (or arrays of them) into one uint64 key each."""
-    # An array of one number, not a scalar: the hash needs products to wrap around at 2⁶⁴, and NumPy warns of it in
-    # scalars.
-    key = np.zeros(1, np.uint64)
-    for part in parts:
-        number = np.asarray(part, np.int64).astype(np.uint64)
-        key = mix(key * np.uint64(0x9E3779B97F4A7C15) + number + np.uint64(0x632BE59BD9B4E019))
-    return key
-
-
-def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Element-wise: where the permutation of 0 … size−1 named by `key` sends x; all are arrays of one length.
-
-    A Feistel network permutes the a·b numbers of Z_a × Z_b, a little more than `size` (Black & Rogaway 2002).
-    """
-    size = size.astype(np.uint64)
-    # `a` need not be the exact root: `b` is made so that a·b is at least `size`, whatever floating point gave.
-    a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
-    b = (size + a - np.uint64(1)) // a
-
-    # What falls outside 0 … size−1 walks on along its cycle of the network until it is inside again.
-    sent = x.astype(np.uint64)
-    outside = np.arange(len(x))
-    while len(outside):
-        moved = feistel(sent[outside], a[outside], b[outside], key[outside])
-        sent[outside] = moved
-        outside = outside[moved >= size[outside]]
-    return sent.astype(np.int64)
-
-
-def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """One pass through the network: each half in turn is shifted by a hash of the other one; all are uint64."""
-    left = x // b
-    right = x % b
-    for turn in range(0, ROUNDS, 2):
-        left = (left + mix(key + right * np.uint64(ROUNDS) + np.uint64(turn))) % a
-        right = (right + mix(key + left * np.uint64(ROUNDS) + np.uint64(turn + 1))) % b
-    return left * b + right
-
-
-# ----------------------------------------------------------------------------- the order of one set
 
 
 class Order:
@@ -271,113 +218,6 @@ def check_order(order: Order) -> None:
         raise ValueError("the shards hold no samples; pack some first")
     if order.tail == "drop" and order.samples < order.batch_size:
         raise ValueError(f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"')
-
-
-# ----------------------------------------------------------------------------- several sets by weight
-
-
-class Mixture:
-    """Several sets by weight: every global batch takes as many samples of each, in the order of each.
-
-    The sets are groups of consecutive shards of one index, `groups[g]` shards each. `shares` tells how much of a
-    batch each has: the weights', by largest remainder; its slots are spread evenly over the batch, so that every
-    worker has its part of every set. `lanes`, `shuffle_block` and `tail` are `Order`'s, the same for each.
-    Raises ValueError where the numbers do not fit one another.
-    """
-
-    def __init__(
-        self,
-        shard_samples: Sequence[int] | np.ndarray,
-        *,
-        groups: Sequence[int],
-        weights: Sequence[float],
-        seed: int,
-        batch_size: int,
-        lanes: int | None = None,
-        shuffle_block: int = DEFAULT_BLOCK,
-        tail: Tail = "carry",
-    ):
-        if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
-            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, with a weight > 0 each")
-        self.batch_size = batch_size
-        self.shares = shares(batch_size, weights)
-        self.starts = np.cumsum([0, *groups])  # the first shard of each set, and the end of the last
-
-        # Each set spreads its samples evenly over the batch; all of them, sorted, give the slots. `order_of_slots[s]`
-        # is the place of slot s when the sets' parts of the batch are laid end to end.
-        spread = [(np.arange(share) + 0.5) / share for share in self.shares]  # in 0 … 1
-        self.order_of_slots = np.argsort(np.concatenate(spread), kind="stable")  # (B,)
-
-        sizes = np.asarray(shard_samples, np.int64)
-        self.orders = []
-        for group, share in enumerate(self.shares):
-            first = self.starts[group]
-            stop = self.starts[group + 1]
-            # Each set has a seed of its own, or sets of equal sizes would be shuffled alike. Its 62 bits fit the
-            # int64 that `key_of` takes.
-            set_seed = int(key_of(seed, first)[0] >> np.uint64(2))
-            order = Order(
-                sizes[first:stop],
-                seed=set_seed,
-                batch_size=share,
-                lanes=lanes,
-                shuffle_block=shuffle_block,
-                tail=tail,
-            )
-            self.orders.append(order)
-
-    @property
-    def shard_samples(self) -> np.ndarray:
-        """The samples of each shard of all sets."""
-        return np.concatenate([order.shard_samples for order in self.orders])
-
-    def batch(self, step: int) -> Ids:
-        """As `Order.batch`; epochs are each set's own."""
-        epochs = []
-        shards = []
-        samples = []
-        for group, order in enumerate(self.orders):
-            ids = order.batch(step)
-            epochs.append(ids.epoch)
-            shards.append(ids.shard + self.starts[group])
-            samples.append(ids.sample)
-        slots = self.order_of_slots
-        return Ids(np.concatenate(epochs)[slots], np.concatenate(shards)[slots], np.concatenate(samples)[slots])
-
-    def without_sizes(self) -> Mixture:
-        """As `Order.without_sizes`."""
-        mixture = copy(self)
-        mixture.orders = [order.without_sizes() for order in self.orders]
-        return mixture
-
-    def with_sizes(self, shard_samples: np.ndarray) -> None:
-        """As `Order.with_sizes`; the sizes are of all sets."""
-        for group, order in enumerate(self.orders):
-            order.with_sizes(shard_samples[self.starts[group] : self.starts[group + 1]])
-
-    def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """As `Order.replacement`, from the same set."""
-        # From the slot back to the set that fills it, and to the slot of that set's own batch.
-        place = int(self.order_of_slots[slot])
-        ends = np.cumsum(self.shares)
-        group = int(np.searchsorted(ends, place, side="right"))
-        first_place = int(ends[group]) - self.shares[group]
-        sample_id = self.orders[group].replacement(step, place - first_place, attempt)
-        return sample_id._replace(shard=sample_id.shard + int(self.starts[group]))
-
-
-def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Cut a batch by weight, largest remainders first; raises ValueError where a set would get none."""
-    exact = [batch_size * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in exact]
-    remainders = np.subtract(exact, counts)
-    largest_first = np.argsort(-remainders, kind="stable")  # of equal ones, the set that is named first
-    # What rounding down left goes out one by one, so that the shares add up to the batch.
-    for group in largest_first[: batch_size - sum(counts)]:
-        counts[group] += 1
-    if min(counts) == 0:
-        raise ValueError(f"weights {list(weights)} leave a set without a sample in a batch of {batch_size}")
-    return counts
 
 
 # ----------------------------------------------------------------------------- the proof of what was consumed

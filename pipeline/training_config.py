@@ -16,8 +16,9 @@ from data.images.augment import AugmentConfig
 from data.index.index import Index
 from data.index.joined import join
 from data.index.left_out import without
-from data.order import Mixture, Order
-from data.order import shares as check_shares  # raises ValueError where a set would get none
+from data.mixture import Mixture
+from data.mixture import shares as check_shares  # raises ValueError where a set would get none
+from data.order import Order
 from data.remote.ahead import wanted
 from data.remote.cache import CacheConfig
 from models import ModelConfig

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from data.index.index import Index
-from data.order import Ledger, Mixture, Order
+from data.mixture import Mixture
+from data.order import Ledger, Order
 from models import ModelConfig
 from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints import manifest

@@ -25,7 +25,8 @@ from data.index.joined import join
 from data.index.left_out import without
 from data.index.shard import Shard
 from data.loader import TrainLoader
-from data.order import Mixture, Order
+from data.mixture import Mixture
+from data.order import Order
 from data.shards.packing import pack
 from data.shards.sources import digits
 

@@ -15,7 +15,8 @@ from data.index.document import load_index
 from data.index.joined import join
 from data.index.left_out import without
 from data.loader import TrainLoader
-from data.order import Ledger, Mixture
+from data.mixture import Mixture
+from data.order import Ledger
 from jobs.__main__ import main
 from jobs.campaigns import campaign
 from jobs.commands.replay import order_of, rebuild

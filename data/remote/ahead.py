@@ -15,7 +15,8 @@ import numpy as np
 
 from data.errors import DataError, StorageError
 from data.index.index import Index
-from data.order import Mixture, Order
+from data.mixture import Mixture
+from data.order import Order
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import redacted
 

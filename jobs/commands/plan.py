@@ -14,7 +14,7 @@ from math import ceil
 import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
-from data.order import shares as shares_of
+from data.mixture import shares as shares_of
 from jobs.campaigns import class_names
 from jobs.campaigns.choices import choice_text, settled
 from jobs.cluster.worker_group import ClusterConfig

@@ -22,7 +22,8 @@ from data.files import whole_file
 from data.index.document import load_index
 from data.index.index import Index
 from data.loader import TrainLoader
-from data.order import Mixture, Order
+from data.mixture import Mixture
+from data.order import Order
 from pipeline import config, handover
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
