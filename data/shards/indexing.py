@@ -77,11 +77,7 @@ def build_index(
     DataError naming every tar that cannot be used and every label ≥ `classes`, StorageError where the storage does not
     answer.
     """
-    sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
-    urls = [path for path in sources if "://" in path]
-    is_mixed = 0 < len(urls) < len(sources)
-    if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
+    urls = urls_among(source, output)
     if at and "://" in at:
         check_kept(at)
 
@@ -99,7 +95,9 @@ def build_index(
     check_stopped(path.with_name(path.name + ".partial"))
 
     # A shard that was read by other names is read again.
-    setting = tars.directory if not names else f"{tars.directory} {digest_of_names(names)}"
+    setting = tars.directory
+    if names:
+        setting = f"{tars.directory} {digest_of_names(names)}"
     with Journal(path, classes, setting) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
@@ -113,6 +111,21 @@ def build_index(
             record_all(results, journal)
         journal.keep(tars.sizes)
         return journal.finish(at or tars.directory, names)
+
+
+def urls_among(source: str | os.PathLike[str] | list[str], output: str | os.PathLike[str] | None) -> list[str]:
+    """The URLs that are to be indexed; none where the tars are here.
+
+    Raises DataError where some are here and some are not, or no folder was given for the index of URLs.
+    """
+    sources = [str(source)]
+    if isinstance(source, list):
+        sources = [str(path) for path in source]
+    urls = [path for path in sources if "://" in path]
+    is_mixed = 0 < len(urls) < len(sources)
+    if is_mixed or (urls and output is None):
+        raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
+    return urls
 
 
 def names_before(path: Path, sizes: Mapping[str, int]) -> Names:

@@ -13,8 +13,8 @@ In order (`run_campaign`):
 
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,59 +100,55 @@ def run_campaign(
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
     `also` is called with every tick of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
-    displays = displays_of(loaded, also, quiet=quiet)
-    say = displays.follower.say
-    try:
-        # The lock comes first: the status.json of a run that another process owns is not ours to write.
-        with (
-            owned(loaded.run),
-            mirrored(loaded.run, loaded.remote, say) as put_files,
-            status_file(loaded.run, typed_command(), displays.follower.keep),
-        ):
-            stopper = Stopper(say)
-            # Once more: of a run in a store, the files of the last owner are here only now.
-            loaded = with_new_evaluations(settled(loaded))
-            names = names_of_stages(loaded, only)
-            stages = [loaded.stage(name) for name in names]
-            unverified = check_stages(loaded, stages, say, fresh=fresh)
-            start_what_stages_need(loaded, stages, displays)
+    # The lock comes first: the status.json of a run that another process owns is not ours to write.
+    with (
+        displayed(loaded, also, quiet=quiet) as displays,
+        owned(loaded.run),
+        mirrored(loaded.run, loaded.remote, displays.follower.say) as put_files,
+        status_file(loaded.run, typed_command(), displays.follower.keep),
+    ):
+        say = displays.follower.say
+        stopper = Stopper(say)
+        # Once more: of a run in a store, the files of the last owner are here only now.
+        loaded = with_new_evaluations(settled(loaded))
+        names = names_of_stages(loaded, only)
+        stages = [loaded.stage(name) for name in names]
+        unverified = check_stages(loaded, stages, say, fresh=fresh)
+        start_what_stages_need(loaded, stages, displays)
 
-            rows = []
-            for name in names:
-                # What the table of a sweep has just chosen is in the configs that waited for it.
-                loaded = settled(loaded)
-                stage = loaded.stage(name)
-                # Before the stopper is asked, or a signal between the two would be heard after the stage.
-                stopper.works_here = stage.kind in WORKERLESS_KINDS
-                outcome = loaded.done(stage)
-                is_skipped = outcome is not None
-                if outcome is not None:
-                    say_skipped(loaded, stage, name not in unverified, say)
-                elif stopper.asked:
-                    raise Preempted(f"stopped before {name}; run the same command again to go on")
-                else:
-                    displays.begin_stage(loaded.directory(stage), stage.kind)
-                    outcome = run_stage(
-                        loaded,
-                        stage,
-                        say=say,
-                        tick=displays.watchers.tick,
-                        stopping=stopper.is_asked,
-                        check_owned=put_files,  # it looks first whether the run is still ours
-                        fresh=fresh,
-                    )
-                    displays.end_stage()
-                    put_files()
-                stopper.works_here = False
-                rows.append({"stage": name, "skipped": is_skipped, **outcome})
+        rows = []
+        for name in names:
+            # What the table of a sweep has just chosen is in the configs that waited for it.
+            loaded = settled(loaded)
+            stage = loaded.stage(name)
+            # Before the stopper is asked, or a signal between the two would be heard after the stage.
+            stopper.works_here = stage.kind in WORKERLESS_KINDS
+            outcome = loaded.done(stage)
+            is_skipped = outcome is not None
+            if outcome is not None:
+                say_skipped(loaded, stage, name not in unverified, say)
+            elif stopper.asked:
+                raise Preempted(f"stopped before {name}; run the same command again to go on")
+            else:
+                displays.begin_stage(loaded.directory(stage), stage.kind)
+                outcome = run_stage(
+                    loaded,
+                    stage,
+                    say=say,
+                    tick=displays.watchers.tick,
+                    stopping=stopper.is_asked,
+                    check_owned=put_files,  # it looks first whether the run is still ours
+                    fresh=fresh,
+                )
+                displays.end_stage()
+                put_files()
+            stopper.works_here = False
+            rows.append({"stage": name, "skipped": is_skipped, **outcome})
 
-            for line in table(rows):
-                say(line)
-            say(f"run: {loaded.place}")
+        for line in table(rows):
+            say(line)
+        say(f"run: {loaded.place}")
         return rows
-    finally:
-        displays.close()
-        leave_cluster()
 
 
 def typed_command() -> str:
@@ -161,21 +157,22 @@ def typed_command() -> str:
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 
-def displays_of(loaded: Campaign, also: Tick | None, *, quiet: bool) -> Displays:
-    """Return who shows what a command does; no stage is shown yet, and no tracker has been started."""
+@contextmanager
+def displayed(loaded: Campaign, also: Tick | None, *, quiet: bool) -> Iterator[Displays]:
+    """Show what a command does within the block, at first no stage and by no tracker; leave the cluster at its end."""
     follower = Follower(quiet, loaded.cluster.start_timeout_s, loaded.run / "log.txt")
     board = Board(follower.say)
     ticks: list[Tick] = [follower.tick, board.tick]
     if also is not None:
         ticks.append(also)
-    return Displays(follower, Watchers(ticks), board)
-
-
-def leave_cluster() -> None:
-    """Leave the Ray cluster; one that this command has started ends."""
-    # Ray is imported only where it was needed; without it there is no cluster to leave.
-    if "jobs.cluster.ray_backend" in sys.modules:
-        backends.disconnect()
+    displays = Displays(follower, Watchers(ticks), board)
+    try:
+        yield displays
+    finally:
+        displays.close()
+        # Ray is imported only where it was needed; without it there is no cluster to leave.
+        if "jobs.cluster.ray_backend" in sys.modules:
+            backends.disconnect()
 
 
 def check_stages(loaded: Campaign, stages: list[Stage], say: Callable[[str], None], *, fresh: bool) -> set[str]:

@@ -20,6 +20,8 @@ from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_o
 from pipeline.config import Tags, require, tags
 from pipeline.handover import DONE
 
+UNREADABLE = "torn or altered"  # what is wrong with an index that packing again would stop at
+
 
 @dataclass(frozen=True)
 class Config:
@@ -69,31 +71,8 @@ def check_packed(folder: Path, packed: Mapping[str, Mapping[str, Any]], dropped:
     of a shard is compared when it is read.
     """
     problems: dict[Path, str] = {}  # path → what is wrong with it
-    unreadable: list[Path] = []  # indexes that packing again would stop at
     for name, record in packed.items():
-        index_path = folder / name / f"{name}{SUFFIX}"
-        if not index_path.is_file():
-            problems[index_path] = "missing"
-            continue
-        try:
-            index = load_index(index_path)
-        except DataError:
-            problems[index_path] = "torn or altered"
-            unreadable.append(index_path)
-            continue
-        if index.digest != record["digest"]:
-            problems[index_path] = "of another set than was packed"
-            continue
-        for number, shard in enumerate(index.shards):
-            place = index.location(number)
-            if any(f"/{place}".endswith(f"/{name}") for name in dropped):
-                continue
-            problem = problem_of(place, shard)
-            if problem:
-                problems[Path(place)] = problem
-            table = index.tables / table_name(shard.name)
-            if not table.is_file():
-                problems[table] = "missing"
+        problems |= problems_of_set(folder / name / f"{name}{SUFFIX}", record["digest"], dropped)
     if not problems:
         return
 
@@ -103,11 +82,36 @@ def check_packed(folder: Path, packed: Mapping[str, Mapping[str, Any]], dropped:
         lines.append(f"  {path}: {problems[path]}")
     if len(problems) > MOST_LINES:
         lines.append(f"  … and {len(problems) - MOST_LINES} more")
-    removal = shlex.join(["rm", "-f", *map(str, unreadable), str(folder / DONE)])
+    unreadable = [str(path) for path, problem in problems.items() if problem == UNREADABLE]
+    removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
     lines.append("  expected the set as the stage packed it")
     lines.append(f"  bring them back from a copy, or {removal}")
     lines.append("  and run its recipe again: the stage packs the same set anew")
     raise DataError("\n".join(lines))
+
+
+def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> dict[Path, str]:
+    """Return what is wrong with the files of a packed set, by path; shards in `dropped` may be lost."""
+    if not index_path.is_file():
+        return {index_path: "missing"}
+    try:
+        index = load_index(index_path)
+    except DataError:
+        return {index_path: UNREADABLE}
+    if index.digest != digest:
+        return {index_path: "of another set than was packed"}
+    problems: dict[Path, str] = {}
+    for number, shard in enumerate(index.shards):
+        place = index.location(number)
+        if any(f"/{place}".endswith(f"/{name}") for name in dropped):
+            continue
+        problem = problem_of(place, shard)
+        if problem:
+            problems[Path(place)] = problem
+        table = index.tables / table_name(shard.name)
+        if not table.is_file():
+            problems[table] = "missing"
+    return problems
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
