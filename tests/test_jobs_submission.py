@@ -24,7 +24,8 @@ from jobs.campaigns.campaign import KINDS
 from jobs.campaigns.carried_recipe import VARIABLE, carried
 from jobs.cluster import job_metadata, submission
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
-from jobs.cluster.ray_access import ROOT, explain
+from jobs.cluster.ray_access import ROOT
+from jobs.cluster.ray_refusals import explain
 from jobs.cluster.worker_group import LOOPBACK
 from jobs.command_line.campaigns import load_campaign
 from pipeline.config import section_kind

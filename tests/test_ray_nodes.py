@@ -32,7 +32,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 from data.errors import ClusterError
 from jobs.attempts.supervisor import supervise
 from jobs.campaigns import campaign
-from jobs.cluster import placement, queue, ray_access
+from jobs.cluster import placement, queue, ray_access, ray_token
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.failures import group_failure
 from jobs.cluster.queue_order import Entry
@@ -94,7 +94,7 @@ def free_port() -> int:
 def cluster() -> Iterator[Nodes]:
     disconnect()
     with pytest.MonkeyPatch.context() as patch, ray_access._loopback_only():
-        ray_access.ensure_token()
+        ray_token.ensure_token()
         for name, value in (ray_access.ENVIRONMENT | ray_access.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))

@@ -16,9 +16,7 @@ Facts about Ray that a number or a variable here rests on were measured with 2.6
 
 import functools
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,22 +25,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import ray
-import ray._raylet
 from ray._private import ray_constants
 from ray._private.parameter import RayParams
 
 from data.errors import ClusterError
 from jobs.cluster import placement, reaper, room
+from jobs.cluster.ray_refusals import explain, require_reachable
+from jobs.cluster.ray_token import ensure_token, use_token_if_any
 from jobs.cluster.worker_group import LOOPBACK, ClusterConfig
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
 NAMESPACE = "patchline"
-CONNECT_TIMEOUT_S = 5.0
 
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
@@ -304,106 +300,3 @@ def gpus_present() -> tuple[int, str]:
     """Return how many GPUs the connected cluster has, and whether it is this "machine" or another "cluster"."""
     info = _cluster_info()
     return int(info.gpus), "machine" if info.embedded else "cluster"
-
-
-# ------------------------------------------------------------------------ the token
-
-
-def token_path() -> Path:
-    """Return where Ray looks for the token, unless RAY_AUTH_TOKEN holds it."""
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-
-
-def ensure_token() -> None:
-    """Make a token that only this user can read (Ray's own is readable by all) and switch Ray to it.
-
-    Who talks to a cluster runs code on it, so every cluster started here asks for one.
-    """
-    path = token_path()
-    try:
-        if not os.environ.get("RAY_AUTH_TOKEN"):
-            _make_token_file(path)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot keep the cluster's token in {path}: {error.strerror}\n"
-            f"without a token a cluster runs anyone's code\n"
-            f"set RAY_AUTH_TOKEN_PATH to a file that you can write"
-        ) from None
-    _use_token()
-
-
-def _make_token_file(path: Path) -> None:
-    if path.exists():
-        # Ray writes the file so that everybody can read it (0644).
-        path.chmod(0o600)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Created unreadable for others, not made so afterwards: there is no moment in which it is open to all.
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    path.write_text(secrets.token_hex(32))
-
-
-def use_token_if_any() -> None:
-    """Send our token, if we have one, to a cluster of which we do not know whether it asks."""
-    we_have_one = bool(os.environ.get("RAY_AUTH_TOKEN")) or token_path().exists()
-    if we_have_one and "RAY_AUTH_MODE" not in os.environ:
-        _use_token()
-
-
-def _use_token() -> None:
-    # Ray reads the variable when it is imported; this makes it read again, as ray.init does for itself.
-    os.environ["RAY_AUTH_MODE"] = "token"
-    raylet: Any = ray._raylet  # compiled: no types
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-# ------------------------------------------------------------------------ refusals in words
-
-
-def require_reachable(address: str) -> None:
-    """Raise ClusterError unless something listens at host:port or a URL; Ray takes a minute to say less."""
-    try:
-        # urlsplit finds host and port only behind a scheme; which scheme does not matter here.
-        with_scheme = address
-        if "://" not in address:
-            with_scheme = f"ray://{address}"
-        url = urlsplit(with_scheme)
-        if url.port is None:
-            raise ValueError("no port")
-        socket.create_connection((url.hostname, url.port), CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"nothing answers at RAY_ADDRESS={address} ({error})\n"
-            f"expected the host:port that `ray start --head` printed, or http://host:8265 of its dashboard\n"
-            f"type `ray status --address host:port` to check, or `unset RAY_ADDRESS` to use this machine"
-        ) from None
-
-
-def explain(error: Exception, address: str) -> ClusterError:
-    """Turn Ray's reason for refusing us into what, why and what to type."""
-    # Ray wraps: what tells versions from tokens may stand in the error, its cause or its context.
-    reasons = []
-    for link in (error, error.__cause__, error.__context__):
-        if link is not None:
-            reasons.append(str(link).strip() or type(link).__name__)
-    text = "\n".join(reasons)
-    first_line = text.splitlines()[0]
-    # Parts of words, because Ray writes them with a capital letter and without.
-    if "ersion mismatch" in text or "not compatible with the Ray cluster" in text:
-        return ClusterError(
-            f"the cluster at {address} has other versions: {' '.join(text.split())[:400]}\n"
-            f"Ray and Python must be the same on both sides\n"
-            f"install there what constraints.txt pins, or here the `ray==` that the cluster has"
-        )
-    if "uthenticat" in text or "Unauthorized" in text or "Forbidden" in text:
-        return ClusterError(
-            f"the cluster at {address} refuses us: {first_line}\n"
-            f"it asks for a token, which must be its head's own\n"
-            f"set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a copy of the head's ~/.ray/auth_token"
-        )
-    return ClusterError(
-        f"cannot join the cluster at {address}: {type(error).__name__}: {first_line}\n"
-        f"expected a cluster that `ray start --head` began\n"
-        f"type `ray status --address host:port` to check"
-    )

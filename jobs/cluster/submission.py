@@ -13,32 +13,29 @@ its directory.
 """
 
 import asyncio
-import json
 import logging
 import os
 import re
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict
 
-from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.environment import complaint
-from jobs.cluster.ray_access import EXCLUDES, ROOT, explain, require_reachable, use_token_if_any
+from jobs.cluster.ray_access import EXCLUDES, ROOT
+from jobs.cluster.ray_refusals import explain, require_reachable
+from jobs.cluster.ray_token import use_token_if_any
+from jobs.cluster.shipping import MIB, JobRequest, equivalent, measure
 
 Say = Callable[[str], None]
 
-MIB = 2**20
-UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 POLL_S = 0.5
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
@@ -74,22 +71,6 @@ class Job:
         if self.status == "RUNNING":
             return self.metadata.get("queue") or self.status
         return self.status
-
-
-class RuntimeEnv(TypedDict):
-    """What a job takes along: a folder, less what is excluded, and environment variables."""
-
-    working_dir: str
-    excludes: list[str]
-    env_vars: dict[str, str]
-
-
-class JobRequest(TypedDict):
-    """What the Jobs API is asked, besides the command."""
-
-    submission_id: str
-    metadata: dict[str, str]
-    runtime_env: RuntimeEnv
 
 
 # ------------------------------------------------------------------------ the four commands
@@ -220,50 +201,6 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
         )
     say(f"job {job.id}: {job.status}")
     return job
-
-
-# ------------------------------------------------------------------------ what is shipped
-
-
-def measure(root: Path) -> dict[str, int]:
-    """Return the bytes of all that Ray would ship from `root`, before compression, by entry of its first two levels.
-
-    Raises UsageError, naming the largest, when that is more than the Jobs API takes.
-    """
-    sizes: Counter[str] = Counter()
-
-    def count(path: Path) -> None:
-        if path.is_file():
-            entry = "/".join(path.relative_to(root).parts[:2])
-            sizes[entry] += path.stat().st_size
-
-    # Ray's own walk, so that what is counted is what Ray would ship.
-    _dir_travel(root, [_get_excludes(root, EXCLUDES)], count, include_gitignore=True)
-    if sizes.total() > UPLOAD_LIMIT_BYTES:
-        largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
-        raise UsageError(
-            f"the checkout is {sizes.total() / MIB:.0f} MiB, Ray takes {UPLOAD_LIMIT_BYTES / MIB:.0f}\n"
-            f"largest: {largest}\n"
-            f"move them out of {root}, or name them in .rayignore"
-        )
-    return dict(sizes)
-
-
-def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str:
-    """Return the `ray job submit` that does the same (its own quoting mangles braces in the command)."""
-    runtime_env: dict[str, object] = {**request["runtime_env"]}
-    del runtime_env["working_dir"]  # an option of its own
-    options = {
-        "--address": address,
-        "--submission-id": request["submission_id"],
-        "--working-dir": ".",
-        "--metadata-json": json.dumps(request["metadata"]),
-        "--runtime-env-json": json.dumps(runtime_env),
-    }
-    words = ["ray", "job", "submit"]
-    for option, value in options.items():
-        words += [option, value]
-    return shlex.join([*words, "--", *command])
 
 
 # ------------------------------------------------------------------------ the Jobs API
