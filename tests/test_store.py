@@ -24,6 +24,9 @@ from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, Stora
 from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
+from jobs.attempts import supervisor
+from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
+from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.running import mirror
 from jobs.running.mirror import mirrored
@@ -431,6 +434,57 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
     proxy.fault_of_any = lambda method, path: None
     assert made.save(40) is not None
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
+
+
+def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, proxy) -> None:
+    """Where the store is gone every question takes a minute, and a run that was told to stop waits for all of them."""
+    group.stored.store.attempts = 10
+    asked: list[str] = []
+
+    def refuse(method: str, path: str) -> int:
+        asked.append(path)
+        return 503
+
+    proxy.fault_of_any = refuse
+    assert group.save(30) is None
+    failure = group.savers[0].failure
+    assert "rank-00000.safetensors: no answer after 10 attempts" in failure and "rank-00001" in failure
+    of_files = [path for path in asked if "/rank-0000" in path]
+    assert len(of_files) == 20 and len(asked) <= 23
+
+
+def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
+    group, run, proxy, tmp_path, monkeypatch
+) -> None:
+    stops: list[str] = []  # why the driver is to end
+    asked: list[str] = []
+
+    def refuse(method: str, path: str) -> int:
+        asked.append(path)
+        return 503
+
+    def end_as_asked(*_: Any, **options: Any) -> None:
+        proxy.fault_of_any = refuse
+        stops.append("SIGTERM")
+        raise WorkerGroupError(0, "n1", "Preempted: stopped at step 30", exit_code=75, kind="Preempted")
+
+    monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: end_as_asked)
+    context = Context(
+        name="pretrain",
+        run=tmp_path / "run",
+        directory=tmp_path / "run" / STAGE,
+        key="1",
+        cluster=ClusterConfig(backend="processes"),
+        resolve=lambda value: value,
+        model=None,
+        say=print,
+        tick=lambda folder, attempt: None,
+        stopping=lambda: bool(stops),
+        remote=run,
+    )
+    with pytest.raises(Preempted, match=r"^stopped at step 30$"):
+        supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0, ask_to_stop=print)
+    assert asked == []
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(group, run, proxy, tmp_path, monkeypatch) -> None:

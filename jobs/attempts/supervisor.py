@@ -114,7 +114,10 @@ def supervise(
                 )
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            made_progress = last_step(context) > step_before
+            # Where a worker has ended in its own way and no attempt follows, nobody wants to know: a store that is
+            # gone would be asked for a minute.
+            is_last = context.stopping() and error.exit_code is not None
+            made_progress = not is_last and last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, nodes_of(folder, world))
             if is_move(context, folder, growth, error):

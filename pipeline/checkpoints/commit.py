@@ -97,14 +97,16 @@ def commit_in_store(remote: StoredCheckpoints, manifest: Manifest, results: Sequ
     Runs on rank 0 alone.
     """
     try:
-        # For the message alone: what nobody can pass is that the manifest's name is taken (`StoredCheckpoints.sweep`).
-        newest = newest_attempt_in(remote.store)
-        if newest > manifest.attempt:
-            return newer_owner(manifest, f"attempt {newest} owns {remote.store.address('')} now")
+        # First of all: a store that has not taken a file in all its attempts is asked nothing else with such patience,
+        # for which a run that was told to stop would wait.
         errors = [result.error for result in results if result.error]
         if errors:
             remote.discard(manifest)
             return Decision(None, "; ".join(errors))
+        # For the message alone: what nobody can pass is that the manifest's name is taken (`StoredCheckpoints.sweep`).
+        newest = newest_attempt_in(remote.store)
+        if newest > manifest.attempt:
+            return newer_owner(manifest, f"attempt {newest} owns {remote.store.address('')} now")
         manifest = replace(manifest, files=records_of(results))
         if not remote.commit(manifest):
             return newer_owner(manifest, "a newer attempt has taken its place")

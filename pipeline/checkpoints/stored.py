@@ -45,6 +45,7 @@ SWEPT = "SWEPT.json"
 ATTEMPTS = "attempts"  # in the run's folder: an object for each attempt that was claimed
 METRICS = "metrics.jsonl"
 FETCHING = "fetching.lock"  # of the local folder
+DISCARD_ATTEMPTS = 3  # of a request: the save has failed already, perhaps because the store is gone
 
 
 def committed_steps(directory: Path, remote: str | None) -> list[int]:
@@ -134,12 +135,15 @@ class StoredCheckpoints:
     def discard(self, manifest: Manifest) -> None:
         """Delete the files of a save that was not committed; what cannot be deleted is left to the next attempt."""
         checkpoint = name_of(manifest)
+        # A store of its own: a deletion of old checkpoints may be asking this one, and keeps its patience.
+        brief = StoredCheckpoints(self.store.url, self.directory)
+        brief.store.attempts = DISCARD_ATTEMPTS
         try:
-            files = self.listing().get(checkpoint, {})
+            files = brief.listing().get(checkpoint, {})
             # The same step was saved before, and committed: only the answer to its commit was lost.
             if MANIFEST in files:
                 return
-            self.store.delete(self.name(checkpoint, file) for file in files)
+            brief.store.delete(self.name(checkpoint, file) for file in files)
         except (StorageError, OSError):
             return
 
