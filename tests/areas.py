@@ -52,6 +52,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_full_size.py",
         "test_handover.py",
         "test_memory.py",
+        "test_memory_trace.py",
         "test_metrics_index.py",
         "test_norm.py",
         "test_gpu_table.py",
