@@ -9,6 +9,7 @@ page cache, shuffle, flip and give uint8. Only DALI and FFCV draw boxes of their
 from __future__ import annotations
 
 import io
+import math
 import os
 import random
 import sys
@@ -18,33 +19,50 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.images.augment import AugmentConfig, Box, inception_box
 from data.images.draws import Draws
 from data.shards.sources import tars
 
+if TYPE_CHECKING:  # other interpreters need not have these
+    from multiprocessing.connection import Connection
+
+    import numpy as np
+
+    from data.index.index import Index
+
 SIZE = 224  # pixels of a crop
 BATCH = 32
+MICRO_BATCHES = 32  # of a global batch, where there is such a thing
 PROCESSES = 2  # processes or threads that decode
+PLACES = 2  # batches in shared memory that each process may be ahead by, as in our loader
 BoxOf = Callable[[int, int], Box]
 
 
-def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
+def index_of(shards: list[str], folder: str, restarts: bool) -> Index:
+    """The index of the tars as they are, or of others with restart markers in their JPEGs, packed if need be."""
     from data.index.document import load_index
-    from data.loader import TrainLoader
-    from data.order import Order
     from data.shards.indexing import build_index
     from data.shards.packing import pack
 
-    if restarts and not Path(folder, "fast.index.json").exists():
+    if not restarts:
+        return build_index(shards, output=folder, name="plain", classes=1000)
+    if not Path(folder, "fast.index.json").exists():
         pack(tars(shards), folder, name="fast", shard_samples=100, classes=1000, restarts=True)
-    if restarts:
-        index = load_index(Path(folder, "fast.index.json"))
-    else:
-        index = build_index(shards, output=folder, name="plain", classes=1000)
-    order = Order(index.shard_samples, seed=0, batch_size=BATCH)
-    loader = TrainLoader(index, order, image_size=SIZE, slots=range(BATCH), micro_batch=BATCH, processes=processes)
+    return load_index(Path(folder, "fast.index.json"))
+
+
+def ours(shards: list[str], folder: str, processes: int = PROCESSES, restarts: bool = False) -> Iterator:
+    from data.loader import TrainLoader
+    from data.order import Order
+
+    index = index_of(shards, folder, restarts)
+    # A global batch, which every process works out for itself, is as large as a worker's in pretraining.
+    slots = range(BATCH * MICRO_BATCHES)
+    order = Order(index.shard_samples, seed=0, batch_size=len(slots))
+    loader = TrainLoader(index, order, image_size=SIZE, slots=slots, micro_batch=BATCH, processes=processes)
     return (batch.images for batch in loader)
 
 
@@ -356,6 +374,78 @@ def repeat_limit(shards: list[str], decoder: str, finished) -> None:
         finished.put(None)
 
 
+def least(shards: list[str], folder: str, restarts: bool) -> Iterator:
+    """The least that any loader with libjpeg-turbo and OpenCV must do.
+
+    Each of two processes copies a sample's bytes out of the tar, compares their digest, draws crop and flip, decodes
+    the crop, and resizes and mirrors it into memory that is shared. Headers are read before; nobody looks at labels, or
+    knows which sample is whose turn, and nothing is copied afterwards.
+    """
+    import multiprocessing
+    from mmap import mmap
+
+    import numpy as np
+
+    index = index_of(shards, folder, restarts)
+    shape = (PROCESSES, PLACES, BATCH, SIZE, SIZE, 3)
+    batches = np.ndarray(shape, np.uint8, mmap(-1, math.prod(shape)))
+    forked = multiprocessing.get_context("fork")
+    connections = []
+    for places in batches:
+        here, there = forked.Pipe()
+        forked.Process(target=fill_places, args=(index, places, there), daemon=True).start()
+        for place in range(PLACES):
+            here.send(place)
+        connections.append(here)
+    while True:
+        for places, connection in zip(batches, connections, strict=True):
+            place = connection.recv()
+            yield places[place]
+            connection.send(place)
+
+
+def fill_places(index: Index, places: np.ndarray, connection: Connection) -> None:
+    """Fill whichever of `places` (PLACES, BATCH, SIZE, SIZE, 3) is asked for with a batch, and say so."""
+    from mmap import ACCESS_READ, mmap
+
+    import cv2
+    import numpy as np
+
+    from data.images import jpeg
+    from data.images.augment import draw
+    from data.images.decode import read_header, reduced_box, reduction
+    from data.index.tar import sample_digest
+
+    cv2.setNumThreads(1)
+    samples = []
+    for number, shard in enumerate(index.shards):
+        with open(index.place_of(shard), "rb") as file:
+            tar = mmap(file.fileno(), 0, access=ACCESS_READ)
+        for row in index.table(number):
+            image = slice(int(row["image"]), int(row["image"] + row["image_size"]))
+            label = slice(int(row["label"]), int(row["label"] + row["label_size"]))
+            samples.append((tar, image, label, int(row["digest"]), read_header(tar[image])))
+    draws = Draws(random.getrandbits(60))
+    cfg = AugmentConfig()
+    resized = np.empty((SIZE, SIZE, 3), np.uint8)
+    while True:
+        random.shuffle(samples)
+        for first in range(0, len(samples) - BATCH, BATCH):
+            place = connection.recv()
+            for out, sample in zip(places[place], samples[first : first + BATCH], strict=True):
+                tar, image, label, digest, header = sample
+                photo = tar[image]
+                assert sample_digest(photo, tar[label]) == digest, "the tars are whole"
+                box, flip = draw(header, draws, cfg)
+                denominator = reduction(min(box.height, box.width), SIZE)
+                region = box if denominator == 1 else reduced_box(box, header, denominator)
+                pixels = jpeg.decode_region(photo, denominator, region)
+                cv2.resize(pixels, (SIZE, SIZE), dst=resized if flip else out)
+                if flip:
+                    cv2.flip(resized, 1, dst=out)
+            connection.send(place)
+
+
 @dataclass(frozen=True)
 class Contender:
     """A loader, and the modules beyond those of this checkout that it needs."""
@@ -369,6 +459,8 @@ CONTENDERS = {
     "limit: Huffman codes, plain files": Contender(partial(limit, decoder="limit: Huffman codes, plain files")),
     "limit: libraries, restart markers": Contender(partial(limit, decoder="limit: libraries, restart markers")),
     "limit: libraries, plain files": Contender(partial(limit, decoder="limit: libraries, plain files")),
+    "limit: least of a loader, restart markers": Contender(partial(least, restarts=True)),
+    "limit: least of a loader, plain shards": Contender(partial(least, restarts=False)),
     "ours, plain shards": Contender(ours),
     "ours, restart markers": Contender(partial(ours, restarts=True)),
     "ours, plain shards, in the loop's process": Contender(partial(ours, processes=0)),

@@ -91,13 +91,14 @@ def run_rounds(args: argparse.Namespace, folder: str) -> Rates:
 
 def print_table(rates: Rates, base: str) -> None:
     """Print the medians, fastest first, as rows of a Markdown table."""
-    print(f"| | images per CPU-second (least … most) | × {base} |\n|---|--:|--:|")
+    print(f"| | images per CPU-second (least … most) | × {base} (least … most) |\n|---|--:|--:|")
     for name in sorted(rates, key=lambda name: -statistics.median(rates[name])):
         mine = rates[name]
         middle = f"{statistics.median(mine):,.0f} ({min(mine):,.0f} … {max(mine):,.0f})"
         # A machine's other work changes from round to round, and less within one.
         ratios = [mine_now / base_now for mine_now, base_now in zip(mine, rates[base], strict=False)]
-        print(f"| {name} | {middle} | {statistics.median(ratios):.2f} |")
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
+        print(f"| {name} | {middle} | {ratio} |")
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ class Layout:
         size = self.b * (image_bytes + 8 * self.max_labels + 8 * 3)
         return -(-size // PAGE) * PAGE
 
-    def arrays(self, memory: mmap | bytearray, offset: int = 0) -> Arrays:
+    def arrays(self, memory: mmap | bytearray | np.ndarray, offset: int = 0) -> Arrays:
         """The arrays of the micro-batch that begins at `offset` of some memory."""
         side = self.image_size
         # The int64 arrays come first: they begin at multiples of 8 there, and bytes may begin anywhere.

@@ -5,7 +5,8 @@
 3. `give` sends it a task and one of the places of its memory that are free.
 4. `answer` waits for the oldest task. Where the process dies, or says nothing for `timeout_s`, a new one is started, is
    given all pending tasks and writes them into the same places; after four processes it gives up with DataError.
-5. `end` kills it. It has nothing to clean up: the kernel frees the memory with the last user of it.
+5. `lend` gives the arrays of that task, without copying them. Their place is free again when nobody holds them.
+6. `end` kills it. It has nothing to clean up: the kernel frees the memory with the last user of it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from mmap import mmap
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
+from weakref import finalize
 
-from data.decoder import Decoder, Done, Task
+import numpy as np
+
+from data.decoder import Arrays, Decoder, Done, Task
 from data.errors import DataError
 
 ROOT = Path(__file__).parents[1]
@@ -30,17 +34,18 @@ RESTARTS = 3  # times that one micro-batch may cost a process its life
 class DecoderProcess:
     """One decoding process, its pipe, and the memory that it shares with us.
 
-    `prefetch` micro-batches fit the memory; so many tasks may be pending at most.
+    `prefetch` tasks may be pending at most. The memory has a place for one micro-batch more, which may be lent.
     """
 
     def __init__(self, decoder: Decoder, prefetch: int):
         self.decoder = decoder
         batch_bytes = decoder.layout.bytes
+        all_bytes = (prefetch + 1) * batch_bytes
         # Memory without a name: nothing can be left behind in /dev/shm, whoever is killed.
         self.file = os.memfd_create("patchline-batches")
-        os.ftruncate(self.file, prefetch * batch_bytes)
+        os.ftruncate(self.file, all_bytes)
         self.memory = mmap(self.file, 0)
-        self.free_offsets = deque(range(0, prefetch * batch_bytes, batch_bytes))
+        self.free_offsets = deque(range(0, all_bytes, batch_bytes))
         self.pending: deque[tuple[Task, int]] = deque()  # tasks and their offsets, the oldest first
         self.start()
 
@@ -74,14 +79,15 @@ class DecoderProcess:
 
     def give(self, task: Task) -> None:
         """Queue a task; one that a dead process cannot take is given to the next."""
-        offset = self.free_offsets.popleft()
+        # The last one that became free: the spare place takes no memory as long as nothing is held.
+        offset = self.free_offsets.pop()
         self.pending.append((task, offset))
         # A process that is dead is found by `answer`, which gives all pending tasks to the next one.
         with suppress(OSError):
             self.connection.send((task, offset))
 
     def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
-        """The oldest task, the offset of its arrays and what became of it.
+        """The oldest task, the offset of its arrays, which `lend` must be given, and what became of it.
 
         Raises what the process met, and DataError where the task costs one process after another its life.
         """
@@ -90,9 +96,19 @@ class DecoderProcess:
         if isinstance(answer, Exception):
             raise answer
         self.pending.popleft()
-        # The caller copies the arrays before it gives the next task, which may overwrite them.
-        self.free_offsets.append(offset)
         return task, offset, answer
+
+    def lend(self, offset: int) -> Arrays:
+        """The arrays of a task that was answered; no other task overwrites them while anybody holds one of them."""
+        place = np.ndarray(self.decoder.layout.bytes, np.uint8, self.memory, offset)
+        if self.free_offsets:
+            # Every array and every tensor on the place holds it: it ends with the last of them.
+            finalize(place, self.free_offsets.append, offset).atexit = False
+        else:
+            # Others are held so long that this is the last place, and the next task needs it.
+            place = place.copy()
+            self.free_offsets.append(offset)
+        return self.decoder.layout.arrays(place)
 
     def await_answer(self, task: Task, timeout_s: float) -> Done | Exception:
         """Wait for the oldest task, replacing the process where it dies or says nothing for `timeout_s`."""

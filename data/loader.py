@@ -7,8 +7,9 @@ What lies between a step and its images:
 3. The tasks are dealt to the decoding processes in turn; each has `prefetch` of them before anything is asked for.
 4. A process finds out which samples sit in the slots, reads and decodes them, replaces bad ones by the next of their
    lane, and writes the result into memory that it shares with the loader (`data.decoder`).
-5. The loader takes the answers in the same turn, copies each micro-batch out of the shared memory, and gives the
-   process its next task. A process that dies or hangs is replaced (`data.decoder_process`).
+5. The loader takes the answers in the same turn, hands each micro-batch out as it lies in the shared memory (or copies
+   it where there is CUDA, into pinned memory), and gives the process its next task. A process that dies or hangs is
+   replaced (`data.decoder_process`).
 6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.remote.ahead`). Samples whose
    shards are not here yet are read by range (`data.remote.ranges`).
 
@@ -28,7 +29,6 @@ from collections.abc import Generator, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
-from mmap import mmap
 from time import perf_counter
 from typing import Literal
 
@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoder import BadSample, Decoder, Done, Layout, Task
+from data.decoder import Arrays, BadSample, Decoder, Done, Layout, Task
 from data.decoder_process import DecoderProcess
 from data.errors import DataError
 from data.images.augment import AugmentConfig
@@ -62,7 +62,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, in memory of its own."""
+    """One micro-batch, which nobody overwrites while a tensor of it is held."""
 
     step: int
     images: Tensor  # (b, 3, S, S) uint8, in channels-last memory
@@ -175,11 +175,10 @@ class TrainLoader:
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""
-        # One place is enough: `take` copies each micro-batch out of it.
-        memory = bytearray(self.layout.bytes)
         for task in self.tasks():
-            done = self.decoder.run(task, self.layout.arrays(memory))
-            yield self.take(task, memory, 0, done, done.storage_s + done.decode_s)
+            arrays = self.layout.arrays(np.empty(self.layout.bytes, np.uint8))
+            done = self.decoder.run(task, arrays)
+            yield self.take(task, arrays, done, done.storage_s + done.decode_s)
 
     def from_processes(self) -> Generator[Batch]:
         """Deal tasks to the processes in turn, and take their answers in the same turn."""
@@ -198,21 +197,21 @@ class TrainLoader:
                 process = crew[turn % len(crew)]
                 start = perf_counter()
                 task, offset, done = process.answer(self.timeout_s)
-                yield self.take(task, process.memory, offset, done, perf_counter() - start)
-                # The next task takes the place of this one in memory, so it is given when this one is copied.
+                yield self.take(task, process.lend(offset), done, perf_counter() - start)
                 process.give(next(tasks))
         finally:
             for process in crew:
                 process.end()
 
-    def take(self, task: Task, memory: mmap | bytearray, offset: int, done: Done, waited_s: float) -> Batch:
-        """Copy a micro-batch out of its memory; split the wait by what its process spent its time on."""
+    def take(self, task: Task, arrays: Arrays, done: Done, waited_s: float) -> Batch:
+        """Make a batch of a task's arrays; split the wait by what its process spent its time on."""
         start = perf_counter()
         self.say_once(done.said)
         rows = task.stop - task.first
-        arrays = self.layout.arrays(memory, offset)
-        # The place in memory is overwritten by a coming task, so the batch gets memory of its own.
-        images = copied(torch.from_numpy(arrays.images[:rows]))
+        images = torch.from_numpy(arrays.images[:rows])
+        if torch.cuda.is_available():
+            images = copied(images)
+        # Labels and ids are kept for longer than images, which would hold the images' memory too: they are copied.
         labels = copied(torch.from_numpy(arrays.labels[:rows]))
         ids = copied(torch.from_numpy(arrays.ids[:rows]))
         bad = done.bad

@@ -89,20 +89,21 @@ class Undone:
 
     def __init__(self, decoder, prefetch):
         self.decoder = decoder
-        self.memory = bytearray(prefetch * decoder.layout.bytes)
-        self.free_offsets = deque(n * decoder.layout.bytes for n in range(prefetch))
         self.pending = deque()
 
     def brief(self):
         pass
 
     def give(self, task):
-        self.pending.append((task, self.free_offsets.popleft()))
+        self.pending.append(task)
 
     def answer(self, timeout_s):
-        task, offset = self.pending.popleft()
-        self.free_offsets.append(offset)
-        return task, offset, self.decoder.run(task, self.decoder.layout.arrays(self.memory, offset))
+        task = self.pending.popleft()
+        self.arrays = self.decoder.layout.arrays(bytearray(self.decoder.layout.bytes))
+        return task, 0, self.decoder.run(task, self.arrays)
+
+    def lend(self, offset):
+        return self.arrays
 
     def end(self):
         pass
@@ -311,6 +312,33 @@ def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processe
     assert children() == before
     for name, column in zip(("images", "labels", "ids"), whole, strict=True):
         assert torch.equal(torch.cat([getattr(batch, name) for batch in taken]), column)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_not_copied(index, order, processes):
+    whole = run(index, order, steps=12)[0].split(24)
+    options = {"image_size": 32, "seed": 5, "slots": range(24), "micro_batch": 24}
+    batches = iter(TrainLoader(index, order, processes=processes, **options))
+    held = next(batches).images[20:, :, 3:5]
+    lent = []
+    for expected in whole[1:]:
+        images = next(batches).images
+        assert torch.equal(images, expected)
+        lent.append(is_shared(images.data_ptr()))
+        del images
+    batches.close()
+    assert torch.equal(held, whole[0][20:, :, 3:5])
+    # The process of the part that is held has no other place to lend, so that it copies; the second one lends all.
+    assert lent == [number % 2 == 0 and processes == 2 for number in range(11)] and is_shared(held.data_ptr())
+
+
+def is_shared(address: int) -> bool:
+    """Whether an address lies in memory that is shared with a decoding process, as the kernel says."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = line.split()[0].split("-")
+        if int(low, 16) <= address < int(high, 16):
+            return "patchline-batches" in line
+    return False
 
 
 def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):

@@ -83,7 +83,7 @@ void jpeg_finish_compress(Compress*);
 namespace {
 
 constexpr int kVersion = 62, kRgb = 2;
-constexpr unsigned kMargin = 8;  // pixels around the region, so that chroma upsampling sees the same neighbours
+constexpr unsigned kMargin = 4;  // pixels around the region, so that chroma upsampling sees the same neighbours
 constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
 constexpr uint64_t kMostPixels = 100000000;  // as MAX_PIXELS in data/images/decode.py
 
