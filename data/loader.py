@@ -142,6 +142,8 @@ class TrainLoader:
             for batch in batches:
                 ahead.reached(batch.step)
                 yield batch
+                # While it is held, the next one has to be copied out of the memory that it lies in.
+                del batch
         except DataError:
             # A process that waits for the storage is as silent as one that hangs: the storage is then the reason.
             if ahead.failure:

@@ -3,7 +3,7 @@
 1. `micro_batches` iterates them from a step on, on the worker's device, in the image size of the step's phase; a stop
    ends the wait for the first of all.
 2. `next_batch` takes the next one of a step, and tells the driver meanwhile which shard it waits for.
-3. `images_of` makes floats of its images, and seeds what the forward pass will draw.
+3. `begin_forward` seeds what the forward pass will draw, and makes floats of the images.
 
 In:  the worker's part of the order, as `data.loader` decodes it: Batch, images (b, 3, S, S) uint8
 Out: the same Batch on the device, and images (b, 3, S, S) in [−1, 1], in the type that the model computes in
@@ -103,7 +103,10 @@ def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Ba
             raise Preempted("stopped while waiting for the first batch; run the same command again to go on")
     if isinstance(first, Exception):
         raise first
-    yield first
+    # Held here as long as the others come, it would keep its place in the memory that the loader decodes into.
+    ready = [first]
+    del first
+    yield ready.pop()
     yield from batches
 
 
@@ -122,8 +125,8 @@ def next_batch(worker: Worker, batches: Iterator[Batch], step: int, first_shard:
     return batch
 
 
-def images_of(worker: Worker, step: int, batch: Batch) -> torch.Tensor:
-    """Return a micro-batch's images (b, 3, S, S) as the model takes them, and seed what its forward pass draws."""
+def begin_forward(worker: Worker, step: int, batch: Batch) -> torch.Tensor:
+    """Seed what a micro-batch's forward pass draws, and return its images (b, 3, S, S) as the model takes them."""
     # Dropout's draws depend on the samples alone: a resumed run repeats those of an uninterrupted one.
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.phases.enter("forward", step)

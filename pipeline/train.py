@@ -30,7 +30,7 @@ import models
 from data.errors import Preempted
 from data.files import whole_file
 from pipeline import config, handover
-from pipeline.batches import first_shard_of, images_of, micro_batches, next_batch
+from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
 from pipeline.exact import ExactEngine
@@ -113,12 +113,12 @@ def train(task: Mapping[str, Any]) -> StageResult:
             batch = next_batch(worker, batches, step, first_shard)
             sums.bad_samples += health.count_bad(batch)
             sums.ids += batch.ids.tolist()
-            images = images_of(worker, step, batch)
+            images = begin_forward(worker, step, batch)
             micro_batch_loss = objective(worker, step, images, batch)
             add_gradients(worker, step, micro_batch_loss)
             sums.loss = sums.loss + micro_batch_loss.detach()
             # Their memory is free before the optimizer steps, which needs some of its own.
-            del images, micro_batch_loss
+            del batch, images, micro_batch_loss
             phases.enter("reduce", step)
             if number + 1 < accumulation:
                 engine.end_micro_batch(rate)

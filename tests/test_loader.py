@@ -8,11 +8,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -33,6 +36,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.shards.packing import pack
 from data.shards.sources import Sample, digits
+from pipeline.batches import once_the_first_is_there
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +334,21 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
     assert torch.equal(held, whole[0][20:, :, 3:5])
     # The process of the part that is held has no other place to lend, so that it copies; the second one lends all.
     assert lent == [number % 2 == 0 and processes == 2 for number in range(11)] and is_shared(held.data_ptr())
+
+
+def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
+    # The waiting for the first batch must not hold it: of its process's two places one would never be free again.
+    loader = TrainLoader(index, order, processes=1, image_size=32, seed=5, slots=range(24), micro_batch=24)
+    job = SimpleNamespace(stop_file=tmp_path / "stop")
+    worker: Any = SimpleNamespace(device=torch.device("cpu"), sigterm=threading.Event(), job=job)
+    batches = once_the_first_is_there(worker, loader)
+    lent = []
+    for _ in range(4):
+        batch = next(batches)
+        lent.append(is_shared(batch.images.data_ptr()))
+        del batch
+    batches.close()
+    assert all(lent)
 
 
 def is_shared(address: int) -> bool:

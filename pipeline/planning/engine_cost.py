@@ -5,8 +5,8 @@ Out: Overhead(micro_s=0.009, step_s=0.055) of a model of 152 tensors and 22 mill
 
 1. Two models of hardly any elements say what the engine adds to every model, and what for each tensor.
 2. What larger ones took beyond that grows with the elements: in straight lines between them, in proportion beyond the
-   largest. Among workers small models share few messages, so that an element of theirs does not cost what one of a
-   large model does.
+   largest. Among workers a small model puts fewer and smaller messages on the network than a large one, and an element
+   of it costs something else.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 import models
 from data.files import write_durably
 from models.vit import ViTConfig
-from pipeline.config import require
 from pipeline.engine import Engine, deepspeed_config
 from pipeline.exact import ExactEngine
 from pipeline.optimization.optimizer import OptimConfig
@@ -279,12 +278,13 @@ def step_times(
 
     times = [clocked(run, device) for _ in range(rounds)]
     # Where a gradient is not finite the optimizer takes no step, which is most of what an engine costs.
-    require(
-        engine.updates == rounds,
-        f"{rounds} steps of ZeRO {asked['zero']} in {asked['precision']} were timed, and only {engine.updates} were "
-        "taken: the others' gradient was not finite",
-    )
+    updates = engine.updates
     engine.close()
+    if updates != rounds:
+        raise RuntimeError(
+            f"{rounds} steps of ZeRO {asked['zero']} in {asked['precision']} were timed, and only {updates} were "
+            "taken; the gradient of the others was not finite, and what they take says nothing"
+        )
     return medians(times)
 
 

@@ -75,11 +75,12 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     rows, columns = model.image_size
     images = cfg.micro_batch * MOST_BYTES_OF_RGB * rows * columns
     labels = cfg.micro_batch * LABELS * cfg.data.max_labels
-    places = cfg.data.processes * AHEAD
-    # What is lent to the step instead of being copied is counted as the step's, but each process has a place for it.
-    if not is_gpu:
+    places = max(1, cfg.data.processes * AHEAD)
+    if cfg.data.processes and not is_gpu:
+        # Each process has a place more, for a micro-batch that is lent instead of being copied out. One of them is lent
+        # at a time, and counted as the step's.
         places += cfg.data.processes - 1
-    loader = max(1, places) * (images + labels)
+    loader = places * (images + labels)
     # On a GPU the micro-batch that is trained on lies in the host's memory too.
     if is_gpu:
         loader += pinned_bytes(images) + pinned_bytes(labels)
