@@ -172,6 +172,8 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["GIVEN"] == "to every worker" and "GIVEN" not in os.environ
     # Ray's worker computes in a thread; what its malloc was told at the start is not for the processes that it starts.
     assert value["malloc"] == "" and value["GLIBC_TUNABLES"] == os.environ.get("GLIBC_TUNABLES")
+    # The fork server of these tests may have started elsewhere.
+    assert value["frees_at_once"] or backend == "processes"
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
     # Train's actors that are not needed are not there, and of the others the workers alone have torch.
@@ -803,7 +805,7 @@ def test_a_forked_worker_has_the_compiler_where_the_fork_server_was_told_to_impo
     command = [sys.executable, str(script), str(tmp_path), str(has_compiler)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{has_compiler} ['']", "a thread of a worker keeps freed memory too"
+    assert done.stdout.splitlines()[-1] == f"{has_compiler} ['', True]", "malloc keeps freed memory in a thread too"
 
 
 DRIVER = """

@@ -214,7 +214,8 @@ def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
     fitting = [blocks for blocks, size in enumerate(needed) if size <= limit]
     assert fewest_blocks(look, len(needed) - 1, limit) == fitting[0]
     assert len(looks) <= 6
-    assert fewest_blocks(look, len(needed) - 1, 1) is None
+    assert fewest_blocks(look, len(needed) - 1, needed[-1]) == len(needed) - 1
+    assert fewest_blocks(look, len(needed) - 1, needed[-1] - 1) is None
 
 
 def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
-from pipeline.process_group import keep_freed_memory
+from pipeline.process_group import MallocInfo, keep_freed_memory
 
 NAMES = [
     "RANK",
@@ -36,10 +36,28 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def frees_at_once() -> bool:
+    """Whether small pieces that are freed are free for malloc at once: a thread's tcache would set seven aside."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):  # before glibc 2.33 nobody can tell
+        return True
+    library.mallinfo2.restype = MallocInfo
+    library.malloc.restype = ctypes.c_void_p
+    library.free.argtypes = [ctypes.c_void_p]
+    pieces = [library.malloc(1000) for _ in range(14)]
+    before = library.mallinfo2().numbers[7]  # bytes in use
+    for piece in pieces[::2]:
+        library.free(piece)
+    after = library.mallinfo2().numbers[7]
+    for piece in pieces[1::2]:
+        library.free(piece)
+    return before - after > 6000
+
+
 def has_compiler(config: dict[str, Any]) -> str:
     """Whether the worker began with torch's compiler imported, and what of malloc is said in a thread of its own."""
-    said = []
-    thread = threading.Thread(target=lambda: said.append(keep_freed_memory()))
+    said: list[Any] = []
+    thread = threading.Thread(target=lambda: said.extend([keep_freed_memory(), frees_at_once()]))
     thread.start()
     thread.join()
     return f"{'torch._dynamo' in sys.modules} {said}"
@@ -59,6 +77,7 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
         "cwd": os.getcwd(),
         "threads": torch.get_num_threads(),
         "malloc": keep_freed_memory(),
+        "frees_at_once": frees_at_once(),
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES"),
     } | told
 

@@ -114,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _change_kind(self, tensor: Tensor, kind: Kind) -> None:
         address = tensor.untyped_storage()._cdata
-        if self._phase == "build" or address not in self._living:
+        if address not in self._living:
             return
         reference, before, size = self._living[address]
         if before is not Kind.STATES and before is not kind:
