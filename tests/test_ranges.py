@@ -18,7 +18,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.remote import ahead as ahead_module
 from data.remote import cache as cache_module
-from data.remote import ranges, remote
+from data.remote import ranges, urls
 from data.remote.ahead import Ahead, waited_for
 from data.remote.cache import Cache, CacheConfig
 from data.shards import reader
@@ -45,14 +45,14 @@ def s3(local, tmp_path_factory):
         at = "s3://images/set"
         proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=at)
         yield proxy
-    remote.forget_credentials()
+    urls.forget_credentials()
 
 
 @pytest.fixture
 def faulty(s3, monkeypatch):
     """The store; shards of any size are worth reading by range, and nothing is fetched in the background."""
     s3.gets.clear()
-    remote.forget_credentials()
+    urls.forget_credentials()
     monkeypatch.setattr(reader, "SMALLEST", 0)
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
     yield s3
@@ -81,7 +81,7 @@ def assert_same(taken: list, expected: list) -> None:
 def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of every range that is read, in this process."""
     asked: list[int] = []
-    read_range = remote.read_range
+    read_range = urls.read_range
 
     def counting(url, start, stop, timeout_s):
         asked.append(stop - start)
@@ -132,7 +132,7 @@ def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
 
 def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
     """As from a store that ignores ranges: what comes is something else."""
-    read_range = remote.read_range
+    read_range = urls.read_range
     wrong = []
 
     def shifting(url, start, stop, timeout_s):
@@ -205,7 +205,7 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
 
 
 def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_path, monkeypatch):
-    read_range = remote.read_range
+    read_range = urls.read_range
     last_bytes = []
 
     def one_byte_short(url, start, stop, timeout_s):
@@ -245,7 +245,7 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
 def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     faulty, local, tmp_path, caplog, monkeypatch
 ):
-    read_range = remote.read_range
+    read_range = urls.read_range
 
     def without_small_ones(url, start, stop, timeout_s):
         if stop - start < 10_000:
@@ -344,7 +344,7 @@ def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypat
 
 
 def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(faulty, tmp_path, monkeypatch):
-    read_range = remote.read_range
+    read_range = urls.read_range
 
     def late(*piece):
         time.sleep(0.3)
