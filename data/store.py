@@ -125,12 +125,12 @@ class Store:
                 entries = client.find(path, detail=True)
             except FileNotFoundError:
                 return {}
-            found = {}
+            sizes = {}
             for entry_path, entry in sorted(entries.items()):
                 # The consoles of some stores leave an empty object that stands for a folder.
                 if entry.get("type") != "directory" and not entry_path.endswith("/"):
-                    found[entry_path.removeprefix(f"{self.path}/")] = entry["size"]
-            return found
+                    sizes[entry_path.removeprefix(f"{self.path}/")] = entry["size"]
+            return sizes
 
         return self.patiently(folder, ask)
 

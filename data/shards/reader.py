@@ -343,9 +343,9 @@ def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
         with suppress(OSError):  # the shard is gone, or the mark
             mark_of(os.stat(place), shard.sha256).unlink()
     what_to_do = "fetch it into the store again" if is_remote else "restore it or pack it again"
-    found = sample_digest(stored.image, stored.label)
+    digest = sample_digest(stored.image, stored.label)
     return DataError(
-        f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {found:016x}\n"
+        f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {digest:016x}\n"
         f"  expected {stored.expected or 0:016x}: the shard rotted or was overwritten after its first reading\n"
         f"  {what_to_do}, or train without it: data.drop=[{short_name(place)}]"
     )

@@ -69,18 +69,18 @@ def move(context: Context, folder: Path, growth: Growth, sizes: Sizes, world: in
 
     Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
     """
-    given = notices(folder)
-    if growth.wanted is not None and not given:
+    told = notices(folder)
+    if growth.wanted is not None and not told:
         sizes.grows(growth.wanted)
         context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
         return
-    if all(notice.get("makes_way") for notice in given):
-        context.say(f"makes way: {given[0]['why']}; waits in the queue, to go on from {restart_point(context)}")
+    if all(notice.get("makes_way") for notice in told):
+        context.say(f"makes way: {told[0]['why']}; waits in the queue, to go on from {restart_point(context)}")
         return
-    given = [notice for notice in given if not notice.get("makes_way")]
-    nodes = {notice["node_id"]: f"{notice['node']} ({notice['why']})" for notice in given}
+    of_nodes = [notice for notice in told if not notice.get("makes_way")]
+    nodes = {notice["node_id"]: f"{notice['node']} ({notice['why']})" for notice in of_nodes}
     text = f"about to leave: {', '.join(nodes.values())}"
-    for notice in given:
+    for notice in of_nodes:
         if notice["rank"] is None:
             raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
     leave_nodes(context.cluster, list(nodes))

@@ -145,10 +145,10 @@ class NodeCopies:
         """Ask a node for what is new there, and hand on what the driver tells the workers."""
         from pipeline.worker import STOP_FILE
 
-        given = {}
+        told = {}
         if (self.folder / STOP_FILE).exists():
-            given[STOP_FILE] = b""
-        node.answer = node.files.look.remote(given, node.taken)
+            told[STOP_FILE] = b""
+        node.answer = node.files.look.remote(told, node.taken)
         node.taken = {}
         # To the end of the line: whoever is asked least often is asked next.
         self.nodes[node.node_id] = self.nodes.pop(node.node_id)

@@ -43,13 +43,13 @@ class Notice(TypedDict):
 
 def notices(folder: Path) -> list[Notice]:
     """Return what nodes of this attempt have been told, the first first."""
-    given = []
+    whole_lines = []
     with suppress(OSError):
         for line in (folder / FILE).read_text().splitlines():
             # The last line may be half written; the next look has it.
             with suppress(ValueError):
-                given.append(json.loads(line))
-    return given
+                whole_lines.append(json.loads(line))
+    return whole_lines
 
 
 def give_notice(folder: Path, notice: Notice) -> None:

@@ -233,10 +233,15 @@ def check_values(section: Settings, where: str) -> None:
     try:
         DeepSpeedZeroConfig(**section)
     except ValueError as error:  # pydantic's ValidationError is one
-        first = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
-        key = ".".join(["zero_optimization", *map(str, first["loc"])])
-        found = section.get(str(first["loc"][-1])) if first["loc"] else section
-        raise ConfigError(f"{where}: {key} is {found!r}\n  DeepSpeed says: {first['msg']}") from None
+        first = {"loc": (), "msg": str(error)}
+        if hasattr(error, "errors"):
+            first = error.errors()[0]
+        path = first["loc"]  # to what is refused; () where it is the section
+        value: object = section
+        if path:
+            value = section.get(str(path[-1]))
+        key = ".".join(["zero_optimization", *map(str, path)])
+        raise ConfigError(f"{where}: {key} is {value!r}\n  DeepSpeed says: {first['msg']}") from None
 
 
 @contextmanager
