@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.errors import ConfigError
-from models.checks import did_you_mean
 
 Tags: TypeAlias = Mapping[str, str]  # field → "free", "warn" or "forbid"
 
@@ -180,7 +179,10 @@ def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: 
     hints = get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     for name, value in values.items():
-        require(name in known, f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
+        if name not in known:
+            from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
+
+            raise ConfigError(f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
         path = f"{where}.{name}"
         if holds_whole_numbers(hints[name]) and value is not None:
             _check_whole_numbers(value, path)

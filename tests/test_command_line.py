@@ -15,7 +15,8 @@ from setuptools import find_packages
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
 from jobs.campaigns import campaign
-from jobs.running import session
+from jobs.cluster import processes
+from jobs.running import early_start, session
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -163,6 +164,79 @@ def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, mon
     assert asked == [is_needed, False], "a finished stage needs nothing"
 
 
+FORK_SERVER_SEEN = """
+import os
+import sys
+from multiprocessing import forkserver
+
+def look():
+    heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
+    print("fork server", sorted(heavy), forkserver._forkserver._preload_modules, flush=True)
+    os._exit(0)
+
+forkserver.ensure_running = look
+from jobs.__main__ import main, run_one
+sys.argv[1:] = sys.argv[2:]
+main() if sys.orig_argv[3] == "run" else run_one(sys.orig_argv[3])
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "pretrain"])
+def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, command):
+    """Both import it for a second and a half, and so do it at the same time (benchmarks/README.md)."""
+    words = [str(recipe), "cluster.backend=processes"]
+    if command == "run":
+        words.insert(0, "run")
+    script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"fork server [] {processes.PRELOAD}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "expected"),
+    [
+        ([], None, [False]),
+        (["pretrain.zero=3"], None, [True]),
+        (["finetune.checkpoint_blocks=1"], None, [True]),
+        (["pretrain.activation_gb=2"], None, [True]),
+        (["pretrain.compile=true"], None, [True]),
+        (["pretrain.zero=1", "pretrain.checkpoint_blocks=0", "pretrain.activation_gb=null"], None, [False]),
+        ([], "resize", []),  # the driver itself resizes
+        ([], "pretrain", [False]),
+        (["cluster.gpus_per_worker=x"], None, []),  # refused with the whole recipe
+    ],
+)
+def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, monkeypatch, overrides, kind, expected):
+    asked = []
+    monkeypatch.setattr(early_start.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
+    early_start.start_early(recipe, overrides, kind)
+    assert asked == expected
+    # The same as the session finds, which knows the typed stages.
+    if kind is None and expected:
+        loaded = campaign.load(recipe, overrides)
+        assert [session.need_compiler(loaded, loaded.stages)] == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "is_started"),
+    [
+        (None, True),
+        ('{"exit_code": null}', True),
+        ('{"exit_code": 75}', True),
+        ('{"exit_code": 0}', False),
+        ("{", True),
+    ],
+)
+def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, status, is_started):
+    asked = []
+    monkeypatch.setattr(early_start.backends, "start_early", lambda cluster, has_compiler: asked.append(cluster))
+    if status is not None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "status.json").write_text(status)
+    early_start.start_early(recipe, [])
+    assert bool(asked) == is_started
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -278,8 +352,8 @@ def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(mon
     ("words", "error", "code", "message"),
     [
         (["status", "x"], KeyboardInterrupt(), 130, "interrupted\n"),
-        (["run", "x"], KeyboardInterrupt(), 130, "interrupted\n"),  # a first Ctrl-C, before the run has begun
-        (["run", "x"], KeyboardInterrupt("interrupted twice: the last"), 130, "interrupted twice: the last\n"),
+        (["run", "digits"], KeyboardInterrupt(), 130, "interrupted\n"),  # a first Ctrl-C, before the run has begun
+        (["run", "digits"], KeyboardInterrupt("interrupted twice: the last"), 130, "interrupted twice: the last\n"),
         (["status", "x"], BrokenPipeError(), 74, ""),
         (["status", "x"], Preempted("stopped; run me again"), 75, "stopped; run me again\n"),
         (["status", "x"], Preempted("a\x1b[2Jb\nc\x9b"), 75, "a\\x1b[2Jb\nc\\x9b\n"),

@@ -28,6 +28,7 @@ from jobs.monitoring.board import Board, Show
 from jobs.monitoring.trackers import Tracker, start_trackers
 from jobs.ownership import owned
 from jobs.resolved_recipe import Campaign, Stage
+from jobs.running.early_start import WORKERLESS_KINDS
 from jobs.running.ending import status_file, table
 from jobs.running.follow import Follower
 from jobs.running.mirror import mirrored
@@ -40,9 +41,6 @@ from jobs.stages.sweep import DIVERGED
 from pipeline.training_config import TrainConfig
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
-
-# Kinds whose work is done by the driver itself; all others run on workers.
-WORKERLESS_KINDS = ("pack", "resize", "sweep")
 
 
 class Watchers:
@@ -192,6 +190,7 @@ def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Disp
         show_cluster(loaded, say)
         displays.board.start(shows_of(loaded))
     if has_work_for_workers:
+        # Mostly it runs since before our imports (early_start.py), and this does nothing.
         backends.start_early(loaded.cluster, has_compiler=need_compiler(loaded, stages))
         warn_of_unused_gpus(loaded.cluster, say)
     if loaded.trackers.used():
