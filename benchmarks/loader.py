@@ -1,34 +1,38 @@
 """From shards to batches of 224-pixel crops: images per CPU-second of this loader and of others.
 
-    python benchmarks/loader.py --shards FOLDER [--python OTHER/bin/python] [--rounds 5] [--images 1500] [--only …]
+    python benchmarks/loader.py --shards FOLDER [--python OTHER/bin/python] [--rounds 40] [--images 640] [--only …]
 
-1. Every contender runs by itself, in a fresh process, with two decoding processes or threads unless its name says
-   otherwise; all of them once a round, in an order that is rotated from round to round.
-2. The first 300 images are not timed. CPU-seconds are those of the process and of all its children.
-3. The table has medians, and of the ratios to the base the median of those within a round.
+1. Every contender has a process of its own, with two decoding processes or threads unless its name says otherwise. It
+   starts, gives 300 images that are not timed, works as far ahead as it may, and then waits for its turn.
+2. They take short turns, in an order that is rotated from round to round, so that what else the machine does falls on
+   all alike. A turn ends when the contender has worked as far ahead as before it: what it gave is what it made.
+3. CPU-seconds are those of the process and of all its children. The table has medians, and of the ratios to the base
+   the median of those within a round, the interval that holds this median with 95 %, and the extremes.
 
 What the contenders do: contenders.py. Rows that begin with "limit" load nothing: they are what a part of decoding takes
-alone (decode.py), in the same rounds. `--python` names an interpreter that has what this one lacks (tensorflow,
-torchvision, DALI), and OpenCV, Pillow, psutil and xxhash for the boxes, the tars and the clock; a contender that cannot
-run is left out, by name. Decoding alone: decode.py.
+alone (decode.py), or the least that any loader must do. `--python` names an interpreter that has what this one lacks
+(tensorflow, torchvision, DALI), and OpenCV, Pillow, psutil and xxhash for the boxes, the tars and the clock. A
+contender that cannot run is left out, by name. Decoding alone: decode.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.contenders import BATCH, CONTENDERS
 
 WARM_UP = 300  # images
+IDLE_AFTER_S = 0.2  # a contender has worked as far ahead as it may
 BASE = "tf.data, TFRecord, decode and crop"
 Rates = dict[str, list[float]]  # contender → images per CPU-second, of every round
 
@@ -41,15 +45,20 @@ def tree_cpu_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in [here, *here.children(recursive=True)])
 
 
-def measure(name: str, shards: list[str], folder: str, images: int) -> float:
-    """Images per CPU-second of one contender, run here."""
+def serve(name: str, shards: list[str], folder: str, images: int) -> None:
+    """For every line that comes, give some images, and answer with the images per CPU-second."""
     batches = CONTENDERS[name].batches(shards, folder)
-    for _ in range(WARM_UP // BATCH):
+    for _ in range(-(-WARM_UP // BATCH)):
         next(batches)
-    start = tree_cpu_s()
-    for _ in range(images // BATCH):
-        next(batches)
-    return images // BATCH * BATCH / (tree_cpu_s() - start)
+    time.sleep(IDLE_AFTER_S)
+    print("ready", flush=True)
+    turns = images // BATCH
+    for _ in sys.stdin:
+        start = tree_cpu_s()
+        for _ in range(turns):
+            next(batches)
+        time.sleep(IDLE_AFTER_S)
+        print(turns * BATCH / (tree_cpu_s() - start), flush=True)
 
 
 def interpreter_of(name: str, other: str) -> str | None:
@@ -61,59 +70,82 @@ def interpreter_of(name: str, other: str) -> str | None:
     return other if subprocess.run([other, "-c", missing]).returncode == 0 else None
 
 
-def run_rounds(args: argparse.Namespace, folder: str) -> Rates:
-    """Run every contender once a round, in turn."""
-    interpreters = {}
-    for name in CONTENDERS:
-        wanted = not args.only or any(part in name for part in args.only)
-        interpreter = interpreter_of(name, args.python) if wanted else None
-        if interpreter is not None:
-            interpreters[name] = interpreter
-        elif wanted:
-            print(f"left out: {name}: needs {', '.join(CONTENDERS[name].needs)}; name a --python that has it")
-
+def start(args: argparse.Namespace, folder: str) -> dict[str, subprocess.Popen[str]]:
+    """The processes of the contenders that can run, each of which waits for its turn."""
     # What TensorFlow says of itself at every start, and threads of other libraries, are turned off.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     options = ["--shards", args.shards, "--images", str(args.images), "--folder", folder]
-    rates: Rates = {}
-    names = list(interpreters)
+    pipe = subprocess.PIPE
+    running = {}
+    for name in CONTENDERS:
+        if args.only and not any(part in name for part in args.only):
+            continue
+        interpreter = interpreter_of(name, args.python)
+        if interpreter is None:
+            print(f"left out: {name}: needs {', '.join(CONTENDERS[name].needs)}; name a --python that has it")
+            continue
+        command = [interpreter, __file__, "--serve", name, *options]
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        # One after the other, because some of them write the files that others read.
+        if answer(child) == "ready":
+            running[name] = child
+        else:
+            print(f"left out: {name}: it ended with {child.wait()}", file=sys.stderr)
+    return running
+
+
+def answer(child: subprocess.Popen[str]) -> str:
+    """The next line that a contender writes; "" where it has ended."""
+    assert child.stdout is not None, "it is a pipe"
+    return child.stdout.readline().strip()
+
+
+def run_rounds(args: argparse.Namespace, folder: str) -> Rates:
+    """Give every contender its turn once a round."""
+    running = start(args, folder)
+    rates: Rates = {name: [] for name in running}
+    names = list(running)
     for turn in range(args.rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
-            command = [interpreters[name], __file__, "--measure", name, *options]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if done.returncode:
-                print(f"left out: {name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-                continue
-            rates.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]))
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            child = running[name]
+            assert child.stdin is not None, "it is a pipe"
+            print(file=child.stdin, flush=True)
+            rates[name].append(float(answer(child)))
+    for child in running.values():
+        child.kill()  # some have threads or processes that would not end by themselves
+        child.wait()
     return rates
 
 
 def print_table(rates: Rates, base: str) -> None:
     """Print the medians, fastest first, as rows of a Markdown table."""
-    print(f"| | images per CPU-second (least … most) | × {base} (least … most) |\n|---|--:|--:|")
+    print(f"| | images per CPU-second (least … most) | × {base} | 95 % | least … most |\n|---|--:|--:|--:|--:|")
     for name in sorted(rates, key=lambda name: -statistics.median(rates[name])):
         mine = rates[name]
         middle = f"{statistics.median(mine):,.0f} ({min(mine):,.0f} … {max(mine):,.0f})"
         # A machine's other work changes from round to round, and less within one.
-        ratios = [mine_now / base_now for mine_now, base_now in zip(mine, rates[base], strict=False)]
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
-        print(f"| {name} | {middle} | {ratio} |")
+        ratios = sorted(mine_now / base_now for mine_now, base_now in zip(mine, rates[base], strict=True))
+        # So many ratios lie below the median as heads fall in as many throws: sign test, normal approximation.
+        below = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))
+        interval = f"{ratios[below]:.2f} … {ratios[-1 - below]:.2f}"
+        extremes = f"{ratios[0]:.2f} … {ratios[-1]:.2f}"
+        print(f"| {name} | {middle} | {statistics.median(ratios):.2f} | {interval} | {extremes} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True, help="folder of imagenet*.tar")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has what this one lacks")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--images", type=int, default=1500, help="that are timed of each contender in each round")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--images", type=int, default=640, help="that are timed of each contender in each round")
     parser.add_argument("--only", nargs="+", help="contenders whose names have one of these parts")
-    parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure:
+    if args.serve:
         shards = sorted(str(path) for path in Path(args.shards).glob("imagenet*.tar"))
-        print(json.dumps(measure(args.measure, shards, args.folder, args.images)))
+        serve(args.serve, shards, args.folder, args.images)
         return
     with tempfile.TemporaryDirectory() as folder:
         rates = run_rounds(args, folder)
