@@ -42,7 +42,7 @@ def join_group(timeout_s: float) -> torch.device:
         device = torch.device("cpu")
         backend = "gloo"
         shortcoming = keep_freed_memory()
-        if shortcoming:
+        if shortcoming and os.environ.get("RANK", "0") == "0":
             logging.getLogger(__name__).warning(shortcoming)
     # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
     timeout = timedelta(seconds=timeout_s)

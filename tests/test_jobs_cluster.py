@@ -40,6 +40,7 @@ from jobs.cluster.backends import (
     run_worker_group,
     wait_for_resources,
 )
+from jobs.cluster.environment import malloc_set
 from jobs.cluster.failures import group_failure
 from jobs.cluster.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
 from jobs.cluster.worker_group import WorkerRange, do_nothing
@@ -542,12 +543,22 @@ def test_records_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch)
         ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", "looks like a secret by its value"),
         ("NCCL DEBUG", "INFO", "is no name of a variable"),
         ("RANK", "0", "is set for every worker by its rank"),
+        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "is set for workers on CPUs by Patchline"),
     ],
 )
 def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name, value, reason) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         ClusterConfig(environment={name: value})
     assert value == "0" or value not in str(caught.value), "the message is printed and kept"
+
+
+def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(monkeypatch) -> None:
+    ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
+    for theirs, expected in (("glibc.malloc.hugetlb=1", f"glibc.malloc.hugetlb=1:{ours}"), ("", ours)):
+        monkeypatch.setenv("GLIBC_TUNABLES", theirs)
+        with malloc_set():
+            assert os.environ["GLIBC_TUNABLES"] == expected
+        assert os.environ.get("GLIBC_TUNABLES", "") == theirs
 
 
 def test_what_is_no_secret_is_let_through() -> None:

@@ -4,12 +4,13 @@
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
 
 Ray shows the environment of a job to whoever lists the jobs, and a recipe is kept in many places: secrets belong to the
-nodes. What tells a worker its place in the group is set by Patchline alone, and what glibc's malloc reads when a
+nodes. What tells a worker its place in the group is set by Patchline alone, and so is what glibc's malloc reads when a
 process starts (`MALLOC`).
 """
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -32,26 +33,31 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MA
 # - No thread sets freed pieces aside. Torch asks for aligned memory, of which malloc cuts off the ends, some 64 bytes.
 #   Set aside, they pass for used: a large piece that is freed stays apart from its neighbours, and has some bytes too
 #   few for the next request of its own size. The heap then grows by whole tensors every few steps.
-MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
+TUNABLES = "GLIBC_TUNABLES"
+MALLOC = {TUNABLES: "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
+
+_changing_environment = threading.Lock()
 
 
 @contextmanager
-def starting_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have processes that the block starts find these variables, where this process has none of their names."""
-    missing = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            del os.environ[name]
+def malloc_set() -> Iterator[None]:
+    """Have processes that the block starts find `MALLOC`, after what the user has set there: malloc takes the last."""
+    with _changing_environment:
+        theirs = os.environ.get(TUNABLES)
+        os.environ[TUNABLES] = f"{theirs}:{MALLOC[TUNABLES]}" if theirs else MALLOC[TUNABLES]
+        try:
+            yield
+        finally:
+            if theirs:
+                os.environ[TUNABLES] = theirs
+            else:
+                os.environ.pop(TUNABLES, None)
 
 
-def forget(variables: Mapping[str, str]) -> None:
-    """Take these variables out of this process's environment, where they have these values."""
-    for name, value in variables.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
+def forget_malloc() -> None:
+    """Take `MALLOC` out of this process's environment: malloc has read it, and what it starts has no use of it."""
+    if os.environ.get(TUNABLES) == MALLOC[TUNABLES]:
+        del os.environ[TUNABLES]
 
 
 def complaint(environment: Mapping[str, str]) -> str:
@@ -61,6 +67,8 @@ def complaint(environment: Mapping[str, str]) -> str:
             return f"{name!r} is no name of a variable\n  expected letters, digits and _, for example NCCL_DEBUG"
         if name in OURS:
             return f"{name} is set for every worker by its rank\n  leave it out"
+        if name in MALLOC:
+            return f"{name} is set for workers on CPUs by Patchline\n  leave it out; on GPUs that of the node holds"
         # The value is not repeated: this message is printed and kept.
         reason = "its name" if SECRET_NAME.search(name) else ""
         if SECRET_VALUE.search(value):

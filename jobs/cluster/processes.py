@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from data.errors import ClusterError
-from jobs.cluster.environment import MALLOC, starting_with
+from jobs.cluster.environment import malloc_set
 from jobs.cluster.failures import describe_exit_code, group_failure
 from jobs.cluster.worker_files import SeenRecords, oom_kills, rank_zero_value, worker_file
 from jobs.cluster.worker_group import (
@@ -182,7 +182,7 @@ def _start_fork_server() -> None:
     # A new process inherits which signals are blocked; those of the driver come when they are unblocked here.
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        with starting_with(MALLOC):
+        with malloc_set():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)

@@ -26,7 +26,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.util.placement_group import PlacementGroup
 
 from jobs.cluster import notices, placement, queue, room, worker_gauge
-from jobs.cluster.environment import MALLOC, forget
+from jobs.cluster.environment import MALLOC, forget_malloc
 from jobs.cluster.failures import terminate_workers
 from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
@@ -228,8 +228,7 @@ def _make_trainer(spec: WorkerSpec, places: PlacementGroup) -> Trainer:
 
 def _worker(spec: WorkerSpec) -> None:
     """Be one worker, in a process that Ray has started; under Ray this is not its main thread."""
-    # Malloc has read them; what this process starts, such as what decodes images, has no use of them.
-    forget(MALLOC)
+    forget_malloc()
     context = get_context()
     info = RankInfo(
         rank=context.get_world_rank(),
