@@ -21,6 +21,7 @@ import argparse
 import importlib.util
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -85,7 +86,8 @@ def start(args: argparse.Namespace, folder: str) -> dict[str, subprocess.Popen[s
             print(f"left out: {name}: needs {', '.join(CONTENDERS[name].needs)}; name a --python that has it")
             continue
         command = [interpreter, __file__, "--serve", name, *options]
-        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        # A session of its own, so that it can be ended with all the processes that it starts.
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True)
         # One after the other, because some of them write the files that others read.
         if answer(child) == "ready":
             running[name] = child
@@ -113,7 +115,7 @@ def run_rounds(args: argparse.Namespace, folder: str) -> Rates:
             print(file=child.stdin, flush=True)
             rates[name].append(float(answer(child)))
     for child in running.values():
-        child.kill()  # some have threads or processes that would not end by themselves
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     return rates
 
