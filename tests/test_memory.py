@@ -383,6 +383,9 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
         "  type one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
         "pretrain.zero=2 (needs 17.0 GiB)",
     ]
+    # What just fits is offered.
+    with pytest.raises(ConfigError, match=r"type one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
+        check_fits(cfg, model, 2, 10 * GIB, is_gpu=True, name="pretrain")
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
     with pytest.raises(ConfigError, match=together):
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")

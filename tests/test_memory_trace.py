@@ -310,6 +310,7 @@ def test_as_many_micro_batches_are_traced_as_make_a_difference(world, accumulati
     ("code", "answer", "said", "expected"),
     [
         (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
+        (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
         (0, "", "", "nothing"),  # fewer answers than questions
         (0, "{}\n", "", "the tracer has said {}"),
         (0, "no JSON\n", "", "the tracer has said no JSON"),
