@@ -41,6 +41,9 @@ def join_group(timeout_s: float) -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
+        # At ZeRO 3 DeepSpeed asks at every reduction of gradients how many workers a node has, and starts numactl to
+        # find out where this is not set.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         shortcoming = keep_freed_memory()
         if shortcoming and os.environ.get("RANK", "0") == "0":
             logging.getLogger(__name__).warning(shortcoming)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -120,6 +121,8 @@ def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
 def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     """Train, keep the state, train on, restore, look at the average, train again; then one poisoned step."""
     engine = start(task)
+    started: list[str] = []
+    sys.addaudithook(lambda event, args: started.append(str(args)) if event == "subprocess.Popen" else None)
     initial = digest(whole_state(engine))
     before = steps(engine, 0, 3)
     kept, updates = whole_state(engine), engine.updates
@@ -157,6 +160,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
         "bucket": bucket,
         "updates": updates,
         "linear_untouched": F.linear is LINEAR,
+        "started": started,
     }
 
 

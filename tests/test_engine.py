@@ -198,6 +198,11 @@ def test_what_a_users_deepspeed_file_may_set_changes_no_bit(results, zero, preci
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_a_step_starts_no_process(results, case):
+    assert results[case]["started"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_torchs_linear_is_left_alone(results, case):
     assert results[case]["linear_untouched"]
 
