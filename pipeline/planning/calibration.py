@@ -201,6 +201,13 @@ def read_calibration(path: Path) -> Calibration:
         record = handover.read_record(path).values
     except FileNotFoundError:
         raise DataError(f"{path}: there is no calibration\n  type python -m jobs calibrate") from None
+    except DataError as error:
+        # The way out that it names is that of a stage's files.
+        change, *_ = str(error).splitlines()
+        raise DataError(
+            f"{change}\n  expected the calibration as it was measured\n"
+            "  type python -m jobs calibrate, which writes it anew"
+        ) from None
     schema = record.get("calibration")
     if schema != CALIBRATION_SCHEMA:
         raise DataError(
