@@ -281,9 +281,14 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path):
     write_status(tmp_path, None, "running", "python -m jobs run x.yaml")
     owner = {"host": socket.gethostname(), "pid": os.getpid()}
     (tmp_path / "owner.json").write_text(json.dumps(owner))
-    assert "running, started" in status(tmp_path)[1]
+    assert "running, started" in status(tmp_path)[1] and "started, no step yet" in status(tmp_path)[2]
     (tmp_path / "owner.json").write_text(json.dumps(owner | {"pid": 2**22 + 1}))  # above Linux's largest pid
     assert "killed, or lost with its machine" in status(tmp_path)[1]
+    assert "ended before its first report" in status(tmp_path)[2]
+    Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
+    assert "not running, " in status(tmp_path)[2] and "eta" not in status(tmp_path)[2]
+    write_status(tmp_path, 65, "too many bad samples", "python -m jobs run x.yaml")
+    assert "not running, " in status(tmp_path)[2]
 
 
 def test_no_error_ends_a_command_with_success():

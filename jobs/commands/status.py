@@ -5,7 +5,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import psutil
 
@@ -41,10 +41,11 @@ def status(run: Path) -> list[str]:
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
         raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
-    lines = [f"run  {run}", f"end  {ending(run)}"]
+    end = ending(run)
+    lines = [f"run  {run}", f"end  {end.text}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
-        lines.append(f"{folder.name:{width}} {stage_line(folder)}{chosen_text(folder)}")
+        lines.append(f"{folder.name:{width}} {stage_line(folder, has_ended=end.is_known)}{chosen_text(folder)}")
     return lines
 
 
@@ -68,22 +69,30 @@ def started_s(folder: Path) -> float:
     return record_path.stat().st_mtime
 
 
-def ending(run: Path) -> str:
-    """Say how the last command on this run ended, or which one is running."""
+class Ending(NamedTuple):
+    """How the last command on a run ended, or which one is running."""
+
+    text: str
+    is_known: bool  # that none is running
+
+
+def ending(run: Path) -> Ending:
+    """Return how the last command on this run ended, or which one is running."""
     path = run / "status.json"
     try:
         last = json.loads(path.read_text())
         if last["exit_code"] is not None:
-            return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+            return Ending(f"{last['message']} (exit {last['exit_code']}, {last['time']})", is_known=True)
         started = f"started {last['time']}: {last['command']}"
     except OSError:
-        return "unknown: no command has ended yet"
+        return Ending("unknown: no command has ended yet", is_known=False)
     except (ValueError, KeyError, TypeError):  # empty, torn or altered
-        return f"unknown: {path} is torn or altered; the next command writes it anew"
+        return Ending(f"unknown: {path} is torn or altered; the next command writes it anew", is_known=False)
     # A command that was killed could not write its end: status.json says "running" for ever.
     if owner_is_gone(run):
-        return f"killed, or lost with its machine: run the same command again; it was {started}"
-    return f"running, {started}"
+        killed = "killed, or lost with its machine: run the same command again"
+        return Ending(f"{killed}; it was {started}", is_known=True)
+    return Ending(f"running, {started}", is_known=False)
 
 
 def owner_is_gone(run: Path) -> bool:
@@ -95,8 +104,8 @@ def owner_is_gone(run: Path) -> bool:
         return False
 
 
-def stage_line(folder: Path) -> str:
-    """What a stage came to, or how far it is."""
+def stage_line(folder: Path, *, has_ended: bool) -> str:
+    """Return what a stage came to, or how far it is; `has_ended` where no command is running any more."""
     try:
         outcome = handover.read_done(folder)
     except DataError as error:
@@ -106,18 +115,21 @@ def stage_line(folder: Path) -> str:
     # Not finished: the newest report says how far it is.
     last = last_metrics(folder)
     if last is None:
-        return "started, no step yet"
+        return "ended before its first report" if has_ended else "started, no step yet"
     # Of evaluations beside training (`evaluate_on: spare`) these are still to come.
     steps = beside.asked(folder)
     to_judge = f"to be judged: {', '.join(map(str, steps))}  " if steps else ""
     # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)
+    to_go = f"eta {duration(last['eta_s'])}"
+    if has_ended:
+        to_go = f"not running, {duration(last['eta_s'])} to go"
     forecast = short_text(folder, last)
     if forecast:
         forecast += "  "
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
-        f"eta {duration(last['eta_s'])}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
+        f"{to_go}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
         f"{forecast}{to_judge}{account_rows(MetricsIndex(folder).rows).line()}"
     )
 
