@@ -88,9 +88,9 @@ def test_what_a_stranger_types_first_is_refused_with_what_to_type_next(run, caps
 def test_verify_names_the_bad_one_and_exits_74(run, capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 74
     out, err = capsys.readouterr()
-    assert "step-0000000012  whole" in out and "step-0000000008  BAD: " in out
+    assert f"{stage(run).name}/step-0000000012  whole" in out and "/step-0000000008  BAD: " in out
     assert "rank-00001.safetensors: its sha256 is not the manifest's" in out
-    assert "1 checkpoints are bad" in err and len(committed(stage(run) / "checkpoints")) == 3
+    assert "bad checkpoints: 1" in err and len(committed(stage(run) / "checkpoints")) == 3
 
 
 def test_inspect_prints_the_manifest_and_every_parameter(run, capsys) -> None:

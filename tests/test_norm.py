@@ -45,8 +45,8 @@ def test_a_gradient_is_clipped_to_the_limit_and_never_enlarged():
 @pytest.mark.parametrize(
     ("zero", "tuning", "world", "parts", "line"),
     [
-        (2, {}, 8, 0, "13 buckets of 50 million gradients, 0.2 GiB each; the backward pass waits for each"),
-        (3, {}, 8, 0, "13 buckets of 50 million gradients, 0.2 GiB each; while the backward pass goes on"),
+        (2, {}, 8, 0, "13 buckets of 50 million gradients, 190.7 MiB each; the backward pass waits for each"),
+        (3, {}, 8, 0, "13 buckets of 50 million gradients, 190.7 MiB each; while the backward pass goes on"),
         (1, {"overlap_comm": True, "reduce_bucket_size": 5e8}, 8, 0, "2 buckets of 500 million gradients, 1.9 GiB"),
         (1, {"overlap_comm": True}, 8, 0, "while the backward pass goes on (overlap_comm on)"),
         (3, {"overlap_comm": False}, 8, 0, "the backward pass waits for each (overlap_comm off)"),

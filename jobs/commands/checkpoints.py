@@ -125,11 +125,16 @@ def verify_all(path: Path, step: int | None) -> Iterator[str]:
             checkpoint.verify(folder)
         except CheckpointError as error:
             bad += 1
-            yield f"{folder.name}  BAD: {error}"
+            yield f"{name_of(folder)}  BAD: {error}"
         else:
-            yield f"{folder.name}  whole ({time.monotonic() - began:.1f}s)"
+            yield f"{name_of(folder)}  whole ({time.monotonic() - began:.1f}s)"
     if bad:
-        raise CheckpointError(f"{bad} checkpoints are bad\n  a start moves them aside and loads the newest whole one")
+        raise CheckpointError(f"bad checkpoints: {bad}\n  a start moves them aside and loads the newest whole one")
+
+
+def name_of(folder: Path) -> str:
+    """Return "pretrain-1/step-0000000050": two stages may have a checkpoint of the same step."""
+    return f"{folder.parents[1].name}/{folder.name}"
 
 
 def inspect(path: Path, step: int | None) -> Iterator[str]:

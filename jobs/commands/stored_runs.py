@@ -49,13 +49,13 @@ def verify_all(url: str, step: int | None) -> Iterator[str]:
                 copy.fetch(folder)
             except CheckpointError as error:
                 bad += 1
-                yield copy.in_words(f"{folder.name}  BAD: {error}")
+                yield copy.in_words(f"{checkpoints.name_of(folder)}  BAD: {error}")
             else:
-                yield f"{folder.name}  whole ({time.monotonic() - began:.1f}s)"
+                yield f"{checkpoints.name_of(folder)}  whole ({time.monotonic() - began:.1f}s)"
             # The room of one checkpoint has to do.
             shutil.rmtree(folder)
     if bad:
-        raise CheckpointError(f"{bad} checkpoints are bad\n  a start marks them, and loads the newest whole one")
+        raise CheckpointError(f"bad checkpoints: {bad}\n  a start marks them, and loads the newest whole one")
 
 
 def inspect(url: str, step: int | None) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """In what pieces, and when, gradients are summed over the workers: DeepSpeed's buckets, and what `plan` says of them.
 
 reduction_line({"stage": 2}, parameters=632_045_800, world=8)
-→  "13 buckets of 50 million gradients, 0.2 GiB each; the backward pass waits for each (overlap_comm off)"
+→  "13 buckets of 50 million gradients, 190.7 MiB each; the backward pass waits for each (overlap_comm off)"
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
+
+from data.files import memory_text
 
 # Elements. A bucket's memory is set apart whole: DeepSpeed's default of 500 million takes 1.9 GiB in fp32 and holds a
 # ViT-H/14 in two, so that nothing could be summed while the backward pass goes on. 50 million take 0.2 GiB, and are a
@@ -46,4 +48,4 @@ def reduction_line(zero_optimization: Mapping[str, Any], parameters: int, world:
     when = "the backward pass waits for each (overlap_comm off)"
     if overlaps(zero_optimization):
         when = "while the backward pass goes on (overlap_comm on)"
-    return f"{pieces}, {size * 4 / 2**30:.1f} GiB each; {when}"
+    return f"{pieces}, {memory_text(size * 4)} each; {when}"
