@@ -365,7 +365,7 @@ def resolved(campaign: Campaign) -> str:
 
 
 def what_differs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `after` that are others than in `before`; "absent" where it has one no more."""
+    """Return the fields of `after` whose value differs from `before`'s; "absent" where the field is gone."""
     changed = {}
     for field in {**before, **after}:
         value = after.get(field, "absent")
