@@ -117,7 +117,7 @@ def has_pages_of_its_own(library: ctypes.CDLL, size: int) -> bool:
 def import_deepspeed() -> ModuleType:
     """Import DeepSpeed without what it loads for a worker that never uses it, torch._inductor above all.
 
-    A fork server does this too, once for all its workers (jobs/cluster/preload.py).
+    A fork server does this too, once for all its workers (jobs/workers/preload.py).
     """
     # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

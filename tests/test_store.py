@@ -25,11 +25,11 @@ from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.attempts import supervisor
-from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.running import mirror
 from jobs.running.mirror import mirrored
+from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
 from pipeline import handover
 from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader

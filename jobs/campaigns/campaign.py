@@ -31,12 +31,12 @@ from jobs.campaigns import sweeps
 from jobs.campaigns.choices import config_as_known, settled
 from jobs.campaigns.stage_checks import check_stage
 from jobs.campaigns.stage_inputs import MISSING, Digests, check_part, content_digest, model_of_stage
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize, sweep
+from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
