@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import models
 from jobs.cluster.backends import ClusterConfig, worker_group_runner
-from jobs.cluster.worker_files import SeenRecords
 from jobs.planning.calibrate import Engine, calibrate, engine
+from jobs.workers.worker_files import SeenRecords
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.planning.calibration import read_calibration
 from pipeline.planning.forecast import forecast_step, passes_of, work_of

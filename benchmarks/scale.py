@@ -42,11 +42,11 @@ from data.index.document import SUFFIX, load_index, seal_of
 from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
-from jobs.cluster.node_copies import ASKED_AT_A_LOOK
-from jobs.cluster.node_files import Change, NodeActor, take_over
-from jobs.cluster.worker_files import SeenRecords, records, worker_file
 from jobs.ownership import claim_attempt
 from jobs.running.stage_files import newest_attempt_name
+from jobs.workers.node_copies import ASKED_AT_A_LOOK
+from jobs.workers.node_files import Change, NodeActor, take_over
+from jobs.workers.worker_files import SeenRecords, records, worker_file
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
@@ -232,7 +232,7 @@ def measure_calls(folder: Path) -> None:
     import ray
 
     from jobs.cluster.backends import connect, disconnect
-    from jobs.cluster.worker_group import ClusterConfig
+    from jobs.workers.worker_group import ClusterConfig
 
     attempt = folder / "stage" / "attempts" / "attempt-000001"
     connect(ClusterConfig())

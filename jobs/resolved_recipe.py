@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.monitoring.trackers import TrackersConfig
+from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import handover
 

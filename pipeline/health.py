@@ -48,7 +48,7 @@ class StepRecord:
 
 
 class Health:
-    """Judges every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
+    """Watches every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
 
     def __init__(
         self, cfg: TrainConfig, directory: Path, checkpoints: Path, telemetry: Telemetry, remote: str | None = None
@@ -85,7 +85,7 @@ class Health:
                 return stretch
         return None
 
-    def judge(self, step: int, loss: float, norm: float, ledger: str, ids: list[list[int]]) -> None:
+    def count_step(self, step: int, loss: float, norm: float, ledger: str, ids: list[list[int]]) -> None:
         """Look at a finished step: report a gradient spike, and count steps in a row that are not finite.
 
         `ids` are the samples of this worker, each (epoch, shard, sample).
@@ -177,12 +177,16 @@ class Health:
         # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
         return bad > self.cfg.data.max_bad_fraction * max(seen, BAD_GRACE)
 
+    def bad_share(self, bad: int, seen: int) -> str:
+        """Return, in words, how many of the samples seen were bad, and that they are too many."""
+        allowed = self.cfg.data.max_bad_fraction
+        return f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows"
+
     def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:
         """Raise DataError when more of the samples seen were bad than a healthy set can have."""
         if self.are_too_many(bad, seen):
-            allowed = self.cfg.data.max_bad_fraction
             raise DataError(
-                f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows\n"
+                f"{self.bad_share(bad, seen)}\n"
                 f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"
             )
 

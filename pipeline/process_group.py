@@ -20,7 +20,7 @@ import torch.distributed as dist
 Function = TypeVar("Function")
 
 LONGEST_LIST = 8  # nodes that a line names
-LARGE_PIECE = 80 << 20  # bytes; a heap of a thread that has its own holds 64 MB
+LARGE_PIECE = 80 << 20  # bytes; larger than the heap that glibc gives a thread of its own, which holds 64 MB
 
 
 def join_group(timeout_s: float) -> torch.device:
@@ -98,9 +98,10 @@ class MallocInfo(ctypes.Structure):
 
 
 def has_pages_of_its_own(library: ctypes.CDLL, size: int) -> bool:
-    """Tell whether malloc asks the kernel for pages of their own for a piece of this thread's; before glibc 2.33 False.
+    """Tell whether malloc asks the kernel for pages of its own where this thread wants a piece of `size` bytes.
 
-    Nothing is written into it: it takes addresses and no memory.
+    Before glibc 2.33 nothing tells, and it returns False. Nothing is written into the piece: it takes addresses and no
+    memory.
     """
     mallinfo2 = getattr(library, "mallinfo2", None)
     if mallinfo2 is None:
@@ -119,7 +120,7 @@ def has_pages_of_its_own(library: ctypes.CDLL, size: int) -> bool:
 def import_deepspeed() -> ModuleType:
     """Import DeepSpeed without what it loads for a worker that never uses it, torch._inductor above all.
 
-    A fork server does this too, once for all its workers (jobs/cluster/preload.py).
+    A fork server does this too, once for all its workers (jobs/workers/preload.py).
     """
     # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

@@ -130,20 +130,20 @@ def train(task: Mapping[str, Any]) -> StageResult:
         progress.ledger = progress.ledger.update(step, *planned)
         progress.step += 1
         progress.bad_samples += bad_of_all
-        judge_step(worker, progress, mean_loss, sums.ids)
+        count_step(worker, progress, mean_loss, sums.ids)
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         due = due_after(worker, progress.step, first_step, stopping=stopping)
         # A commit implies its metrics: the record of its steps is written before the save begins.
-        if due.line or due.save:
-            report_training(worker, progress, rate, has_line=due.line)
-        if saver.in_flight and (all_written or due.save):  # on slow storage a new save waits for the one before
+        if due.has_line or due.is_saved:
+            report_training(worker, progress, rate, has_line=due.has_line)
+        if saver.in_flight and (all_written or due.is_saved):  # on slow storage a new save waits for the one before
             finish_save(worker, progress)
-        if due.save:
+        if due.is_saved:
             begin_save(worker, progress)
-        # Whoever judges it beside training waits for the commit; the steps do not.
-        is_judged_beside = due.evaluation and due.save and asks_beside(worker, progress.step)
-        if due.evaluation and not is_judged_beside and not stopping:
+        # Whoever evaluates it beside training waits for the commit; the steps do not.
+        is_left_to_another = due.is_evaluated and due.is_saved and asks_beside(worker, progress.step)
+        if due.is_evaluated and not is_left_to_another and not stopping:
             stopping = not evaluate_here(worker, progress, rate)
         if stopping and progress.step < worker.steps:
             stop(worker, progress)
@@ -172,9 +172,9 @@ class StepSums:
 class Due:
     """Says what a finished step asks for."""
 
-    line: bool  # in the log
-    save: bool
-    evaluation: bool
+    has_line: bool  # in the log
+    is_saved: bool
+    is_evaluated: bool
 
 
 def begin_counting(worker: Worker, progress: Progress) -> None:
@@ -194,21 +194,26 @@ def add_gradients(worker: Worker, step: int, loss: torch.Tensor) -> None:
     worker.engine.backward(loss * weight)
 
 
-def judge_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
+def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
     """Collective: count the step that has just become whole, and end a run that it shows to be hopeless.
 
     `ids` are this worker's samples. Raises WentBack and Diverged after too many steps that are not finite, DataError
-    after too many bad samples.
+    after too many bad samples, CheckpointError where the save in flight is the last that may fail.
     """
     health = worker.health
     norm = worker.engine.gradient_norm()
     worker.window.losses.append(mean_loss)
     worker.window.norms.append(norm)
-    health.judge(progress.step, mean_loss, norm, progress.ledger.hex, ids)
+    health.count_step(progress.step, mean_loss, norm, progress.ledger.hex, ids)
     samples_seen = health.samples_seen(progress.step)
-    if health.has_given_up or health.are_too_many(progress.bad_samples, samples_seen):
-        # A save in flight began before the steps that are not finite. Not committed, it and the good steps up to it
-        # would be left out with them. Bad samples end the run: it would leave that save half written.
+    are_too_many_bad = health.are_too_many(progress.bad_samples, samples_seen)
+    if are_too_many_bad and worker.saver.in_flight and worker.rank == 0:
+        # Where that save fails, its error takes the place of the one below, and nobody would hear of the bad samples.
+        worker.telemetry.say(f"step {progress.step}: {health.bad_share(progress.bad_samples, samples_seen)}")
+    if health.has_given_up or are_too_many_bad:
+        # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
+        # to it would be left out with them.
+        # After bad samples: the run ends, and a save that nobody waits for would stay behind half written.
         if worker.saver.in_flight:
             finish_save(worker, progress)
         end_saving(worker, progress)
@@ -218,19 +223,19 @@ def judge_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
 
 
 def due_after(worker: Worker, step: int, first_step: int, *, stopping: bool) -> Due:
-    """Return what a finished step asks for; `first_step` is the first that this attempt has finished."""
+    """Return what a finished step asks for; `first_step` is the first that this attempt takes."""
     cfg = worker.cfg
     is_last = step == worker.steps
     is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
-    # Where somebody beside training may judge it, what is evaluated must be there to read.
+    # Where somebody beside training may evaluate it, it must be there to read.
     is_wanted_beside = is_evaluated and cfg.evaluate_on == "spare"
     # A commit amid non-finite steps would pass for progress since the last time that the run went back.
     is_calm = worker.health.skipped_in_a_row == 0
-    is_saved = is_calm and (is_wanted_beside or step % cfg.save_every == 0)
+    is_planned = is_calm and (is_wanted_beside or step % cfg.save_every == 0)
     return Due(
-        line=step % cfg.log_every == 0 or step == first_step or is_last or stopping,
-        save=is_saved or is_last or stopping,
-        evaluation=is_evaluated,
+        has_line=step % cfg.log_every == 0 or step == first_step or is_last or stopping,
+        is_saved=is_planned or is_last or stopping,
+        is_evaluated=is_evaluated,
     )
 
 

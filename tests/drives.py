@@ -31,8 +31,8 @@ from data.errors import CheckpointError, RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.loader import Batch
 from jobs import terminal
-from jobs.cluster import processes, worker_files
 from jobs.ownership import owned
+from jobs.workers import processes, worker_files
 from pipeline import judge, objectives, reports, start, train
 from pipeline.checkpoints import checkpoint, commit, restore, sight
 from pipeline.checkpoints import saver as saving

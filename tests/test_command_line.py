@@ -15,8 +15,8 @@ from setuptools import find_packages
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
 from jobs.campaigns import campaign
-from jobs.cluster import processes
 from jobs.running import early_start, session
+from jobs.workers import processes
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ import pytest
 from jobs.campaigns.campaign import KINDS
 from jobs.campaigns.configuration_page import all_keys
 from jobs.campaigns.sweeps import SweepConfig
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.commands.keys import configuration_page
 from jobs.monitoring.trackers import TrackersConfig
+from jobs.workers.worker_group import ClusterConfig
 from models.catalog import FAMILIES
 
 COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.cluster.environment import MALLOC
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.workers.environment import MALLOC
+from jobs.workers.worker_group import WorkerGroupError
 from pipeline import process_group
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.zero.deepspeed_file import TUNING

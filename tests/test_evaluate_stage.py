@@ -20,10 +20,10 @@ from data.shards.sources import DIGITS, digits
 from jobs.__main__ import main
 from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.cluster.worker_group import Task
 from jobs.running.reevaluation import with_new_evaluations
 from jobs.running.session import names_of_stages
 from jobs.stages import any_weights, evaluate
+from jobs.workers.worker_group import Task
 from pipeline import handover
 from pipeline.evaluation.evaluate import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol

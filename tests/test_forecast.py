@@ -16,9 +16,9 @@ from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from jobs.__main__ import main
 from jobs.campaigns.campaign import load
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import Context
 from jobs.planning import outlook
+from jobs.workers.worker_group import ClusterConfig
 from pipeline import handover
 from pipeline.planning import forecast as forecasting
 from pipeline.planning import kept_forecast

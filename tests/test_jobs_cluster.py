@@ -31,7 +31,6 @@ from jobs.attempts.attempt import Alone, Attempt
 from jobs.attempts.growth import Sizes
 from jobs.attempts.supervisor import growth_of
 from jobs.campaigns import campaign
-from jobs.cluster import processes, worker_files, worker_group
 from jobs.cluster.backends import (
     ClusterConfig,
     WorkerGroupError,
@@ -40,12 +39,13 @@ from jobs.cluster.backends import (
     run_worker_group,
     wait_for_resources,
 )
-from jobs.cluster.environment import malloc_set
-from jobs.cluster.failures import group_failure
-from jobs.cluster.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
-from jobs.cluster.worker_group import WorkerRange, do_nothing
 from jobs.context import Context
 from jobs.running.session import run_campaign, warn_of_unused_gpus
+from jobs.workers import processes, worker_files, worker_group
+from jobs.workers.environment import malloc_set
+from jobs.workers.failures import group_failure
+from jobs.workers.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
+from jobs.workers.worker_group import WorkerRange, do_nothing
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions
@@ -82,7 +82,7 @@ def full(two) -> Iterator["ClusterInfo"]:
     """The embedded cluster, whose CPUs are all taken."""
     import ray
 
-    from jobs.cluster import placement
+    from jobs.scheduling import placement
 
     info = connect(two["ray"])
     placement.release()  # what an earlier test has left reserved for its next attempt

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cluster import worker_gauge
 from jobs.monitoring import board as board_module
+from jobs.monitoring import worker_gauge
 from jobs.monitoring.board import Board
 from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitoring.metadata import metadata_of

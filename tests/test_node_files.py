@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cluster import node_files
-from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
-from jobs.cluster.notices import give_notice, notices
-from jobs.cluster.worker_files import records
+from jobs.workers import node_files
+from jobs.workers.node_files import NodeFiles, begin_as_driver, take_over
+from jobs.workers.notices import give_notice, notices
+from jobs.workers.worker_files import records
 from pipeline.monitoring.watchdog import Phases, Watch
 from tests import hosts
 from tests.ray_hosts import RayHosts
@@ -214,7 +214,7 @@ import ray
 from jobs.cluster.backends import (
     ClusterConfig, WorkerGroupError, connect, disconnect, leave_nodes, run_worker_group,
 )
-from jobs.cluster.worker_files import records
+from jobs.workers.worker_files import records
 from pipeline.monitoring.watchdog import Watch
 from tests import worker_functions
 

@@ -17,8 +17,8 @@ import models
 from jobs.attempts import restarts
 from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.cluster.worker_group import WorkerGroupError
 from jobs.running.session import run_campaign
+from jobs.workers.worker_group import WorkerGroupError
 from models.layers import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from jobs.cluster import placement, queue, ray_backend, room
-from jobs.cluster.queue_order import Entry, ahead_of, victims_of, waiting
-from jobs.cluster.worker_group import ClusterConfig, WorkerRange
+from jobs.cluster import ray_backend
+from jobs.scheduling import placement, queue, room
+from jobs.scheduling.queue_order import Entry, ahead_of, victims_of, waiting
+from jobs.workers.worker_group import ClusterConfig, WorkerRange
 from pipeline.monitoring.telemetry import read_metrics
 from tests.test_ray_nodes import ROOT, cluster, nodes  # the last two are fixtures
 

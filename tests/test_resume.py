@@ -13,12 +13,12 @@ import pytest
 
 from jobs.__main__ import main
 from jobs.campaigns import campaign
-from jobs.cluster import worker_gauge
-from jobs.cluster.worker_files import records
 from jobs.commands.demo import step_losses
+from jobs.monitoring import worker_gauge
 from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.running.session import run_campaign
+from jobs.workers.worker_files import records
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics

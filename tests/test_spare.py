@@ -17,8 +17,8 @@ import pytest
 from data.index.document import load_index
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
-from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
 from jobs.commands import checkpoints
+from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
 from pipeline import reports
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import prune
@@ -473,8 +473,8 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
     from ray.util.placement_group import placement_group, remove_placement_group
 
     from jobs.beside.ray_places import RayPlaces
-    from jobs.cluster import placement
     from jobs.cluster.backends import connect, disconnect
+    from jobs.scheduling import placement
 
     cluster = ClusterConfig(workers=1)
     cpus = int(connect(cluster).cpus)

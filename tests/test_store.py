@@ -10,7 +10,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +25,11 @@ from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.attempts import supervisor
-from jobs.cluster.worker_group import ClusterConfig, WorkerGroupError
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.running import mirror
 from jobs.running.mirror import mirrored
+from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
 from pipeline import handover
 from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader
@@ -469,10 +469,17 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
         raise WorkerGroupError(0, "n1", "Preempted: stopped at step 30", exit_code=75, kind="Preempted")
 
     monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: end_as_asked)
+    with pytest.raises(Preempted, match=r"^stopped at step 30$"):
+        supervise(run, tmp_path / "run", stops)
+    assert asked == []
+
+
+def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
+    """Run attempts of a stage whose checkpoints are at `url`; it is to end as soon as there is a stop."""
     context = Context(
         name="pretrain",
-        run=tmp_path / "run",
-        directory=tmp_path / "run" / STAGE,
+        run=run,
+        directory=run / STAGE,
         key="1",
         cluster=ClusterConfig(backend="processes"),
         resolve=lambda value: value,
@@ -480,11 +487,25 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
         say=print,
         tick=lambda folder, attempt: None,
         stopping=lambda: bool(stops),
-        remote=run,
+        remote=url,
     )
-    with pytest.raises(Preempted, match=r"^stopped at step 30$"):
-        supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0, ask_to_stop=print)
-    assert asked == []
+    supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0, ask_to_stop=print)
+
+
+def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
+    group, run, proxy, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+
+    def fail(*_: Any, **options: Any) -> None:
+        proxy.fault_of_any = lambda method, path: 503
+        raise WorkerGroupError(0, "n1", "OSError: no more", "Traceback of worker 0", kind="OSError")
+
+    monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: fail)
+    with pytest.raises(StorageError):
+        supervise(run, tmp_path / "run", [])
+    incidents = (tmp_path / "run" / STAGE / "incidents.txt").read_text()
+    assert "worker 0 on n1: OSError: no more\nTraceback of worker 0\n" in incidents
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(group, run, proxy, tmp_path, monkeypatch) -> None:

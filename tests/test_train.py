@@ -3,19 +3,22 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import models
-from data.errors import ConfigError
+from data.errors import CheckpointError, ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from jobs.campaigns import campaign
 from jobs.running.session import run_campaign
+from pipeline import health
 from pipeline.checkpoints import checkpoint, manifest
 from pipeline.evaluation.evaluate import accuracy
 from pipeline.monitoring.telemetry import read_metrics
+from pipeline.train import count_step
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
@@ -128,3 +131,31 @@ def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
         (folder,) = run_stages(recipe, "pretrain", overrides=(*overrides, f"run={recipe.parent / str(workers)}"))
         losses.append([loss for record in read_metrics(folder) for loss in record["losses"]])
     assert losses[0] == losses[1]
+
+
+def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fails(tmp_path, monkeypatch):
+    """Then the error of the save, with its own exit code, is the only one that comes out."""
+    events: list[str] = []
+
+    def fail() -> None:
+        events.append("the save fails")
+        raise CheckpointError("3 saves in a row failed")
+
+    monkeypatch.setattr(health, "read_left_out", lambda folder: [])
+    telemetry = SimpleNamespace(say=events.append)
+    cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
+    worker = SimpleNamespace(
+        rank=0,
+        engine=SimpleNamespace(gradient_norm=lambda: 1.0),
+        health=health.Health(cfg, tmp_path, tmp_path, telemetry),
+        job=SimpleNamespace(train=["digits"]),
+        phases=SimpleNamespace(enter=lambda phase, step: None),
+        saver=SimpleNamespace(in_flight=True, finish=fail),
+        telemetry=telemetry,
+        window=SimpleNamespace(losses=[], norms=[]),
+    )
+    progress = SimpleNamespace(step=13, bad_samples=12, ledger=SimpleNamespace(hex="9f3c"))
+    with pytest.raises(CheckpointError):
+        count_step(worker, progress, 2.0, [])
+    said = "step 13: 12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows"
+    assert events == [said, "the save fails"]

@@ -20,7 +20,7 @@ from data.errors import Preempted
 from data.shards.packing import pack
 from data.shards.sources import Sample
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.workers.worker_group import WorkerGroupError
 from models.weights import npz
 from pipeline import config
 from pipeline.monitoring.telemetry import read_metrics

@@ -11,10 +11,10 @@ from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.attempts.attempt import GO_ON, restart_point
 from jobs.attempts.growth import Growth, Sizes
 from jobs.cluster.backends import leave_nodes, must_make_way, stay_on_nodes
-from jobs.cluster.notices import notices
-from jobs.cluster.worker_files import records
-from jobs.cluster.worker_group import WorkerGroupError
 from jobs.context import Context
+from jobs.workers.notices import notices
+from jobs.workers.worker_files import records
+from jobs.workers.worker_group import WorkerGroupError
 from pipeline.monitoring.watchdog import Watch
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.

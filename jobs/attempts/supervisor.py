@@ -19,7 +19,7 @@ end as if somebody wanted this process to end; but then the next attempt starts 
 is a move, and neither an incident nor a restart. The same where a campaign of a higher priority waits for the places;
 then the next attempt begins with the wait in the queue.
 
-It raises WorkerGroupError instead: write the incident down, and then, first match wins:
+It raises WorkerGroupError instead: write the incident down, but for a, and then, first match wins:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
 b. The attempt had more workers than the last that has committed, and made no checkpoint: the next has fewer again, at
    once, because a node that has joined may be broken.
@@ -53,10 +53,10 @@ from jobs.attempts.restarts import (
     write_incident,
 )
 from jobs.cluster.backends import room_now, wait_for_resources, worker_group_runner
-from jobs.cluster.worker_files import SeenRecords
-from jobs.cluster.worker_group import ClusterConfig, Task, WorkerFunction, WorkerGroupError
 from jobs.context import Context
 from jobs.ownership import claim_attempt
+from jobs.workers.worker_files import SeenRecords
+from jobs.workers.worker_group import ClusterConfig, Task, WorkerFunction, WorkerGroupError
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.watchdog import Watch
 
@@ -114,10 +114,15 @@ def supervise(
                 )
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            # Where a worker has ended in its own way and no attempt follows, nobody wants to know: a store that is
-            # gone would be asked for a minute.
-            is_last = context.stopping() and error.exit_code is not None
-            made_progress = not is_last and last_step(context) > step_before
+            # First: the store may be gone that is asked below, and its error would come out in the place of this one.
+            # A stop that was asked for is no incident, nor is a move.
+            if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
+                add_what_the_driver_knows(error, watch)
+                write_incident(context, error)
+            # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
+            # is raised below. A store that is gone would be asked for a minute.
+            is_end_of_stage = context.stopping() and error.exit_code is not None
+            made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, nodes_of(folder, world))
             if is_move(context, folder, growth, error):
@@ -131,8 +136,13 @@ def supervise(
             # The log may have grown since the last look.
             context.tick(folder, number)
 
-        add_what_the_driver_knows(failure, watch)
-        recover(context, failure, failures, sizes, world, made_progress=made_progress)
+        # a and b.
+        if failure.exit_code == ExitCode.PREEMPTED:
+            raise Preempted(message_of(failure))
+        if not made_progress and fall_back(context, failure, sizes, world):
+            continue
+        # c to f.
+        wait_for_next_attempt(context, failure, failures, made_progress=made_progress)
 
 
 def wait_for_places(context: Context, sizes: Sizes) -> int:
@@ -151,31 +161,21 @@ def growth_of(context: Context, sizes: Sizes, world: int) -> Growth:
     return Growth(sizes.larger_than(world), context.cluster.patience_s, room, step, sizes.not_before)
 
 
-def recover(
-    context: Context,
-    failure: WorkerGroupError,
-    failures: FailuresInARow,
-    sizes: Sizes,
-    world: int,
-    *,
-    made_progress: bool,
+def wait_for_next_attempt(
+    context: Context, failure: WorkerGroupError, failures: FailuresInARow, *, made_progress: bool
 ) -> None:
-    """Do a to f for an attempt of `world` workers; return when the next may begin.
+    """Find out whether another attempt may follow the one that has failed, and wait for it.
 
-    Raises Preempted or StageFailed where there is to be none.
+    Raises StageFailed where it would not help, Preempted where somebody wants this process to end.
     """
-    # a to c: a worker knew what it wanted. The message is its exception's, without the exception's name.
-    message = failure.cause.partition(": ")[2]
-    # A stop that was asked for is no incident.
-    if failure.exit_code == ExitCode.PREEMPTED:
-        raise Preempted(message)
-    write_incident(context, failure)
-    if not made_progress and fall_back(context, failure, sizes, world):
-        return
+    # A worker that asks for an exit code knows what it wants.
     if failure.exit_code is not None:
-        raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
-
-    # d to f
+        raise StageFailed(f"{context.name}: {message_of(failure)}", failure.exit_code, failure.kind)
     if failures.are_too_many(failure, made_progress):
         raise no_progress(context, failure, failures.count)
     prepare_restart(context, failure, failures.count)
+
+
+def message_of(failure: WorkerGroupError) -> str:
+    """Return the message of the exception by which a worker has ended, without the exception's name."""
+    return failure.cause.partition(": ")[2]

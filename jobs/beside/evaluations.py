@@ -25,10 +25,10 @@ from data.checks import one_line
 from data.errors import Preempted
 from jobs.beside.places import NoPlace, Places
 from jobs.beside.spare_core import SpareCore
-from jobs.cluster.failures import is_stopped_by_signal, worker_failure
-from jobs.cluster.worker_files import records
-from jobs.cluster.worker_group import ClusterConfig, Task, WorkerGroupError
 from jobs.context import Context
+from jobs.workers.failures import is_stopped_by_signal, worker_failure
+from jobs.workers.worker_files import records
+from jobs.workers.worker_group import ClusterConfig, Task, WorkerGroupError
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import beside

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from jobs.cluster.worker_group import Task, WorkerFunction
+from jobs.workers.worker_group import Task, WorkerFunction
 
 
 class Places(Protocol):

@@ -21,10 +21,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jobs.beside.places import NoPlace
-from jobs.cluster import placement, queue, room
-from jobs.cluster.failures import group_failure
 from jobs.cluster.ray_backend import must_make_way
-from jobs.cluster.worker_group import (
+from jobs.scheduling import placement, queue, room
+from jobs.workers.failures import group_failure
+from jobs.workers.worker_group import (
     ClusterConfig,
     RankInfo,
     Task,

@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from jobs.cluster import processes
-from jobs.cluster.worker_files import SeenRecords
-from jobs.cluster.worker_group import ClusterConfig, Task, WorkerFunction
+from jobs.workers import processes
+from jobs.workers.worker_files import SeenRecords
+from jobs.workers.worker_group import ClusterConfig, Task, WorkerFunction
 from pipeline.preflight.machine import cores
 
 

@@ -31,12 +31,12 @@ from jobs.campaigns import sweeps
 from jobs.campaigns.choices import config_as_known, settled
 from jobs.campaigns.stage_checks import check_stage
 from jobs.campaigns.stage_inputs import MISSING, Digests, check_part, content_digest, model_of_stage
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.monitoring.trackers import TrackersConfig
 from jobs.ownership import check_place
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize, sweep
+from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
@@ -365,7 +365,7 @@ def resolved(campaign: Campaign) -> str:
 
 
 def what_differs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `after` that are others than in `before`; "absent" where it has one no more."""
+    """Return the fields of `after` whose value differs from `before`'s; "absent" where the field is gone."""
     changed = {}
     for field in {**before, **after}:
         value = after.get(field, "absent")

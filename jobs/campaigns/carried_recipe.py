@@ -20,7 +20,7 @@ from typing import Any
 from data.errors import ConfigError
 from jobs.campaigns import sweeps
 from jobs.campaigns.campaign import KINDS
-from jobs.cluster.environment import SECRET_VALUE
+from jobs.workers.environment import SECRET_VALUE
 from pipeline import config
 
 VARIABLE = "PATCHLINE_RECIPE"

@@ -1,1 +1,1 @@
-"""Runs one function on N workers, on Ray or as plain processes, and submits a campaign as a Ray job."""
+"""A Ray cluster joined or started, one function on N of its workers, and the choice between Ray and processes."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.cluster import processes
-from jobs.cluster.worker_files import SeenRecords
-from jobs.cluster.worker_group import (
+from jobs.workers import processes
+from jobs.workers.worker_files import SeenRecords
+from jobs.workers.worker_group import (
     ClusterConfig,
     RunWorkerGroup,
     Task,
@@ -87,7 +87,8 @@ def wait_for_resources(
     # Processes of this machine start at once, or are refused.
     if cluster.backend == "processes":
         return processes.largest_world(cluster, worlds or (cluster.world,))
-    from jobs.cluster import placement, ray_backend
+    from jobs.cluster import ray_backend
+    from jobs.scheduling import placement
 
     ray_backend.reserve_places(cluster, run, say, on_tick, worlds)
     return placement.workers_held()

@@ -31,10 +31,11 @@ from ray._private import ray_constants
 from ray._private.parameter import RayParams
 
 from data.errors import ClusterError
-from jobs.cluster import placement, reaper, room
+from jobs.cluster import reaper
 from jobs.cluster.ray_refusals import explain, require_reachable
 from jobs.cluster.ray_token import ensure_token, use_token_if_any
-from jobs.cluster.worker_group import LOOPBACK, ClusterConfig
+from jobs.scheduling import placement, room
+from jobs.workers.worker_group import LOOPBACK, ClusterConfig
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names

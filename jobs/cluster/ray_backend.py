@@ -25,15 +25,17 @@ from ray._private.state import state as ray_state
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.util.placement_group import PlacementGroup
 
-from jobs.cluster import notices, placement, queue, room, worker_gauge
-from jobs.cluster.environment import MALLOC, forget_malloc
-from jobs.cluster.failures import terminate_workers
-from jobs.cluster.node_copies import NodeCopies
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of, lost_node
 from jobs.cluster.ray_trainer import RendezvousConfig, Trainer, UseReserved
-from jobs.cluster.worker_files import SeenRecords, rank_zero_value
-from jobs.cluster.worker_group import (
+from jobs.monitoring import worker_gauge
+from jobs.scheduling import placement, queue, room
+from jobs.workers import notices
+from jobs.workers.environment import MALLOC, forget_malloc
+from jobs.workers.failures import terminate_workers
+from jobs.workers.node_copies import NodeCopies
+from jobs.workers.worker_files import SeenRecords, rank_zero_value
+from jobs.workers.worker_group import (
     ClusterConfig,
     RankInfo,
     Task,

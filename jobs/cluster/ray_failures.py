@@ -3,7 +3,7 @@
 1. Train's error names the workers that it saw fail. When one dies, all its peers raise within 0.1 s, so it names many.
 2. A worker that left no end, and of which Train says nothing, may have gone with its node. That is asked for here,
    because Ray itself takes 15 s to find out, or 65 s. `lost_node` asks as soon as a peer has raised.
-3. failures.py picks the one to blame.
+3. workers/failures.py picks the one to blame.
 """
 
 import socket
@@ -16,10 +16,10 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from data.errors import ClusterError
-from jobs.cluster import placement, queue
-from jobs.cluster.failures import group_failure, has_lost_a_peer
-from jobs.cluster.worker_files import WorkerRecord, oom_kills, records
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.scheduling import placement, queue
+from jobs.workers.failures import group_failure, has_lost_a_peer
+from jobs.workers.worker_files import WorkerRecord, oom_kills, records
+from jobs.workers.worker_group import WorkerGroupError
 
 ANSWER_S = 3.0  # for a node that is alive to take a connection
 OOM_ANSWER_S = 20.0  # for a task on another node that reads a counter

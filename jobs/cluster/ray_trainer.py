@@ -28,8 +28,8 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
-from jobs.cluster import notices
-from jobs.cluster.worker_group import meeting_place, serve_store
+from jobs.workers import notices
+from jobs.workers.worker_group import meeting_place, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from data.errors import ExitCode
 from jobs.campaigns import campaign
-from jobs.cluster.worker_files import records
 from jobs.resolved_recipe import Campaign
 from jobs.running.session import run_campaign
+from jobs.workers.worker_files import records
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.telemetry import read_metrics

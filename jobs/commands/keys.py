@@ -3,8 +3,8 @@
 from jobs.campaigns.campaign import KINDS
 from jobs.campaigns.configuration_page import page
 from jobs.campaigns.sweeps import SweepConfig
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.monitoring.trackers import TrackersConfig
+from jobs.workers.worker_group import ClusterConfig
 
 INTRODUCTION = """\
 # Configuration

@@ -17,12 +17,12 @@ from data.index.index import Index
 from data.mixture import shares as shares_of
 from jobs.campaigns import class_names
 from jobs.campaigns.choices import choice_text, settled
-from jobs.cluster.worker_group import ClusterConfig
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.running.stage_files import changes_since_half_done
 from jobs.stages import sweep
+from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.monitoring.telemetry import PEAK, amount

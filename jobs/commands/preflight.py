@@ -28,8 +28,6 @@ import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
 from jobs.cluster import backends
-from jobs.cluster.worker_files import SeenRecords
-from jobs.cluster.worker_group import WorkerGroupError, do_nothing
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
@@ -39,6 +37,8 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.running.readiness import missing_inputs
 from jobs.running.session import warn_of_unused_gpus
 from jobs.stages import pack
+from jobs.workers.worker_files import SeenRecords
+from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes

@@ -2,7 +2,7 @@
 
 import time
 
-from jobs.cluster import job_metadata
+from jobs.monitoring import job_metadata
 from jobs.monitoring.view import View
 from pipeline.monitoring.telemetry import amount, duration
 

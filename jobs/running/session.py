@@ -264,8 +264,7 @@ def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> N
 
 def shows_of(loaded: Campaign) -> list[Show]:
     """Return who shows the run in the connected Ray cluster, and begin with what stays the same."""
-    from jobs.cluster import job_metadata  # ray takes seconds to import
-    from jobs.monitoring import gauges, metadata
+    from jobs.monitoring import gauges, job_metadata, metadata  # ray takes seconds to import
 
     job_metadata.update({"run": str(loaded.run), "recipe": recipe_digest(loaded)})
     return [gauges.Gauges().show, metadata.show]

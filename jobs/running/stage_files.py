@@ -1,5 +1,7 @@
 """What is written down of a stage: which config its folder belongs to, and what its numbers trace back to.
 
+stage_run.py writes both files.
+
 - `stage.json` (`stage_record`) is written at every start. The next start compares its own config with it: fields tagged
   "forbid" may not have changed (`changes_since_half_done`), a change of one tagged "warn" is said (`changed_warnings`).
 - `provenance.json` (`provenance_of`) is written when the stage has finished: config, inputs, code, environment.

@@ -31,11 +31,11 @@ from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.attempts.supervisor import supervise
-from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import any_weights, frozen
 from jobs.stages.evaluation_config import EvaluationConfig, check_sets
 from jobs.stages.evaluation_worker import worker
+from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.evaluation import beside, document

@@ -18,9 +18,9 @@ from data.files import write_whole
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
 from jobs.attempts.supervisor import supervise
-from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.stages import frozen, training
+from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.config import Tags, tags

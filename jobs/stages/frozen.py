@@ -25,8 +25,8 @@ from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
-from jobs.cluster.worker_group import Task
 from jobs.context import Context
+from jobs.workers.worker_group import Task
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.feature_store import FeatureStore, collect

@@ -21,9 +21,9 @@ from data.shards.reader import check_sizes
 from jobs.attempts.attempt import alone
 from jobs.attempts.supervisor import supervise
 from jobs.beside.evaluations import Evaluations
-from jobs.cluster.worker_group import Task
 from jobs.context import Context
 from jobs.planning.outlook import keep_forecast
+from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room

@@ -220,7 +220,7 @@ class Saver:
         self.telemetry.report(
             "checkpoint_failed",
             {"step": step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
-            f"checkpoint step {step} FAILED ({self.failure}); training goes on from memory, the one "
+            f"checkpoint step {step} FAILED ({self.failure}); the weights are still in memory, the one "
             f"before it stays; {self.failures_in_a_row} of {self.max_failed_saves} failures in a row",
         )
         if self.failures_in_a_row >= self.max_failed_saves:

@@ -234,11 +234,11 @@ def engine_times(
         config = engine_model(width, depth)
         work = Work(config, 1, asked["precision"])
         # A step of one micro-batch takes more than the last micro-batch of two, which finds the gradients' memory made.
-        one = step_times(asked, work, 1, rounds, device)
-        two = step_times(asked, work, 2, rounds, device)
+        of_one_batch = step_times(asked, work, 1, rounds, device)
+        of_two_batches = step_times(asked, work, 2, rounds, device)
         # The slowest worker's of each before they are subtracted: a step's end is one for all, and whatever a fast
         # worker waits there is not the engine's.
-        times_s = torch.tensor([one, two, plain], dtype=torch.float64, device=device)
+        times_s = torch.tensor([of_one_batch, of_two_batches, plain], dtype=torch.float64, device=device)
         dist.all_reduce(times_s, dist.ReduceOp.MAX)
         one_s, two_s, plain_s = times_s
         step_s, step_cpu_s = (one_s - plain_s).clamp(min=0).tolist()

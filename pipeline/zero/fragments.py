@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pipeline.zero.flat_blocks import Member
 
-# (first element, flat views of what follows it, by kind)
-Owned: TypeAlias = tuple[int, dict[str, Tensor]]
+# What this worker owns of one of the engine's parameters: (first element, flat views of what follows it, by kind).
+Part: TypeAlias = tuple[int, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class Fragments:
             cut = self.part_of_a_flat
         elif self.zero == 3:
             cut = self.part_of_a_partition
-        parts: dict[str, Owned] = {}
+        parts: dict[str, Part] = {}
         for holder, p in self.model.named_parameters():
             parts[holder] = cut(p, kinds)
-        yield from self.named(parts)
+        yield from self.cut_by_name(parts)
 
     def whole(self, kinds: tuple[str, ...]) -> Iterator[Fragment]:
-        """Iterate, at stage 0, every parameter as one fragment: every worker has all of it."""
-        parts: dict[str, Owned] = {}
+        """Iterate every parameter as one fragment. Only at stage 0, where every worker has all of it."""
+        parts: dict[str, Part] = {}
         for holder, p in self.model.named_parameters():
             parts[holder] = (0, {kind: self.replica(p, kind) for kind in kinds})
-        yield from self.named(parts)
+        yield from self.cut_by_name(parts)
 
-    def named(self, parts: Mapping[str, Owned]) -> Iterator[Fragment]:
+    def cut_by_name(self, parts: Mapping[str, Part]) -> Iterator[Fragment]:
         """Cut parts of the engine's parameters into those of the model's own."""
         for name, member in self.members.items():
             start, views = parts[member.holder]
@@ -78,14 +78,14 @@ class Fragments:
                 tensors = {kind: view[first - start : stop - start] for kind, view in views.items()}
                 yield Fragment(name, first - member.start, tensors)
 
-    def part_of_a_replica(self, p: Any, kinds: tuple[str, ...]) -> Owned:
+    def part_of_a_replica(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Stage 0: every worker has everything; each saves an equal part, the last a shorter one."""
         part = math.ceil(p.numel() / dist.get_world_size())
         start = min(dist.get_rank() * part, p.numel())
         stop = min(start + part, p.numel())
         return start, {kind: self.replica(p, kind)[start:stop] for kind in kinds}
 
-    def part_of_a_flat(self, p: Any, kinds: tuple[str, ...]) -> Owned:
+    def part_of_a_flat(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Stages 1 and 2: DeepSpeed maps a parameter to what this worker's flat partition holds of it, or nothing."""
         mapping = p._hp_mapping
         if mapping is None:
@@ -95,7 +95,7 @@ class Fragments:
             views[kind] = mapping.get_hp_fragment(None if kind == "master" else kind)
         return mapping.lp_fragment_address.start, views
 
-    def part_of_a_partition(self, p: Any, kinds: tuple[str, ...]) -> Owned:
+    def part_of_a_partition(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Stage 3: every parameter is cut into equal parts, one a worker, the last padded; we leave the padding out."""
         part = p.ds_tensor.numel()
         start = dist.get_rank() * part

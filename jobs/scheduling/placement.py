@@ -3,7 +3,7 @@
 1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, each on one node. From then on
    an autoscaler sees what is wanted, and no other campaign can take a part of it.
 2. While Ray has no room: say for how many workers there is room, and which campaigns hold the rest.
-3. ray_backend.py hands the placement group to Ray Train, which would otherwise ask for one of its own.
+3. cluster/ray_backend.py hands the placement group to Ray Train, which would otherwise ask for one of its own.
 4. It is kept when an attempt fails, so that a campaign that waits does not slip in between two attempts. It is asked
    for anew where one of its nodes is about to leave, or does not answer.
 5. Ray takes it back when this process leaves the cluster.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ray._private.state import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from jobs.cluster.room import (
+from jobs.scheduling.room import (
     OWNER,
     draining_nodes,
     missing,
@@ -36,7 +36,7 @@ from jobs.cluster.room import (
     staying,
     too_small,
 )
-from jobs.cluster.worker_group import ClusterConfig, do_nothing
+from jobs.workers.worker_group import ClusterConfig, do_nothing
 
 POLL_S = 0.25
 FIRST_WORD_S = 3.0  # the places of the last worker group take a moment to come free: no word about that

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.util.metrics import Gauge
 
-from jobs.cluster.worker_group import RankInfo
+from jobs.workers.worker_group import RankInfo
 
 NAME = "patchline_worker"
 SET_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from jobs.cluster.worker_files import WorkerRecord, records, worker_file
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.workers.worker_files import WorkerRecord, records, worker_file
+from jobs.workers.worker_group import WorkerGroupError
 
 # What torch raises when a collective loses a member, and what its text holds: gloo's files, NCCL's codes, the store.
 COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 
 from data.errors import ClusterError
-from jobs.cluster.environment import malloc_set
-from jobs.cluster.failures import describe_exit_code, group_failure
-from jobs.cluster.worker_files import SeenRecords, oom_kills, rank_zero_value, worker_file
-from jobs.cluster.worker_group import (
+from jobs.workers.environment import malloc_set
+from jobs.workers.failures import describe_exit_code, group_failure
+from jobs.workers.worker_files import SeenRecords, oom_kills, rank_zero_value, worker_file
+from jobs.workers.worker_group import (
     LOOPBACK,
     PEER_GRACE_S,
     ClusterConfig,
@@ -43,7 +43,7 @@ from jobs.cluster.worker_group import (
 TICK_S = 0.5
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that we see: a large process takes a while to die
 # Imported once by the fork server, then shared by all its children; the first brings what their functions import.
-PRELOAD = ["jobs.stages.fewshot", "jobs.cluster.preload"]
+PRELOAD = ["jobs.stages.fewshot", "jobs.workers.preload"]
 # Who stops a job may signal its whole process group, as `timeout`, Slurm and a terminal's Ctrl-C do.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 COMPILER = "torch._dynamo"  # imported there too where a stage needs it: 1.3 CPU-seconds

@@ -23,8 +23,8 @@ import psutil
 from data.checks import at_least, more_than_0
 from data.errors import ClusterError, ConfigError
 from data.files import refusal
-from jobs.cluster.environment import complaint
-from jobs.cluster.worker_files import SeenRecords, WorkerRecord, oom_kills, worker_file, write_record
+from jobs.workers.environment import complaint
+from jobs.workers.worker_files import SeenRecords, WorkerRecord, oom_kills, worker_file, write_record
 from pipeline.checkpoints.sight import SAME_STORAGE, look_for
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ What a file may hold, and how it is sent:
 - log.txt, metrics.jsonl, TensorBoard's files and the attempt's notices: what was added, since several nodes and the
   driver may add to a file of the same name. The node keeps in `sent.json` how far it has come, also for later attempts.
 
-jobs/cluster/node_copies.py runs the node's part, as `NodeActor`, under Ray.
+jobs/workers/node_copies.py runs the node's part, as `NodeActor`, under Ray.
 """
 
 import json
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import temporary_name
-from jobs.cluster import notices
+from jobs.workers import notices
 from pipeline.monitoring.telemetry import append_whole
 
 Mark = tuple[int, int]  # of a file that is sent whole: size, time of change in ns; of one that grows: bytes sent, 0

@@ -8,7 +8,8 @@
 
 3. The supervisor reads it twice a second, has the workers commit, and starts the next attempt elsewhere.
 
-In the same way a worker group is told to make way for another campaign (queue.py), and waits for places again.
+In the same way a worker group is told to make way for another campaign (scheduling/queue.py). It then waits for places
+again.
 """
 
 import json
@@ -22,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NotRequired, TypedDict
 
-from jobs.cluster.worker_files import records
-from jobs.cluster.worker_group import RankInfo
+from jobs.workers.worker_files import records
+from jobs.workers.worker_group import RankInfo
 
 FILE = "notices.jsonl"  # in an attempt's folder
 POLL_S = 1.0  # between two questions which nodes are being drained

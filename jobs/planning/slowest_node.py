@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jobs.cluster.worker_group import ClusterConfig
+from jobs.workers.worker_group import ClusterConfig
 from pipeline.planning.calibration import Calibration, Hardware, Storage
 from pipeline.planning.engine_cost import EngineTime
 from pipeline.planning.operations import Operation

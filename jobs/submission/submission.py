@@ -28,11 +28,11 @@ from types import MappingProxyType
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from data.errors import ClusterError, RunOwned, UsageError
-from jobs.cluster.environment import complaint
 from jobs.cluster.ray_access import EXCLUDES, ROOT
 from jobs.cluster.ray_refusals import explain, require_reachable
 from jobs.cluster.ray_token import use_token_if_any
-from jobs.cluster.shipping import MIB, JobRequest, equivalent, measure
+from jobs.submission.shipping import MIB, JobRequest, equivalent, measure
+from jobs.workers.environment import complaint
 
 Say = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cluster.room import Resources, room_for
+from jobs.scheduling.room import Resources, room_for
 
 
 @dataclass(frozen=True)

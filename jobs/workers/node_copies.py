@@ -23,9 +23,9 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jobs.cluster.node_files import Mark, NodeActor, begin_as_driver, take_over
-from jobs.cluster.worker_files import worker_file
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.workers.node_files import Mark, NodeActor, begin_as_driver, take_over
+from jobs.workers.worker_files import worker_file
+from jobs.workers.worker_group import WorkerGroupError
 
 ASKED_AT_A_LOOK = 32  # nodes, beside that of rank 0, which hears the stop and writes the log
 COVER_S = 5.0  # between two questions where the workers' places are, as long as rank 0 has not started
