@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.cluster import processes
+from jobs.cluster import embedded, processes
 from jobs.cluster.worker_files import SeenRecords
 from jobs.cluster.worker_group import (
     ClusterConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "connect",
     "disconnect",
     "leave_nodes",
+    "let_go",
     "must_make_way",
     "room_now",
     "run_worker_group",
@@ -55,9 +56,16 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
 
 
 def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
-    """Begin what plain workers need and what takes seconds; see processes.start_early."""
+    """Begin what workers need and what takes seconds; see processes.start_early and embedded.start_early."""
     if cluster.backend == "processes":
         processes.start_early(cluster, has_compiler=has_compiler)
+    else:
+        embedded.start_early(cluster)
+
+
+def let_go() -> None:
+    """End an embedded Ray cluster that was started and not left, and do not wait until it has ended."""
+    embedded.let_go()
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":
