@@ -1,5 +1,6 @@
 """The command line: what may be typed, what is said of what may not, and what ends a command."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from setuptools import find_packages
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
 from jobs.campaigns import campaign
+from jobs.cluster import embedded
 from jobs.running import early_start, session
 from jobs.workers import processes
 from pipeline.training_config import TrainConfig
@@ -179,6 +181,37 @@ from jobs.__main__ import main, run_one
 sys.argv[1:] = sys.argv[2:]
 main() if sys.orig_argv[3] == "run" else run_one(sys.orig_argv[3])
 """
+
+
+EMBEDDED_SEEN = """
+import os
+import subprocess
+import sys
+
+def look(process, command, **options):
+    heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
+    print("reaper", sorted(heavy), command[1].endswith("reaper.py"), command[-1], flush=True)
+    os._exit(0)
+
+subprocess.Popen.__init__ = look
+from jobs.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("address", ["", "local"])
+def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(recipe, address):
+    script = [sys.executable, "-c", EMBEDDED_SEEN, "run", str(recipe), "cluster.backend=ray", "cluster.workers=99"]
+    environment = os.environ | {"RAY_ADDRESS": address}
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "reaper [] True 99\n", done.stderr
+
+
+def test_a_cluster_that_is_joined_is_not_touched_early(recipe, monkeypatch):
+    monkeypatch.setattr(embedded.reaper, "start", Mock(side_effect=AssertionError))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    early_start.start_early(recipe, ["cluster.backend=ray"])
+    assert not embedded.is_started()
 
 
 @pytest.mark.parametrize("command", ["run", "pretrain"])

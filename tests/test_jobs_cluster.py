@@ -7,10 +7,12 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -31,6 +33,7 @@ from jobs.attempts.attempt import Alone, Attempt
 from jobs.attempts.growth import Sizes
 from jobs.attempts.supervisor import growth_of
 from jobs.campaigns import campaign
+from jobs.cluster import embedded
 from jobs.cluster.backends import (
     ClusterConfig,
     WorkerGroupError,
@@ -365,6 +368,30 @@ def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:
         assert asked == [signal.SIGTERM] * 2, "and behind the start"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("echo failed no room in /dev/shm", "no room in /dev/shm"),
+        ("true", "its processes have ended"),
+    ],
+)
+def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(answer, reason, monkeypatch) -> None:
+    disconnect()
+    # The head's last word, or none; then the reaper waits for the driver.
+    command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
+    processes_started: list[subprocess.Popen[str]] = []
+
+    def start(directory: Path, inner_directory: str, cpus: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes_started.append(process)
+        return process
+
+    monkeypatch.setattr(embedded.reaper, "start", start)
+    with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
+        connect(ClusterConfig())
+    assert processes_started[0].returncode == 0 and not embedded.is_started()
 
 
 def test_a_wait_says_what_for_and_ends(two, full) -> None:
@@ -833,6 +860,27 @@ DRIVER = """
         config = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
         run_worker_group(worker_functions.sleep_until_told, config, cluster=cluster, name="a", directory=folder)
 """
+
+
+def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
+    """Its processes were started by the recipe's text, and are in the midst of their start when it is refused."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"run: {tmp_path}/run\ncluster: {{backend: ray}}\npretrain: {{steps: many}}\n")
+    # Short enough for Ray, so that all that is started has its directory here.
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    environment = os.environ | {"RAY_TMPDIR": str(folder)}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "jobs", "run", str(recipe)]
+    try:
+        driver = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: any(folder.iterdir()), 60)
+        began: list[psutil.Process] = psutil.Process(driver.pid).children(recursive=True)
+        errors = driver.communicate()[1]  # nobody who lives on holds it open
+        assert driver.returncode == 78 and "steps" in errors, errors
+        wait_until(lambda: not any(folder.iterdir()), 20)
+        assert began and not psutil.wait_procs(began, timeout=5)[1]
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -32,7 +32,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 from data.errors import ClusterError
 from jobs.attempts.supervisor import supervise
 from jobs.campaigns import campaign
-from jobs.cluster import ray_access, ray_token
+from jobs.cluster import embedded, ray_access, ray_token
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.ray_trainer import Trainer, UseReserved
@@ -96,14 +96,14 @@ def cluster() -> Iterator[Nodes]:
     disconnect()
     with pytest.MonkeyPatch.context() as patch, ray_access._loopback_only():
         ray_token.ensure_token()
-        for name, value in (ray_access.ENVIRONMENT | ray_access.EMBEDDED_ENVIRONMENT).items():
+        for name, value in (embedded.ENVIRONMENT | embedded.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))
         # As for a submitted job: the nodes have the code already.
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
         # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.
         patch.setattr(ray._private.utils, "write_ray_address", lambda address: None)
-        folder = Path(ray_access._short_directory())
+        folder = Path(embedded.short_directory())
         nodes = Nodes(folder)
         patch.setenv("RAY_ADDRESS", nodes.cluster.address)
         yield nodes

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobs.cluster import embedded
 from jobs.workers import processes
 from jobs.workers.worker_files import SeenRecords
 from jobs.workers.worker_group import (
@@ -35,6 +36,7 @@ __all__ = [
     "connect",
     "disconnect",
     "leave_nodes",
+    "let_go",
     "must_make_way",
     "room_now",
     "run_worker_group",
@@ -55,9 +57,16 @@ def worker_group_runner(cluster: ClusterConfig) -> RunWorkerGroup:
 
 
 def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
-    """Begin what plain workers need and what takes seconds; see processes.start_early."""
+    """Begin what workers need and what takes seconds; see processes.start_early and embedded.start_early."""
     if cluster.backend == "processes":
         processes.start_early(cluster, has_compiler=has_compiler)
+    else:
+        embedded.start_early(cluster)
+
+
+def let_go() -> None:
+    """End an embedded Ray cluster that was started and not left, and do not wait until it has ended."""
+    embedded.let_go()
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":

@@ -121,7 +121,7 @@ def _end_no_barrier(barrier: _NoBarrier) -> None:
 class _TrainWorkers(Protocol):
     """What Train's worker group offers a backend, as far as it is used here."""
 
-    def execute(self, function: Callable[[str, int], None], address: str, port: int) -> object:
+    def execute(self, function: Callable[..., None], *arguments: object) -> object:
         """Call the function in every worker."""
 
     def execute_single(self, rank: int, function: Callable[[], tuple[str, int]]) -> tuple[str, int]:
@@ -135,6 +135,8 @@ class _Rendezvous(Backend):
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: _TrainWorkers, backend_config: object) -> None:
+        # In all workers at the same time: rank 0 needs it for the store, for which the others wait.
+        worker_group.execute(_import_torch)
         # Train's own backend would form the process group here, and when that fails its error names no worker. Ours is
         # formed by the workers' function, whose error has a rank.
         address, port = worker_group.execute_single(0, _serve_store)
@@ -151,6 +153,11 @@ class RendezvousConfig(BackendConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         return _Rendezvous
+
+
+def _import_torch() -> None:
+    """Load torch into a worker's process."""
+    import torch  # noqa: F401
 
 
 def _serve_store() -> tuple[str, int]:

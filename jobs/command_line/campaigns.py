@@ -27,13 +27,13 @@ single_stage = make_group()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
     # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
-    from jobs.running.early_start import start_early
+    from jobs.running.early_start import started_early
 
-    start_early(recipe_path(recipe), overrides or [])
-    # Only now, because it imports torch: what was just started does so meanwhile, on another core.
-    from jobs.running.session import run_campaign
+    with started_early(recipe_path(recipe), overrides or []):
+        # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
+        from jobs.running.session import run_campaign
 
-    run_campaign(load_campaign(recipe, overrides), fresh=fresh)
+        run_campaign(load_campaign(recipe, overrides), fresh=fresh)
 
 
 @single_stage.command()
@@ -46,15 +46,15 @@ def run_stage(
     _debug: Debug = False,
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
-    from jobs.running.early_start import start_early
+    from jobs.running.early_start import started_early
 
-    start_early(recipe_path(recipe), overrides or [], kind=context.obj)
-    from jobs.running.session import run_campaign
+    with started_early(recipe_path(recipe), overrides or [], kind=context.obj):
+        from jobs.running.session import run_campaign
 
-    loaded = load_campaign(recipe, overrides)
-    if stage is None:
-        stage = stage_of_kind(loaded, kind=context.obj)
-    run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
+        loaded = load_campaign(recipe, overrides)
+        if stage is None:
+            stage = stage_of_kind(loaded, kind=context.obj)
+        run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
 
 
 @commands.command()

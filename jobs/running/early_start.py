@@ -1,16 +1,20 @@
-"""Starts the fork server of plain processes before the driver's own imports, by what the recipe's text tells.
+"""Starts what workers need before the driver's own imports, by what the recipe's text tells.
 
-The driver and the fork server (jobs/cluster/processes.py) both import torch, which takes seconds: so they do it side
-by side. Nothing that is imported here imports torch. In order (`start_early`):
+The driver imports torch, which takes seconds. Meanwhile the fork server of plain processes (jobs/workers/processes.py)
+imports it too, or the processes of an embedded Ray cluster start (jobs/cluster/embedded.py). Nothing that is imported
+here imports torch or Ray. In order (`start_early`):
 1. the recipe is read, but for its stages, which cannot be typed without torch;
-2. nothing is started where the workers are Ray's or have GPUs, where no stage has workers, or where the run is done;
-3. the fork server is started, with torch's compiler where the text of a stage asks for what needs it.
+2. nothing is started where no stage has workers, where the run is done, for plain processes with GPUs, and where a Ray
+   cluster is to be joined, which sees nothing of this run before it is accepted;
+3. the fork server is started, with torch's compiler where the text of a stage asks for what needs it, or the cluster.
 
-A guess costs time and never a result: the session starts what is missing once it knows (jobs/running/session.py).
+A guess costs time and never a result: the session starts what is missing once it knows (jobs/running/session.py), and
+a cluster that nobody has joined ends with the command (`started_early`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,18 @@ from pipeline import config
 WORKERLESS_KINDS = ("pack", "resize", "sweep")
 
 
+@contextmanager
+def started_early(recipe: Path, overrides: list[str], kind: str | None = None) -> Iterator[None]:
+    """Start what the block will need, and end what it has not come to use: it may refuse the recipe."""
+    start_early(recipe, overrides, kind)
+    try:
+        yield
+    finally:
+        backends.let_go()
+
+
 def start_early(recipe: Path, overrides: list[str], kind: str | None = None) -> None:
-    """Start the fork server where the recipe, or its one stage of a `kind`, will want it."""
+    """Start the fork server, or the embedded cluster, where the recipe, or its one stage of a `kind`, will want it."""
     try:
         values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
         cluster = config.build(ClusterConfig, values.get("cluster", {}), "cluster")
