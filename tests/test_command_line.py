@@ -187,6 +187,7 @@ EMBEDDED_SEEN = """
 import os
 import subprocess
 import sys
+import tempfile
 
 def look(process, command, **options):
     heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
@@ -194,6 +195,7 @@ def look(process, command, **options):
     os._exit(0)
 
 subprocess.Popen.__init__ = look
+tempfile.mkdtemp = lambda **options: os.devnull
 from jobs.__main__ import main
 sys.exit(main())
 """

@@ -377,7 +377,9 @@ def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:
         ("true", "its processes have ended"),
     ],
 )
-def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(answer, reason, monkeypatch) -> None:
+def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
+    answer, reason, monkeypatch, tmp_path
+) -> None:
     disconnect()
     # The head's last word, or none; then the reaper waits for the driver.
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
@@ -389,6 +391,7 @@ def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(answe
         return process
 
     monkeypatch.setattr(embedded.reaper, "start", start)
+    monkeypatch.setattr(embedded, "short_directory", lambda: str(tmp_path))
     with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
         connect(ClusterConfig())
     assert processes_started[0].returncode == 0 and not embedded.is_started()

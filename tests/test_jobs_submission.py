@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import ray
-from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
@@ -53,12 +53,14 @@ time.sleep(300)
 def dashboard() -> Iterator[str]:
     """The address of an embedded cluster's dashboard, which commands find as RAY_ADDRESS.
 
-    It takes jobs although the port that Ray gives to every cluster's agent is taken, as by another cluster.
+    It starts and takes jobs although the ports that Ray gives to every cluster's dashboard and agent are taken, as by
+    another cluster.
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        # Where this fails, another cluster of this machine has the port already.
-        with suppress(OSError):
-            stack.enter_context(socket.create_server((LOOPBACK, DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)))
+        for port in (DEFAULT_DASHBOARD_PORT, DEFAULT_DASHBOARD_AGENT_LISTEN_PORT):
+            # Where this fails, another cluster of this machine has the port already.
+            with suppress(OSError):
+                stack.enter_context(socket.create_server((LOOPBACK, port)))
         patch.delenv("RAY_ADDRESS", raising=False)
         info = connect(ClusterConfig())
         # As `ray start --head` does: where other Rays run on this machine, a job takes any of them for its own.
