@@ -49,7 +49,7 @@ def join_group(timeout_s: float) -> torch.device:
             logging.getLogger(__name__).warning(shortcoming)
     # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
     timeout = timedelta(seconds=timeout_s)
-    # A caller may have formed it, as tests do. No backend of jobs/cluster does: an error of a worker's has a rank.
+    # A caller may have formed it, as tests do. No backend of jobs does: an error of a worker's has a rank.
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
     give_later_groups_the_timeout(timeout)

@@ -304,7 +304,9 @@ def test_a_calibration_comes_back_as_it_was_written_and_a_changed_one_is_refused
     path.write_text(text.replace("0.004", "0.003"))
     with pytest.raises(DataError, match="does not match its own sha256") as caught:
         read_calibration(path)
-    assert "type python -m jobs calibrate" in str(caught.value) and "done.json" not in str(caught.value)
+    assert f"type python -m jobs calibrate --output {path}" in str(caught.value) and "done.json" not in str(
+        caught.value
+    )
     path.write_text(text[:-20])
     with pytest.raises(DataError, match="torn or altered"):
         read_calibration(path)

@@ -876,8 +876,9 @@ def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
     command = [sys.executable, "-m", "jobs", "run", str(recipe)]
     try:
         driver = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: any(folder.iterdir()), 60)
-        began: list[psutil.Process] = psutil.Process(driver.pid).children(recursive=True)
+        process = psutil.Process(driver.pid)
+        wait_until(lambda: process.children(recursive=True) != [], 60)
+        began: list[psutil.Process] = process.children(recursive=True)
         errors = driver.communicate()[1]  # nobody who lives on holds it open
         assert driver.returncode == 78 and "steps" in errors, errors
         wait_until(lambda: not any(folder.iterdir()), 20)

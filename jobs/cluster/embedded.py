@@ -66,7 +66,7 @@ _started: list[Embedded] = []  # one, while there is one
 
 def start_early(cluster: ClusterConfig) -> None:
     """Start a cluster where workers will want an embedded one; one that is joined is not touched before it is time."""
-    if is_wanted():
+    if is_wanted() and not is_started():
         # What fails now fails again when the cluster is needed, and is said then.
         with suppress(OSError):
             start(cluster)
@@ -97,9 +97,13 @@ def start(cluster: ClusterConfig) -> None:
     directory = Path(short_directory())
     # Workers that compute with few threads share the cores; Ray only counts.
     cpus = max(os.cpu_count() or 1, needed)
-    # Before the cluster, so that nothing of it is left behind wherever this process is killed.
-    embedded = Embedded(reaper.start(directory, INNER_DIRECTORY, cpus), directory, cpus)
-    _started.append(embedded)
+    # Before the cluster, so that nothing of it is left behind wherever this process is killed from here on.
+    try:
+        reaping = reaper.start(directory, INNER_DIRECTORY, cpus)
+    except OSError:
+        directory.rmdir()
+        raise
+    _started.append(Embedded(reaping, directory, cpus))
 
 
 def address() -> str:

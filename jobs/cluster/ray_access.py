@@ -51,10 +51,10 @@ class ClusterInfo:
 
 
 def connect(cluster: ClusterConfig) -> ClusterInfo:
-    """Join the cluster at RAY_ADDRESS, or start one inside this process that dies with it.
+    """Join the cluster at RAY_ADDRESS, or one that this process starts and that dies with it.
 
-    Call it from the main thread: an embedded cluster dies with the thread that started it. Raises ClusterError when
-    there is no such cluster, it refuses us, or it is embedded and too small.
+    Call it from the main thread, where Ray can put its handler of SIGTERM. Raises ClusterError when there is no such
+    cluster, it refuses us, or it is embedded and too small.
     """
     # An embedded cluster was told how many CPUs to count, perhaps for a smaller worker group than this one.
     if embedded.is_started() and embedded.cpus() < cluster.least * cluster.cpus_per_worker:
@@ -101,7 +101,8 @@ def _start_embedded(cluster: ClusterConfig) -> None:
         disconnect()
         raise
     except Exception as error:
-        failure = embedded.did_not_start(str(error).strip().splitlines()[0])
+        reason = [*str(error).strip().splitlines(), type(error).__name__][0]
+        failure = embedded.did_not_start(reason)
         disconnect()
         raise failure from error
 

@@ -1,6 +1,7 @@
 """A worker group on a Ray cluster, with the same contract as that of plain processes.
 
-1. Connect: join or start the cluster (ray_access.py), and reserve a place for every worker (placement.py).
+1. Connect: join or start the cluster (ray_access.py), and reserve a place for every worker
+   (jobs/scheduling/placement.py).
 2. Place: Ray Train puts one worker on each place, and tells all of them where rank 0 listens.
 3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise, and ends the
    attempt where a node was lost. A third asks Ray once a second which nodes are being drained, and leaves a notice

@@ -6,6 +6,8 @@ one.
 
 import os
 import secrets
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,16 @@ def _make_token_file(path: Path) -> None:
         path.chmod(0o600)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Created unreadable for others, not made so afterwards: there is no moment in which it is open to all.
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    path.write_text(secrets.token_hex(32))
+    # Whole before it has its name, because another command may make one at the same moment: the first of them stays.
+    # `mkstemp` makes it unreadable for others: there is no moment in which it is open to all.
+    handle, made = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        os.write(handle, secrets.token_hex(32).encode())
+        with suppress(FileExistsError):
+            os.link(made, path)
+    finally:
+        os.close(handle)
+        os.unlink(made)
 
 
 def use_token_if_any() -> None:

@@ -51,7 +51,7 @@ def start(directory: Path, inner_directory: str, cpus: int) -> subprocess.Popen[
 
 def start_head(directory: str, cpus: str) -> subprocess.Popen[bytes]:
     """Start the process that starts Ray's."""
-    # Not by its path, whose folder has modules that Python has too; nor may the driver's working directory.
+    # As a module of the checkout; -P leaves the driver's working directory out, whose files may have names of modules.
     command = [sys.executable, "-P", "-m", "jobs.cluster.ray_head", directory, cpus]
     return subprocess.Popen(command, env={**os.environ, LOOPBACK_ONLY: "0"})
 

@@ -45,7 +45,7 @@ def status(run: Path) -> list[str]:
     lines = [f"run  {run}", f"end  {end.text}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
-        lines.append(f"{folder.name:{width}} {stage_line(folder, has_ended=end.is_known)}{chosen_text(folder)}")
+        lines.append(f"{folder.name:{width}} {stage_line(folder, has_ended=end.has_ended)}{chosen_text(folder)}")
     return lines
 
 
@@ -73,7 +73,7 @@ class Ending(NamedTuple):
     """How the last command on a run ended, or which one is running."""
 
     text: str
-    is_known: bool  # that none is running
+    has_ended: bool  # no command is running
 
 
 def ending(run: Path) -> Ending:
@@ -82,17 +82,17 @@ def ending(run: Path) -> Ending:
     try:
         last = json.loads(path.read_text())
         if last["exit_code"] is not None:
-            return Ending(f"{last['message']} (exit {last['exit_code']}, {last['time']})", is_known=True)
+            return Ending(f"{last['message']} (exit {last['exit_code']}, {last['time']})", has_ended=True)
         started = f"started {last['time']}: {last['command']}"
     except OSError:
-        return Ending("unknown: no command has ended yet", is_known=False)
+        return Ending("unknown: no command has ended yet", has_ended=False)
     except (ValueError, KeyError, TypeError):  # empty, torn or altered
-        return Ending(f"unknown: {path} is torn or altered; the next command writes it anew", is_known=False)
+        return Ending(f"unknown: {path} is torn or altered; the next command writes it anew", has_ended=False)
     # A command that was killed could not write its end: status.json says "running" for ever.
     if owner_is_gone(run):
         killed = "killed, or lost with its machine: run the same command again"
-        return Ending(f"{killed}; it was {started}", is_known=True)
-    return Ending(f"running, {started}", is_known=False)
+        return Ending(f"{killed}; it was {started}", has_ended=True)
+    return Ending(f"running, {started}", has_ended=False)
 
 
 def owner_is_gone(run: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError, ExitCode
-from jobs.cluster import backends
+from jobs.cluster import backends, embedded
 from jobs.cluster.backends import ClusterConfig
 from pipeline import config
 
@@ -30,11 +30,13 @@ WORKERLESS_KINDS = ("pack", "resize", "sweep")
 @contextmanager
 def started_early(recipe: Path, overrides: list[str], kind: str | None = None) -> Iterator[None]:
     """Start what the block will need, and end what it has not come to use: it may refuse the recipe."""
+    had_cluster = embedded.is_started()  # as where a process runs one campaign after another
     start_early(recipe, overrides, kind)
     try:
         yield
     finally:
-        backends.let_go()
+        if not had_cluster:
+            backends.let_go()
 
 
 def start_early(recipe: Path, overrides: list[str], kind: str | None = None) -> None:

@@ -59,7 +59,7 @@ class Job:
     status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
     started_s: float  # since 1970
     exit_code: int | None
-    metadata: Mapping[str, str]  # given when it was submitted, and what its driver has told since (job_metadata.py)
+    metadata: Mapping[str, str]  # given when it was submitted, and what its driver has told since (jobs/monitoring)
 
     @property
     def alive(self) -> bool:

@@ -1,7 +1,7 @@
 """One attempt of a stage on N workers: what each is told, and what each leaves behind.
 
-1. The driver makes the attempt's folder and starts N workers (processes.py or ray_backend.py). All get the same
-   function and the same task; each gets its own RankInfo.
+1. The driver makes the attempt's folder and starts N workers (processes.py or jobs/cluster/ray_backend.py). All get the
+   same function and the same task; each gets its own RankInfo.
 2. In the worker, `worker_records` prepares the process for its rank: environment, threads, network interface.
 3. It writes a record into the attempt's folder when the worker starts, and once more when it ends (worker_files.py).
 4. The driver reads the records: rank 0's value when all has gone well, otherwise who failed first (failures.py).

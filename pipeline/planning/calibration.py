@@ -206,7 +206,7 @@ def read_calibration(path: Path) -> Calibration:
         change, *_ = str(error).splitlines()
         raise DataError(
             f"{change}\n  expected the calibration as it was measured\n"
-            "  type python -m jobs calibrate, which writes it anew"
+            f"  bring it back from a copy, or type python -m jobs calibrate --output {path}"
         ) from None
     schema = record.get("calibration")
     if schema != CALIBRATION_SCHEMA:
