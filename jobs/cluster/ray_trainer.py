@@ -12,7 +12,6 @@ Facts about Ray that this rests on were measured with 2.60; tests/test_jobs_clus
 """
 
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -138,7 +137,7 @@ class _Rendezvous(Backend):
 
     def on_start(self, worker_group: _TrainWorkers, backend_config: object) -> None:
         # In all workers at the same time: rank 0 needs it for the store, for which the others wait.
-        worker_group.execute(_begin_importing_torch)
+        worker_group.execute(_import_torch)
         # Train's own backend would form the process group here, and when that fails its error names no worker. Ours is
         # formed by the workers' function, whose error has a rank.
         address, port = worker_group.execute_single(0, _serve_store)
@@ -157,17 +156,10 @@ class RendezvousConfig(BackendConfig):
         return _Rendezvous
 
 
-def _begin_importing_torch() -> None:
-    """Load torch into a worker's process, in a thread that nobody waits for.
-
-    A worker that fails or hangs in it does so where its own function imports torch, whose error has a rank.
-    """
-
-    def import_torch() -> None:
-        with suppress(Exception):
-            import torch  # noqa: F401
-
-    threading.Thread(target=import_torch, name="import torch", daemon=True).start()
+def _import_torch() -> None:
+    """Load torch into a worker's process; where that raises, the worker's function raises it too, with a rank."""
+    with suppress(Exception):
+        import torch  # noqa: F401
 
 
 def _serve_store() -> tuple[str, int]:
