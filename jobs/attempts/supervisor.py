@@ -19,7 +19,8 @@ end as if somebody wanted this process to end; but then the next attempt starts 
 is a move, and neither an incident nor a restart. The same where a campaign of a higher priority waits for the places;
 then the next attempt begins with the wait in the queue.
 
-It raises WorkerGroupError instead: write the incident down, but for a, and then, first match wins:
+Where it raises WorkerGroupError instead, the incident is written down, but not in case a. Then the first case decides
+that applies:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
 b. The attempt had more workers than the last that has committed, and made no checkpoint: the next has fewer again, at
    once, because a node that has joined may be broken.

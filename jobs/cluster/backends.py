@@ -36,7 +36,6 @@ __all__ = [
     "connect",
     "disconnect",
     "leave_nodes",
-    "let_go",
     "must_make_way",
     "room_now",
     "run_worker_group",
@@ -62,11 +61,6 @@ def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
         processes.start_early(cluster, has_compiler=has_compiler)
     else:
         embedded.start_early(cluster)
-
-
-def let_go() -> None:
-    """End an embedded Ray cluster that was started and not left, and do not wait until it has ended."""
-    embedded.let_go()
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":

@@ -1,4 +1,6 @@
-"""Starts the processes of an embedded Ray cluster, as a child of its reaper: python ray_head.py DIRECTORY CPUS
+"""Starts the processes of an embedded Ray cluster, as a child of its reaper (reaper.py).
+
+    python -m jobs.cluster.ray_head DIRECTORY CPUS
 
 1. Ray's head and its node are started, all on 127.0.0.1, with a token that only this user can read.
 2. "ready host:port", or "failed" and the reason, goes to the standard output.

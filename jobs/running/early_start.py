@@ -36,7 +36,7 @@ def started_early(recipe: Path, overrides: list[str], kind: str | None = None) -
         yield
     finally:
         if not had_cluster:
-            backends.let_go()
+            embedded.let_go()
 
 
 def start_early(recipe: Path, overrides: list[str], kind: str | None = None) -> None:
