@@ -38,6 +38,7 @@ class Counts:
     public_signatures: int = 0  # functions of modules and classes whose names do not begin with one underscore
     signatures_with_any: int = 0  # those of them with `Any` somewhere in an annotation
     function_lengths: list[int] = field(default_factory=list)  # in lines, the signature included
+    functions_returning_text: int = 0  # annotated to return a text or a list of texts, and nothing else
     file_lengths: dict[Path, int] = field(default_factory=dict)  # in lines, blank ones included
     files_in_folder: Counter[Path] = field(default_factory=Counter)  # Python files, sub-folders not included
 
@@ -51,9 +52,18 @@ class Counts:
         folder, files = self.files_in_folder.most_common(1)[0]
         longest_file = max(self.file_lengths, key=self.file_lengths.__getitem__)
         any_share = self.signatures_with_any / max(self.public_signatures, 1)
-        median_length = statistics.median(self.function_lengths or [0])
+        lengths = self.function_lengths or [0]
+        all_lines = sum(self.file_lengths.values())
+        text_share = self.functions_returning_text / max(len(self.function_lengths), 1)
         rows = {
+            "lines": f"{all_lines:,}",
             "lines that are not blank": f"{self.lines:,}",
+            "functions": f"{len(self.function_lengths):,}",
+            "functions per 1,000 lines": f"{1000 * len(self.function_lengths) / all_lines:.0f}",
+            "mean function, lines": f"{statistics.mean(lengths):.0f}",
+            "functions that only return text": f"{100 * text_share:.1f} %",
+            "median file, lines": f"{statistics.median(self.file_lengths.values()):.0f}",
+            "files below 80 lines": f"{sum(length < 80 for length in self.file_lengths.values())}",
             "comprehensions per 1,000 lines": f"{self.per_1000(self.comprehensions):.1f}",
             "conditional expressions per 1,000 lines": f"{self.per_1000(self.conditional_expressions):.1f}",
             "tuple assignments per 1,000 lines": f"{self.per_1000(self.tuple_assignments):.1f}",
@@ -64,7 +74,7 @@ class Counts:
         for name in VAGUE_NAMES:
             rows[f"variables named `{name}`"] = f"{self.vague_names[name]}"
         rows["longest file, lines"] = f"{self.file_lengths[longest_file]} ({longest_file.name})"
-        rows["median function, lines"] = f"{median_length:.0f}"
+        rows["median function, lines"] = f"{statistics.median(lengths):.0f}"
         return rows
 
 
@@ -129,11 +139,20 @@ def count_expressions(tree: ast.Module, counts: Counts) -> None:
         elif isinstance(node, Function):
             assert node.end_lineno is not None, "ast.parse gives every function its last line"
             counts.function_lengths.append(node.end_lineno - node.lineno + 1)
+            counts.functions_returning_text += returns_text(node)
 
         # A vague name is counted where it gets its value, not at every use: a name used often is no worse.
         name = bound_name(node)
         if name in VAGUE_NAMES:
             counts.vague_names[name] += 1
+
+
+def returns_text(function: Function) -> bool:
+    """Whether the annotation of what is returned holds `str`, or a list of it, and no other type."""
+    if function.returns is None:
+        return False
+    types = {node.id for node in ast.walk(function.returns) if isinstance(node, ast.Name)}
+    return "str" in types and types <= {"str", "list"}
 
 
 def bound_name(node: ast.AST) -> str | None:
