@@ -48,7 +48,7 @@ from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.engine import Engine, deepspeed_config
-from pipeline.exact import ExactEngine
+from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.exact import ExactEngine
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jobs.campaigns import campaign
+from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.running.session import run_campaign
+from jobs.run.session import run_campaign
 from pipeline.arithmetic import steps_of
 from pipeline.optimization.thinning import flops_of, phases
 

@@ -44,12 +44,12 @@ from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.planning.calibrate import KINDS, calibrate, engine
 from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
 from jobs.workers.worker_group import WorkerGroupError
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.planning.calibration import calibration_file, read_calibration
-from pipeline.planning.forecast import forecast_step, passes_of
-from pipeline.planning.memory import memory_need
+from pipeline.plan.calibration import calibration_file, read_calibration
+from pipeline.plan.forecast import forecast_step, passes_of
+from pipeline.plan.memory import memory_need
 from pipeline.process_group import import_deepspeed, join_group
 from pipeline.training_config import TrainConfig
 

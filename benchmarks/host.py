@@ -183,7 +183,7 @@ def our_step(zero: int, precision: str, accumulation: int) -> Step:
     import torch.nn.functional as F
 
     import models
-    from pipeline.engine import Engine, deepspeed_config
+    from pipeline.engine.engine import Engine, deepspeed_config
     from pipeline.optimization.optimizer import OptimConfig
 
     model, images, labels = parts(precision)

@@ -1,7 +1,7 @@
-"""Counts how plain a tree of Python files is; docs/house.md says what each number is for.
+"""Counts how plain a tree of Python files is; docs/design/house.md says what each number is for.
 
     python -m benchmarks.house                       # the four packages, and the tests apart
-    python -m benchmarks.house --markdown            # the same as rows of the table in docs/house.md
+    python -m benchmarks.house --markdown            # the same as rows of the table in docs/design/house.md
     python -m benchmarks.house OTHER/src OTHER/x.py  # any Python tree; the paths are counted together
 
 All rates are per 1,000 lines that are not blank. What each number counts is written at its field of `Counts`.
@@ -47,7 +47,7 @@ class Counts:
         return 1000 * number / self.lines
 
     def rows(self) -> dict[str, str]:
-        """The numbers in words, under the names of the rows in docs/house.md."""
+        """The numbers in words, under the names of the rows in docs/design/house.md."""
         # Ties are broken by the order in which files are read, which is sorted.
         folder, files = self.files_in_folder.most_common(1)[0]
         longest_file = max(self.file_lengths, key=self.file_lengths.__getitem__)

@@ -9,7 +9,7 @@ cosmic-ray makes the mutants. A place in the code is drawn first and then one of
 replace one `-` would outweigh all else; annotations and mutants that are the same program are left out.
 A mutant stands in a copy of the repository, so that the workers a test starts read it too. The tests that reach its
 line run against it, the quickest first, until one fails. Lines that only workers reach are known to no test:
-`WORKER_TESTS` names who runs them. The results of 2026-11-22 are in docs/tests.md.
+`WORKER_TESTS` names who runs them. The results of 2026-11-22 are in docs/design/tests.md.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_kille
 CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, "tests/test_twin.py"),
-    "pipeline/engine.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
-    "pipeline/exact.py": ("tests/test_exact.py",),
+    "pipeline/engine/engine.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/engine/exact.py": ("tests/test_exact.py",),
     "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/worker.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT),
@@ -83,7 +83,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
     "pipeline/optimization/losses.py": (*SHORT, "tests/test_twin.py"),
     "pipeline/optimization/optimizer.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
-    "pipeline/zero/fragments.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/engine/fragments.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
 }
 
 

@@ -1,8 +1,8 @@
-"""How well does the order shuffle, and what does it cost? Numbers for `docs/order.md`.
+"""How well does the order shuffle, and what does it cost? Numbers for `docs/design/order.md`.
 
     python benchmarks/order.py
 
-Each as a multiple of what a full shuffle gives (1.00 is as good; see `docs/order.md` for the words):
+Each as a multiple of what a full shuffle gives (1.00 is as good; see `docs/design/order.md` for the words):
   labels    where every ten shards hold one class: how far a batch's classes are from the data's
   mixing    how many batches away a sample of epoch 0 stands in epoch 1
   together  how often two samples of one shard that shared a batch share one again an epoch later

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 

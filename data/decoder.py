@@ -161,8 +161,8 @@ class Decoder:
         start = perf_counter()
         self.storage_s = 0.0
         self.encoded = []
-        # The global batch is computed whole (0.6 ms for 4,096 slots, docs/order.md) and kept for the other tasks of
-        # its step.
+        # The global batch is computed whole (0.6 ms for 4,096 slots, docs/design/order.md) and kept for the other tasks
+        # of its step.
         if task.step != self.step:
             self.step = task.step
             self.ids = np.stack(self.order.batch(task.step), 1)

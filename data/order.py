@@ -8,7 +8,7 @@ How `Order.batch(step)` finds the samples of a step:
 4. Inside a lane, the samples of a block change places.
 5. The position is looked up: it lies in this shard, and is that sample of it.
 
-Any step is computed alone, without replay and without anything of size N (reasons: `docs/order.md`).
+Any step is computed alone, without replay and without anything of size N (reasons: `docs/design/order.md`).
 
 Shards of 3, 4 and 2 samples, seed 0, batches of 4, 2 lanes (positions 0 … 4 and 5 … 8), blocks of 3:
 
@@ -34,7 +34,7 @@ from data.permutation import key_of, permute
 
 # S shards, N samples, B batch size, L lanes
 
-DEFAULT_LANES = 64  # docs/order.md measures it
+DEFAULT_LANES = 64  # docs/design/order.md measures it
 DEFAULT_BLOCK = 16_384
 MANY_SHARDS = 50_000  # whose permutation leaves megabytes behind that were needed for a moment
 

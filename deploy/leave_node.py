@@ -3,7 +3,7 @@
     python deploy/leave_node.py 110          # a pod's preStop hook; or whatever hears of a spot machine's end
 
 1. The node is drained: runs with a worker here commit their step and go on elsewhere; a run whose driver is here
-   commits and ends with 75 (docs/cluster.md, "Notices").
+   commits and ends with 75 (docs/design/cluster.md, "Notices").
 2. It returns when no worker and no driver is left here, or after so many seconds.
 """
 

@@ -25,7 +25,7 @@ class Context:
     say: Callable[[str], None]
     tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stopping: Callable[[], bool]  # somebody asked this process to end
-    class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/campaigns/class_names.py)
+    class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
     remote: str | None = None  # URL of the run in an object store; `run` is then a local folder on every node
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 

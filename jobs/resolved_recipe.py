@@ -1,6 +1,6 @@
 """A recipe, resolved: which stages a campaign has, with which keys, and where each of them lies in the run directory.
 
-jobs/campaigns/campaign.py makes these of a recipe; all else that works on a campaign reads them.
+jobs/recipe/campaign.py makes these of a recipe; all else that works on a campaign reads them.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from data.errors import ConfigError
 from jobs.context import reference
-from jobs.monitoring.trackers import TrackersConfig
+from jobs.monitor.trackers import TrackersConfig
 from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import handover
@@ -33,7 +33,7 @@ class Stage:
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
     judged_on: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
-    # The finished stage that it judges anew, of a stage that no recipe names (jobs/running/reevaluation.py).
+    # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/reevaluation.py).
     judges: str = ""
 
     @property

@@ -61,7 +61,7 @@ def keep_freed_memory() -> str:
     """Have glibc's malloc keep the memory that is freed; return why it does not, "" where it does.
 
     Left to itself it gives large pieces, and what lies free at the heap's end, back to the kernel. The next step is
-    handed new pages one by one, and each must be filled with zeros: 0.4 of a step of B/32 (docs/step.md).
+    handed new pages one by one, and each must be filled with zeros: 0.4 of a step of B/32 (docs/design/step.md).
     A worker keeps its peak for as long as it lives.
     """
     # From malloc.h; mallopt(3) says what they do.

@@ -35,9 +35,9 @@ from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.exact import ExactEngine, say_price
 from pipeline.evaluation import beside
-from pipeline.exact import ExactEngine, say_price
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases

@@ -33,7 +33,8 @@ from pipeline import config, handover
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
-from pipeline.exact import ExactEngine
+from pipeline.engine.exact import ExactEngine
+from pipeline.engine.norm import on_device
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.objectives import OBJECTIVES
@@ -49,7 +50,6 @@ from pipeline.reports import (
 from pipeline.start import set_up
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Worker
-from pipeline.zero.norm import on_device
 
 
 class StageResult(TypedDict):

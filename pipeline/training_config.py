@@ -58,8 +58,8 @@ class DataConfig:
     evaluate: str | None = None  # index or folder of the set that accuracy is measured on; or "@stage/name"
     preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
     augment: AugmentConfig = field(default_factory=AugmentConfig)  # of training images
-    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or as many as the batch (docs/order.md)
-    shuffle_block: int | None = None  # positions shuffled together; None: 16384 (docs/order.md)
+    lanes: int | None = None  # contiguous ranges read side by side; None: 64, or the batch (docs/design/order.md)
+    shuffle_block: int | None = None  # positions shuffled together; None: 16384 (docs/design/order.md)
     tail: Literal["carry", "drop"] = "carry"  # samples that fill no batch go to the next epoch, or are left out
     max_labels: int = 1  # labels a sample has at most
     max_bad_fraction: float = 1e-3  # of bad samples among those seen, judged from the 10,000th on; past it, exit 65
@@ -127,13 +127,13 @@ class TrainConfig:
     checkpoint_blocks: int = 0  # blocks that recompute their activations when going back; or `activation_gb` instead
     activation_gb: float | None = None  # recompute as few blocks as make a micro-batch's activations fit in this
     compile: bool = False  # torch.compile, block by block
-    # path of a ds_config.json of yours; it may tune how data moves (overlap_comm, bucket sizes: docs/step.md), nothing
-    # else
+    # path of a ds_config.json of yours; it may tune how data moves (overlap_comm, bucket sizes: docs/design/step.md),
+    # nothing else
     deepspeed: str | None = None
     seed: int = 0  # of first weights, sample order, augmentation, mixup and dropout
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
-    # in between: the workers that train, who stop for it; or a spare one beside them (docs/cluster.md), for which every
-    # such step is a checkpoint, and counts for keep
+    # in between: the workers that train, who stop for it; or a spare one beside them (docs/design/cluster.md); for it
+    # every such step is a checkpoint, and counts for keep
     evaluate_on: Literal["training", "spare"] = "training"
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
     log_every: int = 50  # steps between log lines

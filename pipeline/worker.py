@@ -15,7 +15,7 @@ from models import ModelConfig
 from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine
+from pipeline.engine.engine import Engine
 from pipeline.evaluation import beside
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window

@@ -7,7 +7,7 @@ import pytest
 
 from data.shards.packing import pack
 from data.shards.sources import digits
-from pipeline.planning.memory_traces import Moment, Trace
+from pipeline.plan.memory_traces import Moment, Trace
 from tests.areas import AREAS, area_of
 
 RECIPE = """
@@ -64,7 +64,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = Trace(2**30, (moment,), (moment,))
-    monkeypatch.setattr("pipeline.planning.memory.traces_of", lambda steps: [trace] * len(steps))
+    monkeypatch.setattr("pipeline.plan.memory.traces_of", lambda steps: [trace] * len(steps))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

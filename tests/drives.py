@@ -41,12 +41,12 @@ from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine import Engine, ReadState, deepspeed_config
+from pipeline.engine.engine import Engine, ReadState, deepspeed_config
+from pipeline.engine.fragments import Fragment
 from pipeline.evaluation import evaluate
 from pipeline.health import Health
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
-from pipeline.zero.fragments import Fragment
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
@@ -71,7 +71,7 @@ def fork_context() -> Any:
     """The forkserver of this process, with what a driver and its workers import."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*processes.PRELOAD, "jobs.running.session"])
+    context.set_forkserver_preload([*processes.PRELOAD, "jobs.run.session"])
     return context
 
 

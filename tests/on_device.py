@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import models
 from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config
-from pipeline.exact import ExactEngine
+from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.exact import ExactEngine
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group

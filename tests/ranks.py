@@ -18,10 +18,10 @@ import models
 from data.errors import DataError
 from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.exact import ExactEngine
 from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
 from pipeline.evaluation.rank_zero import at_rank_0_alone
-from pipeline.exact import ExactEngine
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization.optimizer import OptimConfig

@@ -1,6 +1,6 @@
 """A worker's step on a GPU that is not there, and what its tensors are: `python -m tests.rehearsal GUARD STEP`.
 
-GUARD is the library made of cuda_guard.cpp; STEP is a `pipeline.planning.memory_traces.StepToTrace` as JSON, with the
+GUARD is the library made of cuda_guard.cpp; STEP is a `pipeline.plan.memory_traces.StepToTrace` as JSON, with the
 micro-batch beside it. The worker's own code runs with fake tensors on the device "cuda":
 
 1. The loader's micro-batches, real ones in pinned memory, are moved ahead on a stream of their own.
@@ -45,9 +45,9 @@ from pipeline import config
 from pipeline.checkpoints.snapshot import host_memory
 from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import OBJECTIVES
-from pipeline.planning.gpu_kernels import fused_attention
-from pipeline.planning.live_bytes import Kind, LiveBytes
-from pipeline.planning.memory_trace import TracedWorker, fake_workers
+from pipeline.plan.gpu_kernels import fused_attention
+from pipeline.plan.live_bytes import Kind, LiveBytes
+from pipeline.plan.memory_trace import TracedWorker, fake_workers
 from pipeline.start import Worker, build_engine
 from pipeline.train import agree
 from pipeline.training_config import TrainConfig

@@ -33,8 +33,8 @@ from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import digits
 from jobs.__main__ import main
-from jobs.campaigns import campaign
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from tests.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}

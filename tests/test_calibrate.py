@@ -17,11 +17,11 @@ from jobs.planning.passing import folder_in
 from jobs.planning.slowest_node import put_together
 from jobs.workers.worker_group import ClusterConfig
 from models import Size
-from pipeline.planning import measure as measuring
-from pipeline.planning import operations
-from pipeline.planning.calibration import read_calibration
-from pipeline.planning.engine_cost import EngineKind, carried_over
-from pipeline.planning.operations import Operation, Work
+from pipeline.plan import measure as measuring
+from pipeline.plan import operations
+from pipeline.plan.calibration import read_calibration
+from pipeline.plan.engine_cost import EngineKind, carried_over
+from pipeline.plan.operations import Operation, Work
 
 MM = ["mm", "float32", 2_000_000, 120_000, [100, 100, 100, 1]]
 ADD = ["add", "float32", 0, 1_000_000, []]

@@ -20,9 +20,9 @@ from data.index.document import load_index
 from data.shards import packing
 from data.shards.sources import DIGITS, Sample, digits
 from jobs.__main__ import main
-from jobs.campaigns import campaign
 from jobs.command_line import campaigns
 from jobs.commands.plan import GPU_FLOPS
+from jobs.recipe import campaign
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
 

@@ -21,8 +21,8 @@ from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample
 from jobs.__main__ import main
-from jobs.campaigns import class_names
-from jobs.campaigns.campaign import load
+from jobs.recipe import class_names
+from jobs.recipe.campaign import load
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
 from tests.tars import write_tar

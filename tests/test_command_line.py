@@ -15,9 +15,9 @@ from setuptools import find_packages
 
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
-from jobs.campaigns import campaign
 from jobs.cluster import embedded
-from jobs.running import early_start, session
+from jobs.recipe import campaign
+from jobs.run import early_start, session
 from jobs.workers import processes
 from pipeline.training_config import TrainConfig
 
@@ -72,7 +72,7 @@ import_deepspeed()
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # whose functions torch.compile would wrap
 print("torch._dynamo" in sys.modules)
 import torch
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 sys.stdout.flush()
@@ -283,8 +283,8 @@ def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, 
 )
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
-    monkeypatch.setattr("jobs.campaigns.campaign.load", lambda path, overrides: (path, overrides))
-    monkeypatch.setattr("jobs.running.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
+    monkeypatch.setattr("jobs.recipe.campaign.load", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     assert calls == [((recipe, ["a=1", "b=2"]), True)]
 
@@ -354,7 +354,7 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
-    monkeypatch.setattr("jobs.running.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
     def run_finetuning(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["jobs.finetune", str(recipe), *words])

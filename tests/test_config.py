@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.cache import CacheConfig
-from jobs.campaigns.sweeps import SweepConfig
+from jobs.recipe.sweeps import SweepConfig
 from jobs.stages import fewshot, pack, resize, sweep
 from jobs.workers.worker_group import ClusterConfig
 from pipeline import config

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from jobs.campaigns.campaign import KINDS
-from jobs.campaigns.configuration_page import all_keys
-from jobs.campaigns.sweeps import SweepConfig
 from jobs.commands.keys import configuration_page
-from jobs.monitoring.trackers import TrackersConfig
+from jobs.monitor.trackers import TrackersConfig
+from jobs.recipe.campaign import KINDS
+from jobs.recipe.configuration_page import all_keys
+from jobs.recipe.sweeps import SweepConfig
 from jobs.workers.worker_group import ClusterConfig
 from models.catalog import FAMILIES
 

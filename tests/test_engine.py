@@ -18,8 +18,8 @@ from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.workers.environment import MALLOC
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import process_group
+from pipeline.engine.deepspeed_file import TUNING
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.zero.deepspeed_file import TUNING
 from tests import ranks
 
 ROOT = Path(__file__).parents[1]
@@ -216,7 +216,7 @@ import threading
 import torch
 
 from pipeline import process_group
-from pipeline.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from tests.ranks import digest, whole_state
 

@@ -18,10 +18,10 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
 from jobs.__main__ import main
-from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.running.reevaluation import with_new_evaluations
-from jobs.running.session import names_of_stages
+from jobs.recipe import campaign
+from jobs.run.reevaluation import with_new_evaluations
+from jobs.run.session import names_of_stages
 from jobs.stages import any_weights, evaluate
 from jobs.workers.worker_group import Task
 from pipeline import handover
@@ -346,7 +346,7 @@ def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     stage = loaded.stage("pretrain")
     folder = loaded.directory(stage)
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
-    from jobs.running.stage_files import stage_record
+    from jobs.run.stage_files import stage_record
 
     handover.write_record(folder / "stage.json", stage_record(stage))
     handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": handover.digests(folder)})

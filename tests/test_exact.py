@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.exact import say_price
+from pipeline.engine.exact import say_price
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
 from pipeline.training_config import TrainConfig

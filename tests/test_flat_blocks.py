@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import models
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from pipeline.zero.flat_blocks import FlatBlocks
+from pipeline.engine.flat_blocks import FlatBlocks
 from tests import ranks
 
 SMALL = {"depth": 2, "width": 16, "mlp": 32, "heads": 2}

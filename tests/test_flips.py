@@ -7,7 +7,7 @@
 4. The flip is found where the reader refuses and names the file and its folder; harmless where the result is the one of
    the whole file and its class is in HARMLESS. Anything else is silent, or ends without a name, and fails the test.
 
-`FAULT_SEED=N` draws other bits. docs/faults.md has the table that this test prints.
+`FAULT_SEED=N` draws other bits. docs/design/faults.md has the table that this test prints.
 """
 
 import json
@@ -33,8 +33,8 @@ from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.shards.sources import Sample, digits
 from jobs.__main__ import main
-from jobs.campaigns import campaign
-from jobs.running.ending import write_status
+from jobs.recipe import campaign
+from jobs.run.ending import write_status
 from pipeline import health
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import Telemetry
@@ -178,7 +178,7 @@ def drawn(files: list[Path], draw: random.Random) -> list[tuple[Path, int]]:
 
 
 def class_of(file: Path, made: Made) -> str:
-    """The class of a file, as the table in docs/faults.md names it."""
+    """The class of a file, as the table in docs/design/faults.md names it."""
     place = file.relative_to(made.folder).parts
     if file.suffix == ".partial":
         return "journal of a packing"

@@ -15,14 +15,14 @@ import models
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from jobs.__main__ import main
-from jobs.campaigns.campaign import load
 from jobs.context import Context
 from jobs.planning import outlook
+from jobs.recipe.campaign import load
 from jobs.workers.worker_group import ClusterConfig
 from pipeline import handover
-from pipeline.planning import forecast as forecasting
-from pipeline.planning import kept_forecast
-from pipeline.planning.calibration import (
+from pipeline.plan import forecast as forecasting
+from pipeline.plan import kept_forecast
+from pipeline.plan.calibration import (
     Calibration,
     Hardware,
     Storage,
@@ -30,11 +30,11 @@ from pipeline.planning.calibration import (
     read_calibration,
     write_calibration,
 )
-from pipeline.planning.engine_cost import EngineTime
-from pipeline.planning.forecast import forecast_step, passes_of
-from pipeline.planning.operations import Operation, Trace, Work, timed, trace_of
-from pipeline.planning.price import Failures, best_save_every, bill
-from pipeline.planning.rates import Curve, Rates
+from pipeline.plan.engine_cost import EngineTime
+from pipeline.plan.forecast import forecast_step, passes_of
+from pipeline.plan.operations import Operation, Trace, Work, timed, trace_of
+from pipeline.plan.price import Failures, best_save_every, bill
+from pipeline.plan.rates import Curve, Rates
 from pipeline.preflight import machine
 from pipeline.preflight.machine import cores, processor
 from pipeline.training_config import DataConfig, TrainConfig

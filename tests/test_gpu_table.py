@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import gpu
 from jobs.cluster.backends import ClusterConfig
-from pipeline.planning.calibration import Hardware, write_calibration
+from pipeline.plan.calibration import Hardware, write_calibration
 from tests.test_forecast import made
 
 REPORT = """<testsuites><testsuite>

@@ -16,8 +16,8 @@ import pytest
 
 import models
 from jobs.__main__ import main
-from jobs.campaigns import campaign
 from jobs.command_line import campaigns
+from jobs.recipe import campaign
 from models.weights import files
 from pipeline import handover, train
 from pipeline.checkpoints import checkpoint, manifest

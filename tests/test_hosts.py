@@ -544,7 +544,7 @@ for port, path in ((8265, "/api/jobs/"), (52365, "/logs"), (52365, "/api/job_age
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_another_host_without_the_token_is_told_nothing(cluster) -> None:
-    """Of a cluster that the README's lines have started; its metrics ports ask for no token (docs/cluster.md)."""
+    """Of a cluster that the README's lines started; metrics ports ask for no token (docs/design/cluster.md)."""
     told = cluster.network["h1"].run([sys.executable, "-c", STRANGER, cluster.head.address])
     print(told)
     assert told.splitlines() == [

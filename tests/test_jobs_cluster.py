@@ -32,7 +32,6 @@ from data.files import write_whole
 from jobs.attempts.attempt import Alone, Attempt
 from jobs.attempts.growth import Sizes
 from jobs.attempts.supervisor import growth_of
-from jobs.campaigns import campaign
 from jobs.cluster import embedded
 from jobs.cluster.backends import (
     ClusterConfig,
@@ -43,7 +42,8 @@ from jobs.cluster.backends import (
     wait_for_resources,
 )
 from jobs.context import Context
-from jobs.running.session import run_campaign, warn_of_unused_gpus
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign, warn_of_unused_gpus
 from jobs.workers import processes, worker_files, worker_group
 from jobs.workers.environment import malloc_set
 from jobs.workers.failures import group_failure
@@ -668,14 +668,14 @@ def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tm
         directory=tmp_path,
         on_tick=look,
     )
-    # docs/cluster.md, "Who listens", names no other address.
+    # docs/design/cluster.md, "Who listens", names no other address.
     assert addresses == {"127.0.0.1"}
     # Ray opens its own directory to everybody; the one around it lets nobody through.
     assert len(directories) == 1 or backend == "processes"
     assert all(directory.parent.stat().st_mode & 0o777 == 0o700 for directory in directories)
 
 
-# What answers without a token: pages and health checks without content of ours, and the metrics of docs/cluster.md.
+# What answers without a token: pages and health checks without our content, and docs/design/cluster.md's metrics.
 OPEN_PATHS = {"/", "/favicon.ico", "/api/authentication_mode", "/api/gcs_healthz", "/api/healthz"}
 OPEN_PATHS.add("/api/local_raylet_healthz")
 OPEN_CALLS = {"/grpc.health.v1.Health/Check"}

@@ -20,21 +20,21 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.campaigns.campaign import KINDS
-from jobs.campaigns.carried_recipe import VARIABLE, carried
 from jobs.cluster.backends import ClusterConfig, connect, disconnect
 from jobs.cluster.ray_access import ROOT
 from jobs.cluster.ray_refusals import explain
 from jobs.command_line.campaigns import load_campaign
-from jobs.monitoring import job_metadata
-from jobs.submission import submission
+from jobs.monitor import job_metadata
+from jobs.recipe.campaign import KINDS
+from jobs.recipe.carried_recipe import VARIABLE, carried
+from jobs.submit import submission
 from jobs.workers.worker_group import LOOPBACK
 from pipeline.config import section_kind
 from pipeline.versions import COMMIT_VARIABLE
 
 TRAIN = """
 import signal, sys, time
-from jobs.monitoring import job_metadata
+from jobs.monitor import job_metadata
 def stop(number, frame):
     time.sleep(4)  # longer than Ray's own grace of 3 s
     print("committed", flush=True)
@@ -141,7 +141,7 @@ def test_an_unknown_run_is_answered_with_those_that_exist(dashboard) -> None:
 
 
 def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
-    program = "from jobs.submission import submission; submission.list_jobs()"
+    program = "from jobs.submit import submission; submission.list_jobs()"
     environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
     asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 1

@@ -314,34 +314,3 @@ def test_a_circle_between_wings_is_seen_where_no_module_is_on_one() -> None:
     }
     assert not circle(arrows_of)
     assert set(circle(between_wings(arrows_of))) == {"data.images", "data.shards"}
-
-
-# ----------------------------------------------------------------------------- the README's map
-
-
-def shown_files() -> set[str]:
-    """Paths in the README's file map, where "  name.py  comment" stands below the line of its folder, "jobs/" say."""
-    file_map = (ROOT / "README.md").read_text().partition("## File map")[2].split("```")[1].strip()
-    package = wing = ""
-    paths = set()
-    for line in file_map.splitlines():
-        name = line.split()[0]
-        indent = len(line) - len(line.lstrip())
-        if name.endswith("/"):
-            if indent == 0:
-                package, wing = name, ""
-            else:
-                wing = name
-        elif name.endswith(".py"):
-            folder = package + wing if indent == 4 else package
-            paths.add(folder + name)
-    return paths
-
-
-def test_the_readmes_file_map_names_every_module_and_no_other() -> None:
-    files = set()
-    for package in PACKAGES:
-        for path in modules_of(package).values():
-            if path.name != "__init__.py":
-                files.add(str(path.relative_to(ROOT)))
-    assert shown_files() == files

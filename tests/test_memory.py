@@ -19,16 +19,16 @@ import models
 from benchmarks.memory import CASES, counting_allocator, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.campaigns.campaign import load
 from jobs.commands.preflight import stage_need
+from jobs.recipe.campaign import load
 from pipeline.objectives import patches_to_keep
-from pipeline.planning import memory, memory_remedies, memory_traces
-from pipeline.planning.hidden_buffers import KernelBuffers, copied_by_gloo
-from pipeline.planning.live_bytes import Kind, LiveBytes
-from pipeline.planning.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
-from pipeline.planning.memory_remedies import check_fits
-from pipeline.planning.memory_trace import TracedWorker
-from pipeline.planning.memory_traces import Moment, Trace, step_to_trace
+from pipeline.plan import memory, memory_remedies, memory_traces
+from pipeline.plan.hidden_buffers import KernelBuffers, copied_by_gloo
+from pipeline.plan.live_bytes import Kind, LiveBytes
+from pipeline.plan.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
+from pipeline.plan.memory_remedies import check_fits
+from pipeline.plan.memory_trace import TracedWorker
+from pipeline.plan.memory_traces import Moment, Trace, step_to_trace
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Worker
 

@@ -18,12 +18,12 @@ from torch.nn.functional import mse_loss
 
 import models
 from pipeline.optimization.optimizer import OptimConfig
-from pipeline.planning import memory, memory_traces
-from pipeline.planning.hidden_buffers import GlooBuffers, KernelBuffers, copied_by_gloo
-from pipeline.planning.live_bytes import Kind, LiveBytes
-from pipeline.planning.memory import GIB, memory_need, need_if_traced, recomputed_blocks
-from pipeline.planning.memory_trace import fullest_moments, upper_hull
-from pipeline.planning.memory_traces import Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in
+from pipeline.plan import memory, memory_traces
+from pipeline.plan.hidden_buffers import GlooBuffers, KernelBuffers, copied_by_gloo
+from pipeline.plan.live_bytes import Kind, LiveBytes
+from pipeline.plan.memory import GIB, memory_need, need_if_traced, recomputed_blocks
+from pipeline.plan.memory_trace import fullest_moments, upper_hull
+from pipeline.plan.memory_traces import Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in
 from pipeline.training_config import DataConfig, TrainConfig
 
 KIB = 1024

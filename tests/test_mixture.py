@@ -18,8 +18,8 @@ from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Ledger
 from jobs.__main__ import main
-from jobs.campaigns import campaign
 from jobs.commands.replay import order_of, rebuild
+from jobs.recipe import campaign
 from pipeline import config
 from pipeline.checkpoints import checkpoint, manifest
 from pipeline.training_config import TrainConfig

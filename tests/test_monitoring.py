@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.monitoring import board as board_module
-from jobs.monitoring import worker_gauge
-from jobs.monitoring.board import Board
-from jobs.monitoring.gauges import OF_DRIVER, OF_REPORT, values_of
-from jobs.monitoring.metadata import metadata_of
-from jobs.monitoring.view import Looker, View, records_since
+from jobs.monitor import board as board_module
+from jobs.monitor import worker_gauge
+from jobs.monitor.board import Board
+from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
+from jobs.monitor.metadata import metadata_of
+from jobs.monitor.view import Looker, View, records_since
 
 DEPLOY = Path(__file__).parents[1] / "deploy" / "monitoring"
 REPORT = {

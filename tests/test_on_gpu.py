@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 from jobs.attempts import restarts
-from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from jobs.workers.worker_group import WorkerGroupError
 from models.layers import attend
 from pipeline import process_group

@@ -31,13 +31,13 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 
 from data.errors import ClusterError
 from jobs.attempts.supervisor import supervise
-from jobs.campaigns import campaign
 from jobs.cluster import embedded, ray_access, ray_token
 from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.ray_trainer import Trainer, UseReserved
 from jobs.context import Context
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from jobs.scheduling import placement, queue
 from jobs.scheduling.queue_order import Entry
 from jobs.stages.training import touch_stop_file

@@ -26,7 +26,7 @@ ENTRY = ["python", "-m", "jobs"]
 
 # Files and folders of the repository, where a text names one; "/data/web" is a user's own.
 PATH = re.compile(r"(?<![\w/.])(?:jobs|pipeline|models|data|tests|docs|benchmarks)/[\w./-]*\w")
-# docs/SPEC.md, which this leaves out by its capitals, describes other people's repositories.
+# docs/design/SPEC.md, which this leaves out by its capitals, describes other people's repositories.
 DOCUMENTS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("[a-z]*.md"))
 PAGES = ["README.md", "benchmarks/README.md", *DOCUMENTS]
 

@@ -10,8 +10,8 @@ import pytest
 
 import models
 from data.vtab.tasks import TASKS
-from jobs.campaigns import campaign
 from jobs.command_line.campaigns import RECIPES
+from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 
 DOCS = Path(__file__).parents[1] / "docs"

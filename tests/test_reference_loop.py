@@ -17,9 +17,9 @@ import yaml
 from torch import Tensor, nn
 
 import models
-from jobs.campaigns import campaign
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from pipeline.monitoring.telemetry import read_metrics
 from tests import reference_loop as loop
 from tests import reference_runs as runs

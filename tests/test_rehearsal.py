@@ -1,4 +1,4 @@
-"""A worker's step on a GPU that is not there: devices, shapes, types, kernels called, memory (docs/tests.md)."""
+"""A worker's step on a GPU that is not there: devices, shapes, types, kernels called, memory (docs/design/tests.md)."""
 
 import dataclasses
 import json
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import models
-from pipeline.planning.live_bytes import Kind
-from pipeline.planning.memory import memory_need
-from pipeline.planning.memory_traces import step_to_trace
+from pipeline.plan.live_bytes import Kind
+from pipeline.plan.memory import memory_need
+from pipeline.plan.memory_traces import step_to_trace
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -27,8 +27,8 @@ from jobs.__main__ import main
 from jobs.attempts import supervisor
 from jobs.context import Context
 from jobs.ownership import claim_attempt
-from jobs.running import mirror
-from jobs.running.mirror import mirrored
+from jobs.run import mirror
+from jobs.run.mirror import mirrored
 from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
 from pipeline import handover
 from pipeline.checkpoints import commit, saver, stored, stored_restore

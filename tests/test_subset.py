@@ -25,7 +25,7 @@ from data.shards.reader import Reader, check_sizes
 from data.shards.sources import Sample
 from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset, read_all_labels
 from jobs.__main__ import main
-from jobs.campaigns.campaign import load
+from jobs.recipe.campaign import load
 from tests.tars import write_tar
 
 LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # of s00, s01, …

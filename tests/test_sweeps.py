@@ -18,14 +18,14 @@ from scipy.stats import binomtest
 from data.errors import ConfigError, DataError, Diverged
 from jobs.__main__ import main
 from jobs.attempts.restarts import StageFailed
-from jobs.campaigns import campaign, choices
-from jobs.campaigns.carried_recipe import carried
-from jobs.campaigns.sweeps import Written, expand
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.planning.outlook import Outlook
+from jobs.recipe import campaign, choices
+from jobs.recipe.carried_recipe import carried
+from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
-from jobs.running import ending, stage_files, stage_run
+from jobs.run import ending, stage_files, stage_run
 from jobs.stages import sweep
 from pipeline import handover
 from pipeline.evaluation import beside

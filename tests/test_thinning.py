@@ -19,11 +19,11 @@ import models
 from data.errors import ConfigError, Preempted
 from data.index.document import load_index
 from data.loader import TrainLoader
-from jobs.campaigns import campaign
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
 from jobs.planning.outlook import Outlook
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from models import positions
 from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from data.errors import ConfigError, Preempted
-from jobs.campaigns import campaign
-from jobs.monitoring import trackers
-from jobs.monitoring.trackers import MlflowConfig, TrackersConfig, WandbConfig, start_trackers
-from jobs.monitoring.tracking import Courier, flat, numbers_of
-from jobs.running.session import run_campaign
+from jobs.monitor import trackers
+from jobs.monitor.trackers import MlflowConfig, TrackersConfig, WandbConfig, start_trackers
+from jobs.monitor.tracking import Courier, flat, numbers_of
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from pipeline.monitoring.telemetry import Record, read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import models
 from data.errors import CheckpointError, ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from jobs.campaigns import campaign
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from pipeline import health
 from pipeline.checkpoints import checkpoint, manifest
 from pipeline.evaluation.evaluate import accuracy

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from data.errors import ExitCode
-from jobs.submission.submission import STOP_GRACE_S
+from jobs.submit.submission import STOP_GRACE_S
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

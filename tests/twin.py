@@ -13,8 +13,8 @@ import torch
 
 from data.loader import Batch, Wait
 from pipeline import batches, train
-from pipeline.engine import Engine
-from pipeline.exact import ExactEngine
+from pipeline.engine.engine import Engine
+from pipeline.engine.exact import ExactEngine
 from pipeline.worker import Job
 
 PARAMETERS_AFTER = (2, 10, 100)  # steps after which the trace holds the parameters

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import batches, train
-from pipeline.engine import Engine
+from pipeline.engine.engine import Engine
 from pipeline.process_group import import_deepspeed
 
 READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)

@@ -2,7 +2,7 @@
 
 The archives hold one tar a class, 1.1 and 1.3 TB in all. They are read from the beginning to the end, class after
 class, and nothing of them is unpacked to disk: shards hold a few classes each, which the order of training mixes as
-well as if they were shuffled (docs/order.md, "How good is the shuffle?").
+well as if they were shuffled (docs/design/order.md, "How good is the shuffle?").
 
     winter21_whole.tar.gz
       winter21_whole/n00004475.tar: n00004475_6590.JPEG …     →     Sample("n00004475_6590", b"\\xff\\xd8…", (0,))

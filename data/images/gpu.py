@@ -7,7 +7,7 @@
    scale, resized and flipped on the device.
 4. Rows that the decoder refuses are given back to the loader.
 
-It has never run on a GPU (docs/decoding.md); without one, TorchCodec decodes on the CPU.
+It has never run on a GPU (docs/design/decoding.md); without one, TorchCodec decodes on the CPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `jpeg.cpp` is compiled on first use (under a second, kept in the user's cache folder) against the
 libjpeg-turbo inside Pillow's wheel. Where that cannot be, OpenCV decodes the whole image at the same scale
-and the region is cut from it: the same pixels, more slowly. `docs/decoding.md` has the measurements.
+and the region is cut from it: the same pixels, more slowly. `docs/design/decoding.md` has the measurements.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def require_binding() -> None:
 
 def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
     """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
-    # Without the binding nothing is lost but time: the pixels are the same, bit for bit (docs/decoding.md).
+    # Without the binding nothing is lost but time: the pixels are the same, bit for bit (docs/design/decoding.md).
     binding = library()
     if binding is None:
         return cut_from_whole(data, denominator, region)

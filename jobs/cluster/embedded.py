@@ -5,7 +5,7 @@
 2. `address` waits until the cluster can be joined.
 3. `end` has the reaper end all of it, and waits; `let_go` does not. The reaper ends it too where this process dies.
 
-Ray is not imported here, so that the driver can start its processes before anything else (jobs/running/early_start.py).
+Ray is not imported here, so that the driver can start its processes before anything else (jobs/run/early_start.py).
 """
 
 import os

@@ -81,7 +81,7 @@ def disconnect() -> None:
 
 def _start_embedded(cluster: ClusterConfig) -> None:
     ensure_token()
-    # Mostly it starts since before our imports (jobs/running/early_start.py), and this does nothing.
+    # Mostly it starts since before our imports (jobs/run/early_start.py), and this does nothing.
     embedded.start(cluster)
     # Ray prints a paragraph of guesses about a dead worker; WorkerGroupError says it in a line.
     ray._private.worker.print_to_stdstream = _print_nothing

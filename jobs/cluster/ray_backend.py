@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of, lost_node
 from jobs.cluster.ray_trainer import RendezvousConfig, Trainer, UseReserved
-from jobs.monitoring import worker_gauge
+from jobs.monitor import worker_gauge
 from jobs.scheduling import placement, queue, room
 from jobs.workers import notices
 from jobs.workers.environment import MALLOC, forget_malloc

@@ -27,11 +27,11 @@ single_stage = make_group()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
     # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
-    from jobs.running.early_start import started_early
+    from jobs.run.early_start import started_early
 
     with started_early(recipe_path(recipe), overrides or []):
         # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
-        from jobs.running.session import run_campaign
+        from jobs.run.session import run_campaign
 
         run_campaign(load_campaign(recipe, overrides), fresh=fresh)
 
@@ -46,10 +46,10 @@ def run_stage(
     _debug: Debug = False,
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
-    from jobs.running.early_start import started_early
+    from jobs.run.early_start import started_early
 
     with started_early(recipe_path(recipe), overrides or [], kind=context.obj):
-        from jobs.running.session import run_campaign
+        from jobs.run.session import run_campaign
 
         loaded = load_campaign(recipe, overrides)
         if stage is None:
@@ -75,12 +75,12 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print the campaign, arithmetic, parameters, FLOPs, time and money; exit as `run` would before its first stage."""
-    from jobs.campaigns import campaign
     from jobs.commands import plan
     from jobs.planning.outlook import outlook_of
-    from jobs.running.mirror import looked_at
-    from jobs.running.readiness import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
-    from jobs.running.reevaluation import with_new_evaluations
+    from jobs.recipe import campaign
+    from jobs.run.mirror import looked_at
+    from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
+    from jobs.run.reevaluation import with_new_evaluations
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
@@ -130,7 +130,7 @@ def calibrate(
     """Measure this machine, or every node of a recipe's cluster (minutes); `plan` then says time and money."""
     from jobs.cluster import backends
     from jobs.planning.calibrate import calibrate
-    from pipeline.planning.calibration import calibration_file
+    from pipeline.plan.calibration import calibration_file
 
     overrides = [word for word in words or [] if "=" in word]
     campaigns = [load_campaign(word, overrides) for word in words or [] if "=" not in word]
@@ -186,7 +186,7 @@ def demo(
 
 def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
-    from jobs.campaigns import campaign
+    from jobs.recipe import campaign
 
     return campaign.load(recipe_path(recipe), overrides or [])
 
@@ -198,7 +198,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/campaigns/carried_recipe.py).
+    # A submitted job has it in its environment (jobs/recipe/carried_recipe.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()

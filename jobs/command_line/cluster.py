@@ -27,8 +27,8 @@ def submit(
     _debug: Debug = False,
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
-    from jobs.campaigns.carried_recipe import VARIABLE, carried
-    from jobs.submission import submission
+    from jobs.recipe.carried_recipe import VARIABLE, carried
+    from jobs.submit import submission
     from pipeline.versions import COMMIT_VARIABLE, git_commit
 
     variables = {COMMIT_VARIABLE: git_commit()}  # a job's copy of the checkout has no git
@@ -53,7 +53,7 @@ def submit(
 @commands.command()
 def logs(run: Run, _debug: Debug = False) -> int:
     """Follow what a submitted run prints, and end as it ends."""
-    from jobs.submission import submission
+    from jobs.submit import submission
 
     job = submission.logs(job_name(run))
     if job.status in ("SUCCEEDED", "RUNNING", "PENDING"):
@@ -68,7 +68,7 @@ def logs(run: Run, _debug: Debug = False) -> int:
 @commands.command()
 def stop(run: Run, _debug: Debug = False) -> None:
     """Ask a submitted run to commit and end."""
-    from jobs.submission import submission
+    from jobs.submit import submission
 
     submission.stop(job_name(run))
 
@@ -76,7 +76,7 @@ def stop(run: Run, _debug: Debug = False) -> None:
 @commands.command("list")
 def list_jobs(_debug: Debug = False) -> None:
     """List the jobs on the cluster: who runs, who waits in the queue and for what, who has ended."""
-    from jobs.submission import submission
+    from jobs.submit import submission
 
     jobs = submission.list_jobs()
     if not jobs:

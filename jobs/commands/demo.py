@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from data.errors import ExitCode
-from jobs.campaigns import campaign
+from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
-from jobs.running.session import run_campaign
+from jobs.run.session import run_campaign
 from jobs.workers.worker_files import records
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.stored import committed_steps

@@ -20,8 +20,8 @@ import torch
 from data.errors import UsageError
 from data.files import write_whole
 from data.index.document import SUFFIX
-from jobs.campaigns import campaign
-from jobs.running.session import run_campaign
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
 from pipeline import config
 from pipeline.evaluation.document import NAME
 from pipeline.preflight.machine import cores

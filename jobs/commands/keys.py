@@ -1,9 +1,9 @@
 """Every key that a recipe may have, as a page: python -m jobs.commands.keys > docs/configuration.md"""
 
-from jobs.campaigns.campaign import KINDS
-from jobs.campaigns.configuration_page import page
-from jobs.campaigns.sweeps import SweepConfig
-from jobs.monitoring.trackers import TrackersConfig
+from jobs.monitor.trackers import TrackersConfig
+from jobs.recipe.campaign import KINDS
+from jobs.recipe.configuration_page import page
+from jobs.recipe.sweeps import SweepConfig
 from jobs.workers.worker_group import ClusterConfig
 
 INTRODUCTION = """\

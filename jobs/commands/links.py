@@ -43,7 +43,7 @@ def judge_reduction(network: Network, stage: StageNeed) -> Finding:
     share = seconds / stage.compute_s
     text += f", {share:.0%} of the {milliseconds(stage.compute_s)} that plan assumes for computing it"
     if share > SLOW_REDUCTION:
-        remedy = "see that NCCL uses the fast network (docs/cluster.md); a larger batch_size or zero=1 sums less often"
+        remedy = "use the fast network for NCCL (docs/design/cluster.md); a larger batch_size or zero=1 sums less often"
         return Finding("WARN", "reduction", text, remedy)
     return Finding("OK", "reduction", text)
 

@@ -15,23 +15,23 @@ import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from data.mixture import shares as shares_of
-from jobs.campaigns import class_names
-from jobs.campaigns.choices import choice_text, settled
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines
+from jobs.recipe import class_names
+from jobs.recipe.choices import choice_text, settled
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.running.stage_files import changes_since_half_done
+from jobs.run.stage_files import changes_since_half_done
 from jobs.stages import sweep
 from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
+from pipeline.engine.buckets import reduction_line
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.optimization.thinning import describe, flops_of, phases
-from pipeline.planning import memory
-from pipeline.planning.memory_traces import TraceFailed
+from pipeline.plan import memory
+from pipeline.plan.memory_traces import TraceFailed
 from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig, cache_line, training_order
-from pipeline.zero.buckets import reduction_line
 
 GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -102,7 +102,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.running.readiness.check_unfinished).
+    # Without --fresh the command has ended before this (jobs.run.readiness.check_unfinished).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.

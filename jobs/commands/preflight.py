@@ -34,16 +34,16 @@ from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
 from jobs.planning.passing import folder_in
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.running.readiness import missing_inputs
-from jobs.running.session import warn_of_unused_gpus
+from jobs.run.readiness import missing_inputs
+from jobs.run.session import warn_of_unused_gpus
 from jobs.stages import pack
 from jobs.workers.worker_files import SeenRecords
 from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
-from pipeline.planning.memory import memory_need, snapshot_bytes
-from pipeline.planning.memory_traces import TraceFailed
+from pipeline.plan.memory import memory_need, snapshot_bytes
+from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
 from pipeline.preflight.worker import PreflightReport, examine
 from pipeline.training_config import TrainConfig
@@ -195,7 +195,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
     return StageNeed(
         name=stage.name,
-        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine)
+        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.engine)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,

@@ -16,7 +16,7 @@ from pipeline.evaluation import beside
 from pipeline.monitoring.accounting import account_rows
 from pipeline.monitoring.metrics_index import MetricsIndex
 from pipeline.monitoring.telemetry import amount, duration, last_metrics
-from pipeline.planning.kept_forecast import short_text
+from pipeline.plan.kept_forecast import short_text
 
 
 class Outcome(TypedDict):

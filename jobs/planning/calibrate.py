@@ -6,7 +6,7 @@
     wrote      ~/.cache/patchline/calibration.json in 173 s; `python -m jobs plan RECIPE` goes by it
 
 1. Say what to measure: a ladder of small models, the recipes' own cut to two blocks, their precisions and ZeRO stages.
-2. Run worker groups as a stage would, with a function that trains nothing (pipeline/planning/measure.py): one of one
+2. Run worker groups as a stage would, with a function that trains nothing (pipeline/plan/measure.py): one of one
    worker, one of as many as the recipes have.
 3. Put what they found together, and write it to one file.
 """
@@ -32,10 +32,10 @@ from jobs.workers.processes import gpus_present
 from jobs.workers.worker_files import SeenRecords
 from jobs.workers.worker_group import ClusterConfig, do_nothing
 from models import ModelConfig
-from pipeline.planning.calibration import decode_key, write_calibration
-from pipeline.planning.engine_cost import EngineTime
-from pipeline.planning.measure import measure
-from pipeline.planning.operations import Work
+from pipeline.plan.calibration import decode_key, write_calibration
+from pipeline.plan.engine_cost import EngineTime
+from pipeline.plan.measure import measure
+from pipeline.plan.operations import Work
 from pipeline.preflight.machine import cores
 from pipeline.training_config import TrainConfig
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from data.files import size_text
 from pipeline.monitoring.telemetry import counted, milliseconds
-from pipeline.planning.calibration import Calibration
-from pipeline.planning.engine_cost import EngineTime
-from pipeline.planning.operations import Operation
-from pipeline.planning.rates import kind_of
+from pipeline.plan.calibration import Calibration
+from pipeline.plan.engine_cost import EngineTime
+from pipeline.plan.operations import Operation
+from pipeline.plan.rates import kind_of
 
 SAID_ELEMENTS = 20_000_000  # of the models under the engine the largest is said
 

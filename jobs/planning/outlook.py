@@ -24,11 +24,11 @@ from jobs.worlds import allowed_worlds, batch_fits
 from models import ModelConfig
 from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
-from pipeline.planning.calibration import Calibration, Hardware, calibration_file, decode_key, read_calibration
-from pipeline.planning.forecast import StepForecast, forecast_step, passes_of, workers_on_a_node
-from pipeline.planning.kept_forecast import KeptStep, write_forecast
-from pipeline.planning.memory import with_blocks
-from pipeline.planning.price import Bill, Failures, best_save_every, bill
+from pipeline.plan.calibration import Calibration, Hardware, calibration_file, decode_key, read_calibration
+from pipeline.plan.forecast import StepForecast, forecast_step, passes_of, workers_on_a_node
+from pipeline.plan.kept_forecast import KeptStep, write_forecast
+from pipeline.plan.memory import with_blocks
+from pipeline.plan.price import Bill, Failures, best_save_every, bill
 from pipeline.preflight.machine import cores, gpu_models, processor
 from pipeline.training_config import TrainConfig
 from pipeline.versions import MUST_BE_EQUAL, package_versions

@@ -1,7 +1,7 @@
 """What the workers of `jobs calibrate` have reported, put together into one calibration; of several nodes the slowest.
 
-In:  by world what rank 0 of the worker group has returned (pipeline/planning/measure.py)
-Out: a pipeline.planning.calibration.Calibration
+In:  by world what rank 0 of the worker group has returned (pipeline/plan/measure.py)
+Out: a pipeline.plan.calibration.Calibration
 """
 
 import statistics
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jobs.workers.worker_group import ClusterConfig
-from pipeline.planning.calibration import Calibration, Hardware, Storage
-from pipeline.planning.engine_cost import EngineTime
-from pipeline.planning.operations import Operation
+from pipeline.plan.calibration import Calibration, Hardware, Storage
+from pipeline.plan.engine_cost import EngineTime
+from pipeline.plan.operations import Operation
 from pipeline.preflight.machine import cores, processor
 from pipeline.versions import package_versions
 

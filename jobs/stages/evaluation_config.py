@@ -106,7 +106,7 @@ def check_sets(cfg: EvaluationConfig, resolve: training.Resolve, load: training.
 def check_head(cfg: EvaluationConfig, model: Any, indexes: Mapping[str, Index], stage: str) -> None:
     """Raise ConfigError or DataError where a set or a protocol does not fit the weights; `indexes` are by path.
 
-    Names are compared in jobs/campaigns/class_names.py.
+    Names are compared in jobs/recipe/class_names.py.
     """
     check_shape(cfg.preprocess, model, f"{stage}.preprocess")
     if not cfg.judges_head():

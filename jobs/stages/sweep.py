@@ -1,6 +1,6 @@
 """The table of a sweep: what its runs came to, mean ± standard deviation over the seeds, and which values did best.
 
-In:  the finished runs that jobs/campaigns/sweeps.py has written into the recipe, each a stage with its metrics
+In:  the finished runs that jobs/recipe/sweeps.py has written into the recipe, each a stage with its metrics
 Out: sweep.json, the record of runs, rows and choice, with its own sha256, and report.txt, the same for people
 
     finetune.grid, in %         accuracy

@@ -28,8 +28,8 @@ from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
-from pipeline.planning.kept_forecast import beside_measured
-from pipeline.planning.memory import need_if_traced, with_blocks
+from pipeline.plan.kept_forecast import beside_measured
+from pipeline.plan.memory import need_if_traced, with_blocks
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version

@@ -22,7 +22,7 @@ from torch import Tensor
 from data.errors import CheckpointError
 from pipeline.checkpoints.checkpoint import Chosen, Reader, cannot_read, choose_together, refuse, verify
 from pipeline.checkpoints.manifest import Damaged
-from pipeline.engine import Engine, ReadState
+from pipeline.engine.engine import Engine, ReadState
 
 
 def load_together(engine: Engine, folder: Path, chosen: Chosen, attempt: int, say: Callable[[str], None]) -> Chosen:

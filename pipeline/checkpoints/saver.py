@@ -39,7 +39,7 @@ from pipeline.checkpoints.room import shortage
 from pipeline.checkpoints.sight import WrittenFile
 from pipeline.checkpoints.snapshot import copied
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine import Engine
+from pipeline.engine.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
 
 DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run

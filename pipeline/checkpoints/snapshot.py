@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.files import DISK_BLOCK
-from pipeline.engine import Engine
+from pipeline.engine.engine import Engine
 
 
 def copied(engine: Engine, memory: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from pipeline.checkpoints import restore
 from pipeline.checkpoints.checkpoint import Chosen, cannot_read
 from pipeline.checkpoints.manifest import NewerSchema, read_manifest
 from pipeline.checkpoints.stored import FETCHING, REFUSED, StoredCheckpoints
-from pipeline.engine import Engine
+from pipeline.engine.engine import Engine
 
 
 def choose_together(stored: StoredCheckpoints, attempt: int, say: Callable[[str], None]) -> Chosen | None:

@@ -1,0 +1,84 @@
+"""How a run stands as Ray metrics, for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
+
+The driver sets them, so they are on the metrics port of the driver's node; every other node tells which workers it
+has (jobs/monitor/worker_gauge.py), and Ray tells of each node's processors, GPUs, memory, disks and links. Ray's own
+way for a worker's numbers, `train.report`, holds up a step for 2 s a call (measured).
+
+A gauge that is not set again for about 25 s is gone from the port (measured with Ray 2.60): so a stage that has ended
+disappears, and one that trains is set with every look, also when it has reported nothing since.
+"""
+
+import math
+
+from ray.util.metrics import Gauge
+
+from jobs.monitor.view import View
+
+# Those of the newest report in metrics.jsonl, under its names.
+OF_REPORT = (
+    "step",
+    "steps",
+    "loss",
+    "lr",
+    "grad_norm",
+    "images_per_s",
+    "tflops_per_worker",
+    "mfu",
+    "wait",
+    "wait_storage",
+    "wait_decode",
+    "wait_transfer",
+    "memory_gb",
+    "eta_s",
+    "samples_seen",
+    "bad_samples",
+    "world",
+)
+# Those that the driver adds, with what they say.
+OF_DRIVER = {
+    "waiting": "1 while no attempt runs: the stage waits for places, or for its next attempt",
+    "restarts": "attempts of the stage but the first",
+    "incidents": "incidents of the stage, as in incidents.txt",
+    "report_age_s": "seconds since the newest report",
+    "checkpoint_step": "step of the newest committed checkpoint",
+    "checkpoint_age_s": "seconds since the newest commit",
+    "is_finite": "0 where the newest loss or gradient norm is not finite; those are not shown then",
+}
+
+
+def values_of(view: View) -> dict[str, float]:
+    """Return what is shown of a stage, by name; what is not known, or not finite, is left out."""
+    values: dict[str, float] = {
+        "waiting": float(view.state == "waiting"),
+        "restarts": float(max(0, view.attempts - 1)),
+        "incidents": float(view.incidents),
+    }
+    if view.report is not None:
+        for name in OF_REPORT:
+            number = view.report.get(name)
+            if number is not None:
+                values[name] = float(number)
+        # Clocks of nodes differ: a record may come from the future.
+        values["report_age_s"] = max(0.0, view.time - view.report["time"])
+        values["is_finite"] = float(math.isfinite(values.get("loss", 0.0) + values.get("grad_norm", 0.0)))
+    if view.commit is not None:
+        values["checkpoint_step"] = float(view.commit["step"])
+        values["checkpoint_age_s"] = max(0.0, view.time - view.commit["time"])
+    # Ray drops NaN without a word (measured).
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+class Gauges:
+    """One Ray gauge for each name; make it when the cluster is connected. They outlive a new connection (measured)."""
+
+    def __init__(self) -> None:
+        self.gauges: dict[str, Gauge] = {}
+        for name in OF_REPORT:
+            self.gauges[name] = Gauge(f"patchline_{name}", f"{name} in metrics.jsonl", tag_keys=("run", "stage"))
+        for name, text in OF_DRIVER.items():
+            self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run", "stage"))
+
+    def show(self, view: View) -> None:
+        """Set the gauges of a stage."""
+        for name, value in values_of(view).items():
+            self.gauges[name].set(value, tags={"run": view.run, "stage": view.stage})

@@ -1,0 +1,75 @@
+"""Starts what workers need before the driver's own imports, by what the recipe's text tells.
+
+The driver imports torch, which takes seconds. Meanwhile the fork server of plain processes (jobs/workers/processes.py)
+imports it too, or the processes of an embedded Ray cluster start (jobs/cluster/embedded.py). Nothing that is imported
+here imports torch or Ray. In order (`start_early`):
+1. the recipe is read, but for its stages, which cannot be typed without torch;
+2. nothing is started where no stage has workers, where the run is done, for plain processes with GPUs, and where a Ray
+   cluster is to be joined, which sees nothing of this run before it is accepted;
+3. the fork server is started, with torch's compiler where the text of a stage asks for what needs it, or the cluster.
+
+A guess costs time and never a result: the session starts what is missing once it knows (jobs/run/session.py), and
+a cluster that nobody has joined ends with the command (`started_early`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from data.errors import ConfigError, ExitCode
+from jobs.cluster import backends, embedded
+from jobs.cluster.backends import ClusterConfig
+from pipeline import config
+
+# Kinds whose work is done by the driver itself; all others run on workers.
+WORKERLESS_KINDS = ("pack", "resize", "sweep")
+
+
+@contextmanager
+def started_early(recipe: Path, overrides: list[str], kind: str | None = None) -> Iterator[None]:
+    """Start what the block will need, and end what it has not come to use: it may refuse the recipe."""
+    had_cluster = embedded.is_started()  # as where a process runs one campaign after another
+    start_early(recipe, overrides, kind)
+    try:
+        yield
+    finally:
+        if not had_cluster:
+            embedded.let_go()
+
+
+def start_early(recipe: Path, overrides: list[str], kind: str | None = None) -> None:
+    """Start the fork server, or the embedded cluster, where the recipe, or its one stage of a `kind`, will want it."""
+    try:
+        values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
+        cluster = config.build(ClusterConfig, values.get("cluster", {}), "cluster")
+    except ConfigError:
+        # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
+        return
+    sections = {}
+    for name, section in values.items():
+        if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
+            sections[name] = section
+    kinds = [section.get("kind", name) for name, section in sections.items()]
+    if kind is not None:
+        kinds = [kind]
+    has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
+    if has_work_for_workers and not is_done(values.get("run", f"runs/{recipe.stem}")):
+        has_compiler = any(asks_for_compiler(section) for section in sections.values())
+        backends.start_early(cluster, has_compiler=has_compiler)
+
+
+def is_done(run: object) -> bool:
+    """Tell whether the last command on a run has finished all its stages, so that nothing may be left to be done."""
+    try:
+        status = json.loads(Path(str(run), "status.json").read_text())
+        return bool(status["exit_code"] == ExitCode.DONE)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def asks_for_compiler(section: Mapping[str, Any]) -> bool:
+    """Tell whether a stage's text asks for what `TrainConfig.needs_compiler` names; what a sweep varies is not seen."""
+    recomputes = bool(section.get("checkpoint_blocks")) or section.get("activation_gb") is not None
+    return section.get("zero") == 3 or recomputes or bool(section.get("compile"))

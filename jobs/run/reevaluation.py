@@ -1,0 +1,83 @@
+"""Finished stages that are asked to be judged on other sets than they were: their weights are, without training.
+
+`data.evaluate`, `data.preprocess` and `probe` of a trained stage are not in its key: a finished stage stays finished
+when they change. `with_new_evaluations` compares them with what the stage recorded, sets by their content and not by
+their paths, and puts a stage of kind evaluate behind it, which is run, skipped and shown as any other.
+
+    finetune, finished with data.evaluate=@shards/test, and now data.evaluate=@other/test
+    →  finetune, skipped; finetune-evaluate, {init: "@finetune", sets: {evaluate: {test: "@other/test"}}}
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from jobs.recipe.campaign import Section, resolve_stage
+from jobs.recipe.stage_checks import check_stage
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.run.stage_files import changed_warnings
+from jobs.stages import evaluate, sweep
+from jobs.stages.evaluation_config import JudgedConfig
+from pipeline.evaluation.protocols import FewShotConfig
+from pipeline.training_config import TrainConfig
+
+# Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
+ACCURACY_FIELDS = ("data.evaluate", "data.preprocess")
+PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "probe.l2", "data.preprocess")
+
+
+def with_new_evaluations(campaign: Campaign) -> Campaign:
+    """Return the campaign with a stage behind each finished one that is asked to be judged otherwise than it was."""
+    stages: list[Stage] = []
+    for stage in campaign.stages:
+        stages.append(stage)
+        stages += new_evaluations(campaign, stage)
+    extended = replace(campaign, stages=tuple(stages))
+    for stage in stages:
+        if stage not in campaign.stages:
+            check_stage(extended, stage)
+    return extended
+
+
+def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
+    """Return the stages that judge a finished stage's weights as its recipe asks now; none where that was done."""
+    cfg = stage.config
+    if not isinstance(cfg, TrainConfig):
+        return []
+    changed = fields_changed(campaign, stage)
+    judging: list[Stage] = []
+    if changed & set(ACCURACY_FIELDS) and cfg.data.evaluate is not None:
+        sets = {"evaluate": JudgedConfig(cfg.data.evaluate)}
+        judging.append(evaluation_of(campaign, stage, "evaluate", sets=sets, protocols=("top-1",)))
+    if changed & set(PROBE_FIELDS) and cfg.probe.train is not None and cfg.probe.test is not None:
+        sets = {"probe": JudgedConfig(cfg.probe.test, cfg.probe.train)}
+        shots = FewShotConfig(cfg.probe.shots, cfg.probe.seeds, cfg.probe.l2)
+        judging.append(evaluation_of(campaign, stage, "probe", sets=sets, protocols=("fewshot",), fewshot=shots))
+    return judging
+
+
+def fields_changed(campaign: Campaign, stage: Stage) -> set[str]:
+    """Return the fields of a finished stage's config that may change and have; none of one that has not finished."""
+    done = campaign.done(stage)
+    if done is None or sweep.DIVERGED in done:
+        return set()
+    return set(changed_warnings(campaign.directory(stage), stage))
+
+
+def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) -> Stage:
+    """Return a stage of kind evaluate that judges another's weights as training would have judged them."""
+    names = {other.name: other for other in campaign.stages}
+    name = f"{stage.name}-{suffix}"
+    while name in names:
+        name += "-again"
+    cfg: TrainConfig = stage.config
+    section = evaluate.Config(
+        init=f"@{stage.name}",
+        preprocess=cfg.data.preprocess,
+        max_labels=cfg.data.max_labels,
+        micro_batch=cfg.micro_batch,
+        precision=cfg.precision,
+        cache=cfg.data.cache,
+        stall_s=cfg.stall_s,
+        **judged,
+    )
+    return replace(resolve_stage(name, Section("evaluate", section, name, {}), names, {}), judges=stage.name)

@@ -1,0 +1,132 @@
+"""One stage of a campaign, run: what is checked before it, its work, and the files that say what it did.
+
+In order:
+1. the stages it reads must have finished, and what they made must fit it;
+2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
+3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
+4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges;
+5. `provenance.json` is written: config, inputs, code, environment;
+6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
+   finished and is skipped.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data.errors import ConfigError, Diverged
+from jobs.attempts.restarts import StageFailed
+from jobs.context import Context, reference
+from jobs.recipe import class_names
+from jobs.recipe.campaign import KINDS
+from jobs.recipe.stage_checks import check_stage
+from jobs.resolved_recipe import Campaign, Stage
+from jobs.run.readiness import check_unchanged
+from jobs.run.stage_files import changed_warnings, first_started, provenance_of, stage_record
+from jobs.stages import sweep
+from pipeline import handover
+
+
+def run_stage(
+    campaign: Campaign,
+    stage: Stage,
+    *,
+    say: Callable[[str], None],
+    tick: Callable[[Path, int], None],
+    stopping: Callable[[], bool],
+    check_owned: Callable[[], None],
+    fresh: bool,
+) -> dict[str, Any]:
+    """Run a stage that has not finished; returns the content of its done.json.
+
+    Raises ConfigError where a stage it reads has not run, and, unless `fresh`, where it is half done with another
+    config.
+    """
+    began = time.time()
+    # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
+    check_parents(campaign, stage)
+    check_stage(campaign, stage)  # once more: data that stages before it made is there only now
+    if not fresh:
+        check_unchanged(campaign, [stage])
+
+    # 3 and 4.
+    begin(campaign, stage, began, say)
+    context = Context(
+        name=stage.name,
+        run=campaign.run,
+        directory=campaign.directory(stage),
+        key=stage.key,
+        cluster=campaign.cluster,
+        resolve=campaign.resolve,
+        model=stage.model,
+        say=say,
+        tick=tick,
+        stopping=stopping,
+        class_names=class_names.of_stage(campaign, stage),
+        remote=campaign.remote,
+        check_owned=check_owned,
+    )
+    try:
+        outcome = dict(KINDS[stage.kind].run(stage.config, context))
+    except StageFailed as error:
+        outcome = divergence_of_run(stage, error, say)
+    # 5 and 6.
+    return finish(campaign, stage, context, outcome, began)
+
+
+def begin(campaign: Campaign, stage: Stage, now: float, say: Callable[[str], None]) -> None:
+    """Make the stage's folder, and write stage.json; `now` is in seconds since 1970."""
+    directory = campaign.directory(stage)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Compare first: the new stage.json takes the place of the one that tells what the last start was given.
+    warnings = changed_warnings(directory, stage)
+    if warnings:
+        say(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
+    handover.write_record(directory / "stage.json", {**stage_record(stage), "started": first_started(directory, now)})
+    say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
+
+
+def finish(campaign: Campaign, stage: Stage, context: Context, outcome: dict[str, Any], began: float) -> dict[str, Any]:
+    """Write provenance.json and done.json, and return the content of the latter.
+
+    `outcome` is what the work came to, `began` when it began, in seconds since 1970.
+    """
+    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
+    files = outcome.pop("files", {})
+    # Each is written whole, and done.json last: it promises that all the rest is there.
+    inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
+    provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
+    handover.write_record(context.directory / handover.PROVENANCE, provenance)
+    other_files = [name for name in handover.HANDED_ON if name not in files]
+    files = {**files, **handover.digests(context.directory, other_files)}
+    done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
+    handover.write_record(context.directory / handover.DONE, done)
+    return done
+
+
+def divergence_of_run(stage: Stage, failure: StageFailed, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a sweep's run that has diverged leaves for its done.json; raise any other `failure` again."""
+    # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
+    if not stage.is_run or failure.kind != Diverged.__name__:
+        raise failure
+    message = str(failure).splitlines()[0].removeprefix(f"{stage.name}: ")
+    say(f"{stage.name}: {message}\n  the sweep goes on without this run")
+    return {sweep.DIVERGED: message}
+
+
+def check_parents(campaign: Campaign, stage: Stage) -> None:
+    """Raise ConfigError where the stage reads another that has not finished."""
+    for field, value in stage.parents.items():
+        link = reference(value)
+        if link is None:
+            continue
+        parent, _ = link
+        outcome = campaign.done(campaign.stage(parent))
+        if outcome is None:
+            raise ConfigError(
+                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+            )
+        if sweep.DIVERGED in outcome and stage.kind != "sweep":
+            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[sweep.DIVERGED]}")

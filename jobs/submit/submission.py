@@ -1,0 +1,340 @@
+"""A campaign as a Ray job: submit, list, logs, stop, by the name of the run.
+
+How a run is submitted:
+1. refuse secrets in the environment, a checkout too large to ship, and a run that has a job which is alive;
+2. ship the checkout, without what EXCLUDES and .gitignore name, and start `command` in it on the head node;
+3. name the job by the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
+
+>>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
+Job(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None, …)
+
+A job is found again by the `run` in its metadata. Ray's table of jobs is lost with the head; the truth about a run is
+its directory.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from data.errors import ClusterError, RunOwned, UsageError
+from jobs.cluster.ray_access import EXCLUDES, ROOT
+from jobs.cluster.ray_refusals import explain, require_reachable
+from jobs.cluster.ray_token import use_token_if_any
+from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
+from jobs.workers.environment import complaint
+
+Say = Callable[[str], None]
+
+STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
+POLL_S = 0.5
+AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
+NO_AGENT = "No available agent to submit job"
+RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
+# The last two have set a level of their own when they were imported.
+RAY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
+
+# Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
+KILL_PENDING = """
+import ray
+ray.init(address="auto", logging_level="error")
+ray.kill(ray.get_actor("_ray_internal_job_actor_{id}", namespace="SUPERVISOR_ACTOR_RAY_NAMESPACE"))
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    run: str
+    status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
+    started_s: float  # since 1970
+    exit_code: int | None
+    metadata: Mapping[str, str]  # given when it was submitted, and what its driver has told since (jobs/monitor)
+
+    @property
+    def alive(self) -> bool:
+        return self.status in ("PENDING", "RUNNING")
+
+    @property
+    def state(self) -> str:
+        """Ray's status, but PENDING while the driver waits in the queue for its workers' places."""
+        if self.status == "RUNNING":
+            return self.metadata.get("queue") or self.status
+        return self.status
+
+
+# ------------------------------------------------------------------------ the four commands
+
+
+def submit(
+    run: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    root: Path = ROOT,
+    say: Say = print,
+) -> Job:
+    """Ship the checkout and run `command` in it on the cluster, as the next try of `run`.
+
+    Raises RunOwned when a job of this run is alive, UsageError for what `environment` may not hold or a checkout
+    too large to ship, ClusterError when there is no cluster.
+    """
+    # Both are refused before there is a connection: Ray shows a job's environment in clear, and answers more than 100
+    # MiB with HTTP 413.
+    text = complaint(environment)
+    if text:
+        raise UsageError(text)
+    size = sum(measure(root).values())
+    client = _connect()
+    tries = _jobs_of_run(client, run)
+    # Two drivers would fight for the run; its lock holds too, but only the second job's log would say so.
+    for job in tries:
+        if job.alive:
+            raise RunOwned(
+                f"{run} is owned by job {job.id}, {job.status} since {_clock(job.started_s)}\n"
+                f"a run has one owner\n"
+                f"type `python -m jobs stop {run}` first, or follow it with `python -m jobs logs {run}`"
+            )
+    # The random end keeps ids apart where Ray's table was lost, and counting starts anew.
+    job_id = f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
+    # Ray kills 3 s after SIGTERM unless told otherwise, too soon to commit. Unbuffered, so that `logs` shows a line
+    # when it is printed.
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
+    request: JobRequest = {
+        "submission_id": job_id,
+        "metadata": {"job_name": Path(run).name, "run": run},
+        "runtime_env": {"working_dir": str(root), "excludes": EXCLUDES, "env_vars": variables},
+    }
+    say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
+    say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
+    # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
+    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request), say)
+    say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
+    return status(run)
+
+
+def list_jobs() -> list[Job]:
+    """Return every job that was submitted here: those that run, the queue in its order, then those that have ended.
+
+    Beyond the queue the latest stands first.
+    """
+    # Jobs that were submitted without Patchline have no run.
+    jobs = [job for job in _submitted_jobs(_connect()) if job.run]
+    return sorted(jobs, key=_place_in_list)
+
+
+def described(job: Job) -> list[str]:
+    """Return a job's lines in the list: state, start, run, priority, how far it is; and what it waits for.
+
+    >>> described(job)
+    ["PENDING    2026-11-22 08:30  /runs/digits  priority 0  2 of 3 in the queue  (digits-001-4f1a)",
+     "           behind /runs/photographs; room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
+    """
+    told = job.metadata
+    parts = [f"{job.state:10} {_clock(job.started_s)[:-3]}", job.run]
+    if told.get("priority"):
+        parts.append(f"priority {told['priority']}")
+    if job.alive and told.get("position"):
+        parts.append(f"{told['position']} in the queue")
+    if job.status == "PENDING":
+        parts.append("its driver has not started")
+    # Of one that was preempted it is where it will go on.
+    if told.get("stage"):
+        parts.append(f"{told['stage']} {told.get('step', '')}".rstrip())
+    lines = ["  ".join([*parts, f"({job.id})"])]
+    if job.alive and told.get("waits_for"):
+        lines.append(f"{'':10} {told['waits_for']}")
+    return lines
+
+
+def status(run: str) -> Job:
+    """Return the latest job of the run. Raises UsageError when there is none, naming the runs that have one."""
+    return _latest_job(_connect(), run)
+
+
+def logs(run: str, *, write: Say | None = None) -> Job:
+    """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
+    client = _connect()
+    job = _latest_job(client, run)
+    asyncio.run(_follow(client, job.id, write or _print_text))
+    # Asked anew, because the job has ended since.
+    return status(run)
+
+
+def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Job:
+    """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
+
+    Raises ClusterError when the job is still alive after `wait_s`.
+    """
+    client = _connect()
+    job = _latest_job(client, run)
+    if not job.alive:
+        say(f"job {job.id} has already ended: {job.status}")
+        return job
+    say(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
+    client.stop_job(job.id)
+    # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
+    if job.status == "PENDING":
+        _kill_pending(client, job.id, say)
+
+    # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
+    deadline = time.monotonic() + wait_s
+    job = _latest_job(client, run)
+    while job.alive and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        job = _latest_job(client, run)
+    if job.alive:
+        raise ClusterError(
+            f"job {job.id} is still {job.status} after {wait_s:.0f} s\n"
+            f"its node may be gone, or busy writing\n"
+            f"type `python -m jobs stop {run}` again, or look at {client.get_address()}/#/jobs/{job.id}"
+        )
+    say(f"job {job.id}: {job.status}")
+    return job
+
+
+# ------------------------------------------------------------------------ the Jobs API
+
+
+def _connect() -> JobSubmissionClient:
+    """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
+    address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+    use_token_if_any()
+    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log.
+    for name in RAY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # It warns at every upload that `.venv` is left out, which EXCLUDES names.
+    logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
+    # Tried first, because Ray's client takes a minute to fail, and its message says less.
+    if address not in ("", "auto"):
+        require_reachable(address)
+    try:
+        return JobSubmissionClient()
+    except Exception as error:
+        if address:
+            raise explain(error, address) from None
+        raise ClusterError(
+            "RAY_ADDRESS is not set and no cluster runs on this machine\n"
+            "a job needs a cluster that outlives this command\n"
+            "type `RAY_AUTH_MODE=token ray start --head`, or set RAY_ADDRESS=http://host:8265"
+        ) from None
+
+
+def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
+    """Submit a job and return its id; a head that has just started cannot take jobs yet, and is asked again.
+
+    Raises ClusterError where it takes none for AGENT_WAIT_S.
+    """
+    deadline = time.monotonic() + AGENT_WAIT_S
+    has_said = False
+    while True:
+        try:
+            return submit_job()
+        except RuntimeError as error:
+            # The head answers this when its agent, which runs jobs and starts last, is not there after 10 s.
+            if NO_AGENT not in str(error):
+                raise
+            if not has_said:
+                say(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
+                has_said = True
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the cluster's head takes no jobs: its agent has not started within {AGENT_WAIT_S:.0f} s\n"
+                "the head may be overloaded, or another Ray of that machine has its port, 52365\n"
+                "look at the head's /tmp/ray/session_latest/logs/dashboard_agent.log; for a port of its own type\n"
+                "`ray start --head --dashboard-agent-listen-port PORT`"
+            )
+        time.sleep(POLL_S)
+
+
+def _submitted_jobs(client: JobSubmissionClient) -> list[Job]:
+    """Return the jobs of the cluster, less the drivers that merely joined it, which have no submission id."""
+    return [_job(details) for details in client.list_jobs() if details.submission_id]
+
+
+def _job(details: JobDetails) -> Job:
+    metadata = details.metadata or {}
+    milliseconds = details.start_time or 0
+    return Job(
+        id=details.submission_id,
+        run=metadata.get("run", ""),
+        status=str(details.status),
+        started_s=milliseconds / 1000,
+        exit_code=details.driver_exit_code,
+        metadata=metadata,
+    )
+
+
+def _start_time(job: Job) -> float:
+    return job.started_s
+
+
+def _place_in_list(job: Job) -> tuple[int, int, float]:
+    if not job.alive:
+        return 2, 0, -job.started_s
+    position = job.metadata.get("position", "")
+    if job.state == "RUNNING":
+        return 0, 0, -job.started_s
+    # "2 of 3"; one whose driver has not started has no position yet.
+    place = int(position.split()[0]) if position else sys.maxsize
+    return 1, place, -job.started_s
+
+
+def _jobs_of_run(client: JobSubmissionClient, run: str) -> list[Job]:
+    """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
+    jobs = [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
+    return sorted(jobs, key=_start_time)
+
+
+def _latest_job(client: JobSubmissionClient, run: str) -> Job:
+    jobs = _jobs_of_run(client, run)
+    if jobs:
+        return jobs[-1]
+    runs = sorted({job.run for job in _submitted_jobs(client)} - {""})
+    raise UsageError(
+        f"no job of {run} at {client.get_address()}\n"
+        f"runs with jobs there: {', '.join(runs) or 'none'}; a restart of the head forgets them\n"
+        f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
+    )
+
+
+async def _follow(client: JobSubmissionClient, job_id: str, write: Say) -> None:
+    async for text in client.tail_job_logs(job_id):
+        # Ray's own word, before the driver's first, that an environment is being set up.
+        write(RAY_LINE.sub("", text))
+
+
+def _print_text(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _kill_pending(client: JobSubmissionClient, job_id: str, say: Say) -> None:
+    """End a job that waits for its place: a second job kills its supervisor.
+
+    The Jobs API has no call for that, and it may be all of the cluster that we can reach.
+    """
+    command = shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)])
+    helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
+    while client.get_job_status(helper) in (JobStatus.PENDING, JobStatus.RUNNING):
+        time.sleep(POLL_S)
+    # Otherwise the helper would stay in the cluster's list of jobs.
+    client.delete_job(helper)
+
+
+def _slug(run: str) -> str:
+    """Return the last part of a run's path as a word that may stand in a job's id."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,277 @@
+"""The engine whose weights have the same bits at every world size: gradients summed by a fixed tree over fixed parts.
+
+1. The global batch is cut into `parts` contiguous ranges of slots, whatever the world size.
+2. A part's gradient is the sum of its micro-batches in their order.
+3. A worker owns neighbouring parts and sums them pairwise, neighbours first: ((0 + 1) + (2 + 3)) + …
+4. The workers' sums form the rest of the same tree (`tree_sum`).
+5. Every worker clips, and steps the masters that its ZeRO partition holds.
+
+In:  4 parts at world size 2: rank 0 has g0, g1 and rank 1 has g2, g3
+Out: (g0 + g1) + (g2 + g3) on both; one worker with all four parts adds the same numbers in the same order
+
+DeepSpeed's own reduction, clipping and step are not used, its partitions of masters and moments and its gathering of
+weights are. `docs/exact.md` has the reasons and the price.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline import config
+from pipeline.arithmetic import exact_gradient_bytes
+from pipeline.engine.engine import Engine
+from pipeline.engine.norm import clipping
+from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.telemetry import Telemetry
+from pipeline.optimization.optimizer import OptimConfig
+from pipeline.training_config import TrainConfig
+
+
+def swap(give: Tensor, take: Tensor, peer: int) -> None:
+    """Send `give` to a worker while `take` is filled with what it sends."""
+    sending = dist.P2POp(dist.isend, give, peer)
+    receiving = dist.P2POp(dist.irecv, take, peer)
+    # Both at once: two workers that each send first and receive afterwards would wait for each other.
+    for request in dist.batch_isend_irecv([sending, receiving]):
+        request.wait()
+
+
+def tree_sum(flat: Tensor) -> None:
+    """Collective, in place: the sum over a power of two of workers, as ((0 + 1) + (2 + 3)) + …, on all of them.
+
+    Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005): it sends as much as a ring does. Which worker
+    adds an element does not matter, because a + b = b + a to the bit.
+    """
+    rank = dist.get_rank()
+    levels = dist.get_world_size().bit_length() - 1
+    halves: list[tuple[Tensor, Tensor]] = []  # of each level: (the half this worker sums, the half its peer sums)
+
+    # Halving: at level n the peer is 2ⁿ ranks away. Each of the two sums one half of what is left.
+    span = flat
+    for level in range(levels):
+        # Both peers cut alike, also where the length is odd: the first half is the longer one.
+        low, high = span.tensor_split(2)
+        if rank >> level & 1:
+            kept, sent = high, low
+        else:
+            kept, sent = low, high
+        received = torch.empty_like(kept)
+        swap(sent, received, rank ^ 1 << level)
+        halves.append((kept, sent))
+        span = kept.add_(received)
+
+    # Doubling: back up the tree, every worker gets the halves that the others have summed.
+    for level in reversed(range(levels)):
+        kept, sent = halves[level]
+        swap(kept, sent, rank ^ 1 << level)
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """Says which elements of a flat tensor of the optimizer are which elements of the whole gradient."""
+
+    flat: Tensor
+    places: list[tuple[slice, slice]]  # (in the flat, in the whole gradient)
+
+
+class ExactEngine(Engine):
+    """Does what Engine does, with sums in the fixed order; `loss` is the last step's mean, summed as gradients are."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decayed: Set[str],
+        optim: OptimConfig,
+        settings: dict[str, Any],
+        polyak: float = 0.0,
+        *,
+        parts: int,
+    ) -> None:
+        """Takes what an Engine takes and the number of parts: a power of two, and a multiple of the world size."""
+        super().__init__(model, decayed, optim, settings, polyak)
+        world = dist.get_world_size()
+        self.micro_batches = self.engine.gradient_accumulation_steps() * world  # of the global batch
+        assert parts % world == 0 and self.micro_batches % parts == 0, (parts, self.micro_batches)
+        self.part_length = self.micro_batches // parts  # micro-batches
+        self.parts_here = parts // world
+        # Past DeepSpeed's hooks on the output, which start its own reduction, whose order depends on the world size.
+        self.forward = self.model
+        self.loss = 0.0
+        self._spans = [*self.sizes.values(), 1]  # of the flat vector: the gradient of every parameter, the loss
+        self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
+        self._sums: list[Tensor] = []  # of 2ⁿ parts each, waiting for their neighbours; the largest first
+        self._seen = 0  # micro-batches of this step
+        self._plans = self._plan()
+
+    def _plan(self) -> list[FlatPlan]:
+        """Find, for each flat tensor of the optimizer, where its elements lie in the whole gradient."""
+        first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
+        total = 0
+        for name, size in self.sizes.items():
+            first_of[name] = total
+            total += size
+
+        # Fragments are views; the storage that a view lies in tells which flat it belongs to. Its own address does, and
+        # not that of its numbers: fake tensors, with which a step's memory is planned, have none.
+        plans: dict[int, FlatPlan] = {}
+        for flat in self._flats:
+            plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
+        fragments = self.whole(("master",)) if self.zero == 0 else self.fragments(("master",))
+        for fragment in fragments:
+            view = fragment.tensors["master"]
+            plan = plans[view.untyped_storage()._cdata]
+            in_flat = view.storage_offset() - plan.flat.storage_offset()
+            in_whole = first_of[fragment.name] + fragment.start
+            count = view.numel()
+            plan.places.append((slice(in_flat, in_flat + count), slice(in_whole, in_whole + count)))
+        return list(plans.values())
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` / (accumulation × world) to that of its part."""
+        # Divided by a number that is the same at every world size.
+        loss = loss / self.micro_batches
+        # Not `backward`: that would run DeepSpeed's hooks. A parameter that is not used gets zeros: places stay.
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
+        if self._part is None:
+            # fp32 also where weights are bf16: sums of many small numbers lose their last bits in bf16.
+            self._part = torch.zeros(sum(self._spans), device=loss.device)
+        # The loss travels behind the gradient, so that its mean over the batch is summed in the same order.
+        addends: list[Tensor] = []
+        for member in self.members.values():
+            addends.append(gradients[member.holder].reshape(-1)[member.start : member.start + member.size])
+        addends.append(loss.detach().reshape(-1))
+        for view, addend in zip(self._part.split(self._spans), addends, strict=True):
+            view.add_(addend)
+
+    def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
+        """Close a micro-batch; the last of a part closes the part, and the last of the step takes the step.
+
+        Returns what Engine's does.
+        """
+        self._seen += 1
+        if self._seen % self.part_length:
+            return []
+        self._close_part(self._seen // self.part_length)
+        if self._seen < self.part_length * self.parts_here:
+            return []
+        self._seen = 0
+        return self._step(rate, numbers)
+
+    def _close_part(self, count: int) -> None:
+        """Add up neighbouring sums of equally many parts, as a binary counter carries; `count` parts are closed now.
+
+        After the fourth part (100 in binary: two carries) the sums of parts 3, and of 1 + 2, are waiting to be added.
+        """
+        assert self._part is not None
+        finished = self._part
+        self._part = None
+        carries = (count & -count).bit_length() - 1  # zeros at the end of `count`
+        for _ in range(carries):
+            finished = self._sums.pop().add_(finished)
+        self._sums.append(finished)
+
+    @torch.no_grad()
+    def _step(self, rate: float, numbers: Tensor | None) -> list[float]:
+        """Sum over workers, clip, update; a gradient that is not finite touches nothing, on any worker."""
+        # A power of two of parts leaves exactly one sum; more would be a bug in the carries.
+        (total,) = self._sums
+        self._sums = []
+        tree_sum(total)
+        gradient = total[:-1]
+        # Of the whole gradient, on every worker alike: a sum over partitions would depend on where they are cut.
+        norm_here = torch.linalg.vector_norm(gradient)
+        on_device = [norm_here.double(), total[-1].double()]
+        if numbers is not None:
+            dist.all_reduce(numbers)
+            on_device += numbers.unbind()
+        # Read together: the host waits for the device once a step.
+        norm, loss, *sums = torch.stack(on_device).tolist()
+        self._norm = norm
+        self.loss = loss
+        # All workers hold the same bits, so all of them skip the step together, without asking one another.
+        if not math.isfinite(self._norm):
+            return sums
+        if self.clip:
+            gradient.mul_(clipping(self._norm, self.clip))
+        self._set_rate(rate)
+
+        # Each flat gets its elements of the gradient; elements that are padding get 0.
+        for number, plan in enumerate(self._plans):
+            flat_gradient = torch.zeros_like(plan.flat)
+            for in_flat, in_whole in plan.places:
+                flat_gradient.view(-1)[in_flat] = gradient[in_whole]
+            plan.flat.grad = flat_gradient
+            if self.zero:
+                self.engine.optimizer._optimizer_step(number)
+        if not self.zero:
+            self._optimizer.step()
+        for plan in self._plans:
+            plan.flat.grad = None
+        self._refresh()
+        self._count_update()
+        return sums
+
+    def price(self, rounds: int = 3) -> tuple[float, float]:
+        """Collective: measure the seconds of a sum over the workers, and of the backend's all-reduce of as much."""
+        flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
+        tree_seconds = []
+        all_reduce_seconds = []
+        for _ in range(rounds):
+            tree_seconds.append(seconds_of(tree_sum, flat))
+            all_reduce_seconds.append(seconds_of(dist.all_reduce, flat))
+        return statistics.median(tree_seconds), statistics.median(all_reduce_seconds)
+
+
+def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
+    """Collective: measure how long a sum over the workers takes once all have come to it."""
+    # Without it the time would hold how much later the slowest worker came.
+    dist.barrier()
+    began = time.monotonic()
+    add_up(flat)
+    # A GPU works on after the call has returned: reading an element waits for it.
+    float(flat[0])
+    return time.monotonic() - began
+
+
+def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
+    """Collective: measure and report the price of the exact sum.
+
+    Reports too what has changed since the attempt before, of the conditions that the bits depend on.
+    """
+    tree_s, plain_s = engine.price()
+    if dist.get_rank() != 0:
+        return
+    world = dist.get_world_size()
+    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
+    line = (
+        f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
+        f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
+    )
+    now = conditions()
+    # Read before this attempt's own record is written.
+    index = MetricsIndex(telemetry.directory)
+    earlier = index.records(index.of_kind("exact"))
+    telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
+    if not earlier:
+        return
+    before = {key: earlier[-1][key] for key in now}
+    changed = config.differences(before, now)
+    if changed:
+        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
+
+
+def conditions() -> dict[str, int | str]:
+    """Return what the last bits of a gradient depend on beside the config."""
+    # With 2 threads instead of 1, 20,218,211 of the 21,669,514 gradient elements of S/16 differed (docs/exact.md).
+    processor = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        processor = torch.cuda.get_device_name()
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}
