@@ -43,7 +43,7 @@ from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
 from jobs.ownership import claim_attempt
-from jobs.run.stage_files import newest_attempt_name
+from jobs.recipe.changes import newest_attempt_name
 from jobs.workers.node_copies import ASKED_AT_A_LOOK
 from jobs.workers.node_files import Change, NodeActor, take_over
 from jobs.workers.worker_files import SeenRecords, records, worker_file
