@@ -22,6 +22,8 @@ from data.images.decode import MAX_SCANS, BadImage, Header, decode, decode_crop,
 from data.images.preprocess import resize_small
 from data.images.resizes import bilinear
 
+pytestmark = pytest.mark.quick
+
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
