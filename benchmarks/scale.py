@@ -60,7 +60,7 @@ from pipeline.checkpoints.manifest import (
     read_manifest,
     seal,
 )
-from pipeline.checkpoints.sight import WrittenFile
+from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 
 WORLDS = (64, 256, 1024, 4096)

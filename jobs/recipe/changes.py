@@ -11,7 +11,7 @@ from typing import Any
 import models
 from jobs.recipe.stage_inputs import MISSING
 from jobs.resolved_recipe import Campaign, Stage
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.checkpoints.stored import committed_steps
 
 
@@ -36,7 +36,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return {}
-    record = handover.read_record(record_path).values
+    record = artifacts.read_record(record_path).values
     contents = record.get("judged_on", {})
     changes: dict[str, str] = {}
     for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
@@ -65,7 +65,7 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
         is_finished = (folder / "done.json").exists()
         if not record_path.exists() or is_finished or not committed_steps(folder, campaign.remote):
             continue
-        record = handover.read_record(record_path).values
+        record = artifacts.read_record(record_path).values
         changes = config.differences(record["forbid"], forbidden_fields(stage))
         if changes:
             return changes

@@ -22,7 +22,7 @@ from jobs.recipe.campaign import recipe_digest
 from jobs.recipe.changes import forbidden_fields
 from jobs.recipe.choices import config_as_known
 from jobs.resolved_recipe import Campaign, Stage
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.versions import code_version, git_commit
 
 # Packages whose version a number may depend on.
@@ -49,7 +49,7 @@ def first_started(directory: Path, now: float) -> float:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return now
-    return handover.read_record(record_path).values.get("started", now)
+    return artifacts.read_record(record_path).values.get("started", now)
 
 
 def provenance_of(
