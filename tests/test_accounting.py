@@ -4,6 +4,8 @@ import pytest
 
 from pipeline.monitoring.accounting import account
 
+pytestmark = pytest.mark.quick
+
 
 def start(attempt: int, step: int, claimed: float, time: float) -> dict:
     return {"kind": "start", "attempt": attempt, "step": step, "claimed": claimed, "time": time}

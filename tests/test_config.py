@@ -21,6 +21,8 @@ from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 
+pytestmark = pytest.mark.quick
+
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),

@@ -14,6 +14,8 @@ from jobs.recipe.sweeps import SweepConfig
 from jobs.workers.worker_group import ClusterConfig
 from models.catalog import FAMILIES
 
+pytestmark = pytest.mark.quick
+
 COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"
 CONFIGS = {
     "cluster": ClusterConfig,

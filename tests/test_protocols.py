@@ -28,6 +28,8 @@ from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.probe import fit, fit_all, linear_probe
 from pipeline.evaluation.protocols import FewShotConfig, Judged, few_shot, few_shot_metrics, judge, protocols_of
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")

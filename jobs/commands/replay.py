@@ -24,7 +24,7 @@ from data.index.index import Index
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Order
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.metrics_index import MetricsIndex
@@ -55,7 +55,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     if target:
         refuse_target(Path(target))
     folder = stage_of(run)
-    task = handover.read_record(folder / handover.TASK).values
+    task = artifacts.read_record(folder / artifacts.TASK).values
     job: Job = task["job"]
     number = parse_step(step)
     recorded = config.build(TrainConfig, task["config"], "config")
@@ -102,7 +102,7 @@ def refuse_target(target: Path) -> None:
 
 def stage_of(run: Path) -> Path:
     """Return the folder of the one trained stage. Raises UsageError, which names them, where there are several."""
-    if (run / handover.TASK).exists():
+    if (run / artifacts.TASK).exists():
         return run
     folders = sorted(task.parent for task in run.glob("*/task.json"))
     if not folders:
