@@ -43,7 +43,7 @@ from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
 from jobs.ownership import claim_attempt
-from jobs.run.stage_files import newest_attempt_name
+from jobs.recipe.changes import newest_attempt_name
 from jobs.workers.node_copies import ASKED_AT_A_LOOK
 from jobs.workers.node_files import Change, NodeActor, take_over
 from jobs.workers.worker_files import SeenRecords, records, worker_file
@@ -60,7 +60,7 @@ from pipeline.checkpoints.manifest import (
     read_manifest,
     seal,
 )
-from pipeline.checkpoints.sight import WrittenFile
+from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 
 WORLDS = (64, 256, 1024, 4096)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import models
 from data.errors import Preempted
 from data.files import whole_file
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
@@ -390,7 +390,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     if remote is not None:
-        remote.send(handover.WEIGHT_FILES)
+        remote.send(artifacts.WEIGHT_FILES)
     return {
         "step": progress.step,
         "samples_seen": manifest.samples_seen,
@@ -398,5 +398,5 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         "bad_samples": manifest.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
-        "files": handover.digests(directory, handover.WEIGHT_FILES),
+        "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),
     }

@@ -208,7 +208,7 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(two, tmp_path, monkeypatch) -> None:
     from jobs.cluster import ray_failures
 
-    monkeypatch.setattr("pipeline.checkpoints.sight.SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("pipeline.checkpoints.shared_storage_check.SEEN_WITHIN_S", 0.1)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
         worker_group.require_folder(tmp_path / "elsewhere")
     error = RuntimeError()

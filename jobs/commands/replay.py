@@ -25,7 +25,7 @@ from data.index.index import Index
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Order
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.telemetry import Record, read_metrics
@@ -66,7 +66,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
         if not file.parent.is_dir():
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
     folder = stage_of(run)
-    task = handover.read_record(folder / handover.TASK).values
+    task = artifacts.read_record(folder / artifacts.TASK).values
     job: Job = task["job"]
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
@@ -114,7 +114,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
 
 def stage_of(run: Path) -> Path:
     """Return the folder of the one trained stage. Raises UsageError, which names them, where there are several."""
-    if (run / handover.TASK).exists():
+    if (run / artifacts.TASK).exists():
         return run
     folders = sorted(task.parent for task in run.glob("*/task.json"))
     if not folders:

@@ -25,7 +25,7 @@ from data.errors import ClusterError, ConfigError
 from data.files import refusal
 from jobs.workers.environment import complaint
 from jobs.workers.worker_files import SeenRecords, WorkerRecord, oom_kills, worker_file, write_record
-from pipeline.checkpoints.sight import SAME_STORAGE, look_for
+from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
