@@ -21,7 +21,7 @@ from jobs.attempts.restarts import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.planning.outlook import Outlook
-from jobs.recipe import campaign, choices
+from jobs.recipe import campaign, changes, choices
 from jobs.recipe.carried_recipe import carried
 from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
@@ -272,7 +272,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
     assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after, Outlook(None)))
-    assert stage_files.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
+    assert changes.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.
     folder = finish(after, "finetune.seed-0", 0.5)

@@ -19,9 +19,9 @@ from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines
 from jobs.recipe import class_names
+from jobs.recipe.changes import changes_since_half_done
 from jobs.recipe.choices import choice_text, settled
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.stage_files import changes_since_half_done
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
