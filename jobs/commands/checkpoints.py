@@ -21,8 +21,7 @@ from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import MANIFEST, Manifest, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.evaluation import async_evaluation
-from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.monitoring.telemetry import Record
+from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.versions import code_version
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -83,8 +82,7 @@ def list_all(path: Path) -> Iterator[str]:
     for stage in stage_folders(path):
         yield f"{stage.name}:"
         # A step is evaluated after its commit, so its scores are not in its manifest.
-        index = MetricsIndex(stage)
-        evaluations = {record["step"]: record for record in index.records(index.of_kind("evaluate"))}
+        evaluations = {record["step"]: record for record in read_metrics(stage, "evaluate")}
         for folder in committed(stage / "checkpoints"):
             yield f"  {list_line(folder, evaluations.get(step_of(folder), {}))}"
         for folder in sorted((stage / "checkpoints").glob("bad-*")):

@@ -13,9 +13,8 @@ from data.errors import CheckpointError, DataError, UsageError
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.evaluation import async_evaluation
-from pipeline.monitoring.accounting import account_rows
-from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.monitoring.telemetry import amount, duration, last_metrics
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
 from pipeline.plan.kept_forecast import short_text
 
 
@@ -130,7 +129,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"{to_go}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
-        f"{forecast}{to_judge}{account_rows(MetricsIndex(folder).rows).line()}"
+        f"{forecast}{to_judge}{account(read_metrics(folder, None)).line()}"
     )
 
 
