@@ -24,7 +24,7 @@ from data.shards.packing import pack
 from data.shards.sources import Sample
 from models import ModelConfig
 from pipeline import config, train
-from pipeline.evaluation.evaluate import ProbeConfig
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model

@@ -20,7 +20,7 @@ from jobs.context import index_if_made, reference
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import any_weights, evaluate, fewshot
 from models.weights.files import CLASSES, CONFIG
-from pipeline.evaluation.evaluate import ProbeConfig
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.training_config import TrainConfig
 
 
@@ -47,7 +47,7 @@ def check(campaign: Campaign, stage: Stage) -> None:
 def check_judged(campaign: Campaign, stage: Stage, cfg: evaluate.Config) -> None:
     """Raise DataError where a set is called otherwise than the weights' head, or than the set to learn from."""
     head: list[tuple[str, Names]] = []
-    if cfg.judges_head():
+    if cfg.uses_head():
         head.append((f"the weights {cfg.init}", of_weights(campaign, cfg.init)))
     for name, judged in cfg.sets.items():
         test = judged_sets(campaign, {f"sets.{name}.test": judged.test})

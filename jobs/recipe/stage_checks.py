@@ -5,12 +5,12 @@ from data.index.index import Index
 from jobs.recipe import class_names
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, sweep
-from jobs.stages.evaluation_config import check_head
+from jobs.stages.evaluate import check_head
 from jobs.worlds import allowed_worlds
 from models.checks import did_you_mean
 from pipeline.arithmetic import steps_of
 from pipeline.config import require
-from pipeline.evaluation.evaluate import check_shape
+from pipeline.evaluation.protocols import check_shape
 from pipeline.training_config import TrainConfig, check_model, check_schedule
 
 

@@ -18,7 +18,7 @@ from data.errors import ConfigError, DataError
 from jobs.context import index_if_made, reference
 from jobs.recipe.changes import changes_since_half_done
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stages import evaluate, evaluation_config, fewshot, pack, training
+from jobs.stages import evaluate, fewshot, pack, training
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts
 from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, with_blocks
@@ -63,7 +63,7 @@ def check_unfinished(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool
         if isinstance(stage.config, fewshot.Config):
             fewshot.check_sets(stage.config, campaign.resolve, index_if_made)
         if isinstance(stage.config, evaluate.Config):
-            evaluation_config.check_sets(stage.config, campaign.resolve, index_if_made)
+            evaluate.check_sets(stage.config, campaign.resolve, index_if_made)
     # Last, because the checks above tell of a lost shard how to train without it.
     check_packed(campaign, stages)
 

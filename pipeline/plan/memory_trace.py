@@ -42,7 +42,7 @@ from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
 from pipeline.config import build as build_config
 from pipeline.engine.engine import Engine
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.gpu_kernels import as_on_a_gpu
 from pipeline.plan.hidden_buffers import GlooBuffers, KernelBuffers

@@ -29,7 +29,7 @@ from data.files import state_folder, write_whole
 from models import ModelConfig
 from models.catalog import FAMILIES
 from pipeline.config import require
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.optimization.losses import LOSSES, dense_targets, mixup
 from pipeline.plan.memory_traces import forget_unused, mark_used
 from pipeline.versions import code_version
