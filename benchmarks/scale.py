@@ -231,7 +231,7 @@ def measure_calls(folder: Path) -> None:
     import ray
 
     from jobs.cluster.backends import connect, disconnect
-    from jobs.workers.worker_group import ClusterConfig
+    from jobs.cluster_config import ClusterConfig
 
     attempt = folder / "stage" / "attempts" / "attempt-000001"
     connect(ClusterConfig())

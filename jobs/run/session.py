@@ -21,7 +21,7 @@ from typing import Any
 
 from data.errors import Preempted
 from jobs.cluster import backends
-from jobs.cluster.backends import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from jobs.monitor.board import Board, Show
 from jobs.monitor.trackers import Tracker, start_trackers
 from jobs.ownership import owned
