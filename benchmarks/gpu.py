@@ -45,13 +45,15 @@ from jobs.cluster_config import ClusterConfig
 from jobs.planning.calibrate import KINDS, calibrate, engine
 from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
 from jobs.workers.worker_group import WorkerGroupError
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.plan.calibration import calibration_file, read_calibration
 from pipeline.plan.forecast import forecast_step, passes_of
 from pipeline.plan.memory import memory_need
-from pipeline.process_group import import_deepspeed, join_group
+from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

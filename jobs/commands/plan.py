@@ -25,7 +25,7 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
-from pipeline.engine.buckets import reduction_line
+from pipeline.engine.settings import reduction_line
 from pipeline.monitoring.telemetry import PEAK, amount
 from pipeline.optimization.thinning import describe, flops_of, phases
 from pipeline.plan import memory

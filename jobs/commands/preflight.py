@@ -195,7 +195,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
     return StageNeed(
         name=stage.name,
-        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.engine)
+        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 import models
 from data.files import write_durably
 from models.vit import ViTConfig
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.plan.operations import Work, built, cuda_clock, inputs, loss_of, timed
 from pipeline.preflight.identity import device_name
