@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-
-import models
-from jobs.cluster.backends import ClusterConfig, worker_group_runner
 from jobs.planning.calibrate import Engine, calibrate, engine
-from jobs.workers.worker_files import SeenRecords
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.plan.calibration import read_calibration
 from pipeline.plan.forecast import forecast_step, passes_of, work_of
 from pipeline.plan.operations import inputs, loss_of
+
+import models
+from jobs.cluster.backends import ClusterConfig, worker_group_runner
+from jobs.workers.worker_files import SeenRecords
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.process_group import join_group
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig

@@ -36,19 +36,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.nn.functional as F
+from jobs.planning.calibrate import KINDS, calibrate, engine
+from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
+from pipeline.plan.calibration import calibration_file, read_calibration
+from pipeline.plan.forecast import forecast_step, passes_of
 
 import models
 from benchmarks import train_step
 from data.errors import ConfigError, PatchlineError
 from jobs.cluster.backends import ClusterConfig, run_worker_group
-from jobs.planning.calibrate import KINDS, calibrate, engine
-from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.plan.calibration import calibration_file, read_calibration
-from pipeline.plan.forecast import forecast_step, passes_of
 from pipeline.plan.memory import memory_need
 from pipeline.process_group import import_deepspeed, join_group
 from pipeline.training_config import TrainConfig

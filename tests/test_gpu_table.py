@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from pipeline.plan.calibration import Hardware, write_calibration
+from tests.test_forecast import made
 
 from benchmarks import gpu
 from jobs.cluster.backends import ClusterConfig
-from pipeline.plan.calibration import Hardware, write_calibration
-from tests.test_forecast import made
 
 REPORT = """<testsuites><testsuite>
 <testcase name="test_attention_is_flash[cuda]" time="0.25" />

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs.planning.outlook import Outlook
 from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
@@ -20,7 +21,6 @@ from jobs.__main__ import main
 from jobs.attempts.restarts import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
-from jobs.planning.outlook import Outlook
 from jobs.recipe import campaign, choices
 from jobs.recipe.carried_recipe import carried
 from jobs.recipe.sweeps import Written, expand

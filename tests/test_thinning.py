@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.planning.outlook import Outlook
 from torch import Tensor
 
 import models
@@ -21,7 +22,6 @@ from data.index.document import load_index
 from data.loader import TrainLoader
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
-from jobs.planning.outlook import Outlook
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models import positions

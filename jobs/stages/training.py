@@ -22,13 +22,11 @@ from jobs.attempts.attempt import alone
 from jobs.attempts.supervisor import supervise
 from jobs.beside.evaluations import Evaluations
 from jobs.context import Context
-from jobs.planning.outlook import keep_forecast
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import config, handover
 from pipeline.checkpoints.room import check_room
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
-from pipeline.plan.kept_forecast import beside_measured
 from pipeline.plan.memory import need_if_traced, with_blocks
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -51,7 +49,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
     evaluations = evaluations_beside(cfg, context)
-    keeping = keep_forecast(cfg, context)
     outcome = supervise(
         train,
         make_task,
@@ -63,11 +60,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     )
     if evaluations is not None:
         evaluations.finish()
-    if keeping is not None:
-        keeping.join()
-    compared = beside_measured(context.directory)
-    if compared:
-        context.say(f"{context.name}: {compared}")
     if context.remote is not None:
         # Rank 0 may have worked on another node: what it has handed on is brought here.
         StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
