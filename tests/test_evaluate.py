@@ -20,6 +20,8 @@ from data.shards.packing import pack
 from data.shards.sources import Sample
 from pipeline.evaluation.evaluate import accuracy
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
 CLASSES = 1000
 

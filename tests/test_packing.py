@@ -32,6 +32,8 @@ from data.shards.reader import Reader, check_sizes
 from data.shards.sources import Sample, class_folders, digits, tars
 from data.shards.tables import image_parquet, path_table
 
+pytestmark = pytest.mark.quick
+
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs.planning.outlook import Outlook
 from torch import Tensor
 
 import models
@@ -311,7 +310,7 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
 
 def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
     loaded = campaign.load(recipe, list(THINNED))
-    text = "\n".join(plan(loaded, Outlook(None)))
+    text = "\n".join(plan(loaded))
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
     flops = thinning.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)

@@ -26,13 +26,14 @@ from data.errors import ConfigError
 from data.files import memory_text
 from data.index.index import Index
 from data.mixture import shares as shares_of
+from jobs.cluster_config import ClusterConfig
+from jobs.commands.trial import trial_key
 from jobs.context import reference
 from jobs.recipe import class_names
+from jobs.recipe.changes import changes_since_half_done
 from jobs.recipe.choices import choice_text, settled
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.stage_files import changes_since_half_done
 from jobs.stages import sweep
-from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
 from pipeline.arithmetic import batch_arithmetic, steps_of
@@ -457,7 +458,8 @@ class TrainedStage:
         """Say how long all steps take and what they cost: by trials, else by an estimate."""
         cluster = self.campaign.cluster
         trials = []
-        for trial in read_trials(self.campaign.run, self.stage.key):
+        key = trial_key(self.campaign, self.stage)
+        for trial in read_trials(self.campaign.run, key):
             # A worker with a GPU, or with other cores, takes other times.
             if (trial.gpus_per_worker, trial.cpus_per_worker) == (cluster.gpus_per_worker, cluster.cpus_per_worker):
                 trials.append(trial)

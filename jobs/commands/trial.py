@@ -8,7 +8,7 @@
 1. Every stage that trains, and whose data is there, runs as `run` would have it: the same workers, loop and saves. Only
    its length is another, it is not evaluated, and its folder goes at the end.
 2. Its records say what a step took, part by part (pipeline/plan/trial.py).
-3. They are kept in the run's place under the stage's key and the number of workers.
+3. They are kept in the run's place, under a digest of all that a step's time depends on and the number of workers.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from jobs.recipe.campaign import KINDS
 from jobs.recipe.choices import settled
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.temporary_run import temporary_run
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
-from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, name_of, write_trial
+from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, name_of, write_trial
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
@@ -67,11 +67,22 @@ def stages_to_try(campaign: Campaign, only: str | None) -> Sequence[Stage]:
         if not isinstance(stage.config, TrainConfig):
             raise ConfigError(f"{only} is a stage of kind {stage.kind}, which takes no steps\n  name one that trains")
         return [stage]
-    # The runs of a sweep may be hundreds, most of them alike: each is tried where its name is given.
-    stages = [stage for stage in campaign.stages if isinstance(stage.config, TrainConfig) and not stage.is_run]
+    # Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
+    stages: dict[str, Stage] = {}
+    for stage in campaign.stages:
+        if isinstance(stage.config, TrainConfig):
+            stages.setdefault(trial_key(campaign, stage) or stage.name, stage)
     if not stages:
-        raise ConfigError("the recipe trains nothing but the runs of sweeps\n  type --stage NAME for one of them")
-    return stages
+        raise ConfigError("the recipe trains nothing: there are no steps to try")
+    return list(stages.values())
+
+
+def trial_key(campaign: Campaign, stage: Stage) -> str:
+    """Return the key of a stage's trials; "" where its model is not known."""
+    if stage.model is None:
+        return ""
+    sets = [campaign.resolve(path) or "" for path, _weight in stage.config.data.sets().values()]
+    return key_of(stage.config, stage.model, sets)
 
 
 def what_is_missing(campaign: Campaign, stage: Stage) -> str:
@@ -90,7 +101,7 @@ def short_config(campaign: Campaign, stage: Stage) -> TrainConfig:
     cfg: TrainConfig = stage.config
     init = campaign.resolve(cfg.init)
     # Steps take the same time from any weights.
-    has_weights = init is not None and (Path(init) / handover.WEIGHTS).exists()
+    has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
     return dataclasses.replace(
         cfg,
         steps=STEPS,
@@ -142,7 +153,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
                 store.delete(list(store.sizes()))
     result = Trial(
         stage=stage.name,
-        key=stage.key,
+        key=trial_key(campaign, stage),
         backend=campaign.cluster.backend,
         gpus_per_worker=campaign.cluster.gpus_per_worker,
         cpus_per_worker=campaign.cluster.cpus_per_worker,

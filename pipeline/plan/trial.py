@@ -3,17 +3,22 @@
 In:  the records that 30 steps of training have left in metrics.jsonl (pipeline/monitoring/telemetry.py)
 Out: <run>/trials/d91ff90d-8.json: {"world": 8, "images_per_s": 5120.0, "step_s": 0.8, "start_s": 14.2, …}
 
-The document is found by the stage's key and the number of workers: a stage with another key may take another time.
+The document is found by the number of workers and the digest of all that a step's time depends on: model, sets, batch,
+engine. A stage of another length, rate or seed goes by the same trial, and so do the runs of a sweep over them.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import models
 from data.errors import DataError
-from pipeline import handover
+from models import ModelConfig
+from pipeline import artifacts, config
 from pipeline.monitoring.telemetry import Record
+from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.training_config import ProbeConfig, TrainConfig
 
 FOLDER = "trials"  # in the run directory
 STEPS = 30
@@ -27,7 +32,7 @@ class Trial:
     """Holds what was measured of a stage; seconds unless a name says otherwise."""
 
     stage: str
-    key: str
+    key: str  # `key_of` it
     world: int
     backend: str
     gpus_per_worker: int
@@ -51,6 +56,36 @@ class Trial:
     def per_worker(self) -> float:
         """Return the images a second of a worker."""
         return self.images_per_s / self.world
+
+
+def key_of(cfg: TrainConfig, model: ModelConfig, sets: Sequence[str]) -> str:
+    """Return the digest of all that a step's time depends on; `sets` are the resolved paths of what is trained on."""
+    # What is set to one value here has no say in a step's time.
+    alike = replace(
+        cfg,
+        data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
+        model={},
+        init=None,
+        new_head=False,
+        optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
+        steps=1,
+        passes=None,
+        seed=0,
+        evaluate_every=0,
+        evaluate_on="training",
+        probe=ProbeConfig(),
+        log_every=1,
+        save_every=1,
+        keep=2,
+        keep_every=0,
+        max_skipped=1,
+        max_failed_saves=1,
+        timeout_s=1.0,
+        stall_s=1.0,
+    )
+    weights = [weight for _, weight in cfg.data.sets().values()]
+    depends_on = {"config": config.plain(alike), "model": models.to_dict(model), "sets": list(sets), "weights": weights}
+    return config.digest(depends_on)
 
 
 def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str, Any]:
@@ -102,7 +137,7 @@ def read_trials(run: Path, key: str) -> list[Trial]:
     trials = []
     for path in run.glob(f"{FOLDER}/{key[:8]}-*.json"):
         try:
-            trial = Trial(**handover.read_record(path).values)
+            trial = Trial(**artifacts.read_record(path).values)
         except TypeError as error:
             raise DataError(f"{path} is no trial: {error}\n  delete it, and type the trial's command again") from None
         if trial.key == key:
@@ -114,5 +149,5 @@ def write_trial(run: Path, trial: Trial) -> Path:
     """Write a trial's document, which carries its own digest, and return where it lies."""
     path = run / name_of(trial.key, trial.world)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handover.write_record(path, asdict(trial))
+    artifacts.write_record(path, asdict(trial))
     return path
