@@ -35,7 +35,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "test_subset.py",
         "test_tar.py",
         "test_vtab.py",
-        "test_vtab_archives.py",
+        "test_vtab_prepared.py",
     ),
     "pipeline": (
         "test_accounting.py",

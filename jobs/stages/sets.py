@@ -21,7 +21,7 @@ from data.index.names import Names, Numbering, check_unmistakable, ids_of, numbe
 from data.shards.sources import DIGITS, Sample, class_folders, digits, folder_classes, numbered, tars, tars_classes
 from data.shards.subset import Rule, check_seed
 from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
-from data.vtab.source import VTAB
+from data.vtab.prepared import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -56,7 +56,7 @@ class SetConfig:
         "pets",  # folder of images.tar.gz and annotations.tar.gz
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
         "objectnet",  # folder objectnet-1.0
-        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
+        "vtab",  # a task of VTAB-1k, from the folder that TensorFlow Datasets has prepared (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads, or tars as a/train-*.tar; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
@@ -124,7 +124,7 @@ class SetConfig:
         require(
             not (self.partial and self.source == "vtab"),
             "partial with source vtab: the images of a task are chosen by their place in the whole set\n"
-            "  leave partial out, and give the archives as their owners distribute them",
+            "  leave partial out, and give the whole set as TensorFlow Datasets prepares it",
         )
 
 
