@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.order
+from data.draws import key_of, permute
 from data.mixture import Mixture
 from data.order import Ledger, Order
-from data.permutation import key_of, permute
 
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
 batches = st.integers(1, 48)

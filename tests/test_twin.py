@@ -18,7 +18,7 @@ import torch
 import models
 from data.errors import Preempted
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from jobs.cluster.backends import ClusterConfig, run_worker_group
 from jobs.workers.worker_group import WorkerGroupError
 from models.weights import npz

@@ -10,10 +10,10 @@ import cv2
 import numpy as np
 import pytest
 
-from data.archives.published import Published
 from data.errors import DataError
 from data.index.document import load_index
-from data.shards.sources import Sample
+from data.sources.published import Published
+from data.sources.samples import Sample
 from data.vtab import tasks
 from data.vtab.prepared import VTAB
 from jobs.__main__ import main

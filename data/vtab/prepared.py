@@ -21,13 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.archives.images import as_image, encode, tell
-from data.archives.published import Published
-from data.archives.sources import Archive
 from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.shards.sources import Sample
+from data.sources.published import Archive, Published
+from data.sources.samples import Sample, as_image, encode, warn_of
 from data.vtab.labels import NAMES, label_of
 from data.vtab.records import features, records
 from data.vtab.tasks import TASKS, Split, Task
@@ -104,7 +102,7 @@ def samples(task: Task, path: Path, split: str) -> Iterator[Sample]:
             if wanted:
                 yield from rows_of(file, task, set_split, first_row, wanted, changed)
             first_row += count
-    tell(prepared.folder, changed)
+    warn_of(prepared.folder, changed)
 
 
 def rows_of(file: Path, task: Task, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
@@ -155,7 +153,7 @@ def classes(task: Task, path: Path) -> Names:
 
 def archive_of(task: Task) -> Archive:
     """Return a task as the sources of a pack stage know data sets."""
-    published = {}
+    published: dict[str, Published] = {}
     for split in SPLITS:
         published[split] = Published(task.samples(split), task.classes, SOURCE)
     return Archive(partial(samples, task), partial(classes, task), published)
