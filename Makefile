@@ -42,9 +42,9 @@ demo: env
 cluster-demo: env
 	$(BIN)/python -m tests.cluster_demo
 
-# tests/areas.py names the quick test files.
+# A quick test file says so itself: `pytestmark = pytest.mark.quick`.
 check: lint
-	$(BIN)/python -m pytest $$($(BIN)/python -m tests.areas)
+	$(BIN)/python -m pytest -m "quick and not slow"
 
 # Two processes, because tests wait more than they compute. Each takes half of the files, and of the rest half of what the
 # other has left, so that the tests of a file nearly always share their fixtures.

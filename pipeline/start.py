@@ -27,17 +27,17 @@ from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
 from models import ModelConfig
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import checkpoint, restore, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
-from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.engine.exact import ExactEngine, say_price
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
@@ -193,7 +193,7 @@ def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelC
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
         remote=joined.remote,
-        needed=partial(beside.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+        needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
 
@@ -209,10 +209,10 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
     worker.phases.enter("load", 0)
     if joined.remote is None:
         checkpoints = checkpoints_of(job)
-        chosen = restore.load_together(worker.engine, checkpoints, chosen, job.attempt, worker.telemetry.say)
+        chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
         check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
     else:
-        stored_restore.load(worker.engine, chosen)
+        stored_restore.load(worker.engine.load, chosen)
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
     worker.saver.last_committed = manifest.step
@@ -222,7 +222,7 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
 def is_drivers_folder(job: Job) -> bool:
     """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
     try:
-        left = handover.read_record(Path(job.directory) / handover.TASK).values["job"]
+        left = artifacts.read_record(Path(job.directory) / artifacts.TASK).values["job"]
     except (OSError, DataError):
         return False
     return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
@@ -235,7 +235,7 @@ def fetch_init(remote: str, run: str, init: str) -> None:
     """
     # A path outside the run is on every node, or this node says that it is missing.
     if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(run):
-        handover.fetch_weights(remote, Path(run), Path(init))
+        artifacts.fetch_weights(remote, Path(run), Path(init))
     dist.barrier()
 
 

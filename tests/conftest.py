@@ -8,7 +8,6 @@ import pytest
 from data.shards.packing import pack
 from data.sources.samples import digits
 from pipeline.plan.memory_traces import Moment, Trace
-from tests.areas import AREAS, area_of
 
 RECIPE = """
 run: {run}
@@ -80,21 +79,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how long each area took, and with -vv each file; setups, calls and teardowns are summed."""
     seconds_of_file: Counter[str] = Counter()
+    seconds_of_area: Counter[str] = Counter()  # tests/test_data/… is "data"; a file of no folder drives whole runs
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                file = Path(report.nodeid.partition("::")[0]).name
-                seconds_of_file[file] += report.duration
+                path = Path(report.nodeid.partition("::")[0])
+                folder = path.parts[1] if len(path.parts) > 2 else "whole runs"
+                seconds_of_file[path.name] += report.duration
+                seconds_of_area[folder.removeprefix("test_")] += report.duration
     if len(seconds_of_file) < 2:  # one file's time is in the closing line
         return
 
-    seconds_of_area: Counter[str] = Counter()
-    for file, seconds in seconds_of_file.items():
-        seconds_of_area[area_of(file)] += seconds
     terminalreporter.section("time by area")
-    for area in (*AREAS, "other"):
-        if area in seconds_of_area:
-            terminalreporter.write_line(f"{area:12} {seconds_of_area[area]:7.1f} s")
+    for area, seconds in sorted(seconds_of_area.items()):
+        terminalreporter.write_line(f"{area:12} {seconds:7.1f} s")
     if terminalreporter.verbosity > 0:
         for file, seconds in seconds_of_file.most_common():
             terminalreporter.write_line(f"    {file:32} {seconds:7.1f} s")

@@ -21,6 +21,8 @@ from jobs.run import early_start, session
 from jobs.workers import processes
 from pipeline.training_config import TrainConfig
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 
 

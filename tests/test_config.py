@@ -11,15 +11,17 @@ from omegaconf import OmegaConf
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.cache import CacheConfig
+from jobs.cluster_config import ClusterConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages import fewshot, pack, resize, sweep
-from jobs.workers.worker_group import ClusterConfig
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
+
+pytestmark = pytest.mark.quick
 
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [

@@ -23,6 +23,8 @@ from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.progress import Progress
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 
 

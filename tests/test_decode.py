@@ -22,6 +22,8 @@ from data.images.decode import MAX_SCANS, BadImage, Header, decode, decode_crop,
 from data.images.preprocess import resize_small
 from data.images.resizes import bilinear
 
+pytestmark = pytest.mark.quick
+
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
@@ -161,7 +163,7 @@ def test_flipping_mirrors_the_same_crop():
     assert 4 <= flipped <= 16
 
 
-def test_an_image_that_needs_no_resize_is_mirrored_too():
+def test_an_image_that_needs_no_resize_is_synced_too():
     image = scene(32, 32)
     mirrored = 0
     for number in range(20):

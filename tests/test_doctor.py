@@ -23,6 +23,8 @@ from data.shards.report import advice
 from data.sources.samples import Sample, digits
 from tests.tars import write_tar
 
+pytestmark = pytest.mark.quick
+
 GOOD = list(islice(digits(True), 60))
 
 

@@ -20,6 +20,8 @@ from data.sources.imagenet import labelled_images, real
 from data.sources.samples import Sample
 from pipeline.evaluation.evaluate import accuracy
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
 CLASSES = 1000
 

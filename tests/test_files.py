@@ -22,6 +22,8 @@ from data.errors import ConfigError, StorageError
 from jobs.ownership import claim_attempt, owned
 from models.weights.files import write_tensors
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     path = tmp_path / "file.json"

@@ -16,6 +16,8 @@ from pipeline.optimization.losses import LOSSES, dense_targets
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.optimization.schedule import ScheduleConfig, learning_rate
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 softmax_loss = LOSSES["softmax"]
 

@@ -18,6 +18,8 @@ from data.shards.packing import pack
 from data.sources.samples import Sample
 from pipeline.training_config import DataConfig
 
+pytestmark = pytest.mark.quick
+
 
 def picture(number: int, side: int, extension: str = ".jpg") -> bytes:
     coarse = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)

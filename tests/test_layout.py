@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "models": {"models"},
@@ -171,9 +173,9 @@ def test_whatever_tests_and_benchmarks_name_of_ours_is_there() -> None:
     """Mypy reads the packages alone, and what is moved in one is not noticed by a test that seldom runs."""
     problems = []
     for folder in ("tests", "benchmarks"):
-        for path in sorted((ROOT / folder).glob("*.py")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             for line, name in missing_names(path.read_text()):
-                problems.append(f"{folder}/{path.name}:{line} names {name}")
+                problems.append(f"{path.relative_to(ROOT)}:{line} names {name}")
     assert not problems, "\n".join(problems)
 
 

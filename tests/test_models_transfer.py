@@ -11,6 +11,8 @@ import models
 from models import positions
 from models.transfer import check_weights
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 

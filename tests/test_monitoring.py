@@ -18,6 +18,8 @@ from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.metadata import metadata_of
 from jobs.monitor.view import Looker, View, records_since
 
+pytestmark = pytest.mark.quick
+
 DEPLOY = Path(__file__).parents[1] / "deploy" / "monitoring"
 REPORT = {
     "kind": "train",

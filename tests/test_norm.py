@@ -10,6 +10,8 @@ from pipeline.engine.buckets import reduction_line
 from pipeline.engine.engine import deepspeed_config
 from pipeline.engine.norm import ROW, clipping, sum_of_squares
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"one": [1], "a row": [ROW], "rows and a tail": [3 * ROW + 5], "many": [7, ROW - 1, 2 * ROW, 0, 33 * 12]}
 
 

@@ -13,6 +13,8 @@ from data.draws import key_of, permute
 from data.mixture import Mixture
 from data.order import Ledger, Order
 
+pytestmark = pytest.mark.quick
+
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
 batches = st.integers(1, 48)
 lane_count = st.integers(1, 16)  # also more than slots, samples or shards

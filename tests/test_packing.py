@@ -32,6 +32,8 @@ from data.sources.imagenet import validation as imagenet_validation
 from data.sources.samples import Sample, digits
 from data.sources.tars import tars
 
+pytestmark = pytest.mark.quick
+
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 

@@ -11,6 +11,8 @@ from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
 from data.images.preprocess import preprocess, shape_of
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
 

@@ -9,6 +9,8 @@ import pytest
 from data.shards.subset import few_shot_rows
 from pipeline.evaluation.probe import linear_probe
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "fewshot_lsr.npz"
 
 

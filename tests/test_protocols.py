@@ -24,9 +24,11 @@ from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
 from pipeline.evaluation.evaluate import ProbeConfig
-from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.probe import fit, fit_all, linear_probe
 from pipeline.evaluation.protocols import FewShotConfig, Judged, few_shot, few_shot_metrics, judge, protocols_of
+
+pytestmark = pytest.mark.quick
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 CPU = torch.device("cpu")

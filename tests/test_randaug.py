@@ -16,6 +16,8 @@ from data.index.document import load_index
 from data.loader import TrainLoader
 from data.order import Order
 
+pytestmark = pytest.mark.quick
+
 IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
 SIDE = 96
 

@@ -19,6 +19,8 @@ from jobs.__main__ import main
 from tests.conftest import RECIPE
 from tests.stacks import Call, numbered, recorded, recording_start
 
+pytestmark = pytest.mark.quick
+
 MOST_CALLS_TO_THE_MODEL = 10
 MOST_CALLS_TO_A_COMMIT = 3
 LOOP = ("pipeline/train.py", "train")

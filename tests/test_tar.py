@@ -11,6 +11,8 @@ from data.index.labels import parse_labels
 from data.index.refusals import Refusals
 from data.index.tar import members, walk
 
+pytestmark = pytest.mark.quick
+
 
 def tar_of(members: list[tuple[str, bytes]], format=tarfile.PAX_FORMAT, **fields) -> bytes:
     buffer = io.BytesIO()

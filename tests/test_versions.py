@@ -7,6 +7,8 @@ import pytest
 
 from pipeline import versions
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 
 

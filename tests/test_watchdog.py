@@ -7,6 +7,8 @@ from data.index.document import load_index
 from pipeline.evaluation.evaluate import watched
 from pipeline.monitoring.watchdog import READ_AT_A_LOOK, SLOW_LOOKS, Phases, Place, Verdict, Watch
 
+pytestmark = pytest.mark.quick
+
 
 class Clock:
     now = 0.0

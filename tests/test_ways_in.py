@@ -7,10 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from data.errors import ExitCode
 from jobs.submit.submission import STOP_GRACE_S
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
