@@ -16,7 +16,7 @@ import models
 from data.errors import DataError
 from data.index.document import load_index
 from data.index.index import Index
-from data.index.left_out import without
+from data.index.joined import exclude
 from data.shards.reader import check_sizes
 from jobs.attempts.attempt import alone
 from jobs.attempts.supervisor import supervise
@@ -85,7 +85,7 @@ def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = 
     whole_sets = loaded_sets(training_sets(cfg, resolve), load)
     # Without all of them nobody knows which shard `data.drop` means.
     if len(whole_sets) == len(cfg.data.sets()):
-        sets = without(whole_sets, cfg.data.drop)
+        sets = exclude(whole_sets, cfg.data.drop)
         check_usable(sets, cfg.data.drop, f"{name}.data.drop")
     evaluation_paths = [resolve(value) for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test)]
     check_usable(loaded_sets(evaluation_paths, load))
@@ -115,7 +115,7 @@ def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
         return
     whole_sets = [load_index(path) for path in training_sets(cfg, context.resolve)]
     samples = sum(index.samples for index in whole_sets)
-    samples_left = sum(index.samples for index in without(whole_sets, cfg.data.drop))
+    samples_left = sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
     dropped = f"{samples - samples_left:,} of {samples:,} samples"
     context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 

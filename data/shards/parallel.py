@@ -5,7 +5,7 @@ How the jobs are done, in order:
 2. the results come in the order of the jobs; `report` is told how many there are, of how many;
 3. when the block ends, however it does, or this process is killed, the processes end too, in the midst of their jobs.
 
-    with side_by_side(index_shard, jobs, workers=4) as results:
+    with in_parallel(index_shard, jobs, workers=4) as results:
         for record in results:
             …
 """
@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]  # jobs done, of how many
 
 
 @contextmanager
-def side_by_side(
+def in_parallel(
     function: Callable[[Job], Result],
     jobs: Sequence[Job],
     workers: int,

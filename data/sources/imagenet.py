@@ -4,7 +4,7 @@
    class. All three give the same samples in the same order, since images are sorted by the hash of their names.
 2. Validation images: ILSVRC2012_img_val.tar or a folder of its files, with their classes from the devkit's archive, a
    text file or real.json; or folders of one class each, as most people keep them.
-3. A class's id is its place among the sorted WordNet ids, 0 … 999, as everywhere but in the devkit itself.
+3. A class's id is its image among the sorted WordNet ids, 0 … 999, as everywhere but in the devkit itself.
 
     ILSVRC2012_img_train.tar
       n01440764.tar: n01440764_10026.JPEG …     →     Sample("n01440764_10026", b"\\xff\\xd8…", (0,))
@@ -20,14 +20,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from data.archives.images import tell
-from data.archives.members import GZIP_START, read_members
-from data.archives.published import Published
 from data.errors import DataError
 from data.index.names import Names, some
 from data.index.refusals import Refusals
 from data.index.tar import IMAGES, mapped, members
-from data.shards.sources import Sample, folder_classes
+from data.sources.folders import folder_classes
+from data.sources.members import GZIP_START, read_members
+from data.sources.published import Published
+from data.sources.samples import Sample, warn_of
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"
@@ -41,7 +41,7 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 # ------------------------------------------------------------------------------------------ training images
 
 
-class Place(NamedTuple):
+class TrainingImage(NamedTuple):
     """Where a training image lies: in a tar from an offset on, or in a file of its own."""
 
     name: str  # n01440764_10026.JPEG
@@ -50,11 +50,15 @@ class Place(NamedTuple):
     size: int  # bytes; −1 for a file of its own
     label: int
 
+    def sample(self, encoded: bytes | Path) -> Sample:
+        """Return the sample of this image."""
+        return Sample(self.name.partition(".")[0], encoded, (self.label,))
+
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
     """The training images, mixed by the hash of their names; raises DataError where the tars are none or damaged."""
     if path.is_dir():
-        tars = class_tars(path)
+        tars = sorted(path.glob("[!.]*.tar"))  # of one class each
         return from_tars(tars) if tars else from_class_folders(path)
     return from_whole_tar(path)
 
@@ -65,45 +69,40 @@ def train_classes(path: Path) -> Names:
         with open(path, "rb") as file, mapped(file) as outer:
             inner = sorted(members(outer, str(path), Refusals()))
         return tuple(name.decode().removesuffix(".tar") for name, _, _ in inner)
-    tars = class_tars(path)
+    tars = sorted(path.glob("[!.]*.tar"))  # of one class each
     return tuple(tar.stem for tar in tars) if tars else folder_classes(path)
-
-
-def class_tars(folder: Path) -> list[Path]:
-    """The tars of a folder of one tar a class, sorted."""
-    return sorted(folder.glob("[!.]*.tar"))
 
 
 def from_whole_tar(path: Path) -> Iterator[Sample]:
     """The images of a tar of one tar a class."""
     with open(path, "rb") as file, mapped(file) as outer:
-        places: list[Place] = []
+        images: list[TrainingImage] = []
         for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(path), Refusals()))):
             class_tar = outer[class_offset : class_offset + class_size]
             for member, offset, size in members(class_tar, f"{path}: {class_name.decode()}", Refusals()):
-                places.append(Place(member.decode(), 0, class_offset + offset, size, label))
-        for place in mixed(places):
-            yield sample_at(place, bytes(outer[place.offset : place.offset + place.size]))
+                images.append(TrainingImage(member.decode(), 0, class_offset + offset, size, label))
+        for image in mixed(images):
+            yield image.sample(bytes(outer[image.offset : image.offset + image.size]))
 
 
 def from_tars(tars: Sequence[Path]) -> Iterator[Sample]:
     """The images of a folder of one tar a class."""
-    places: list[Place] = []
+    images: list[TrainingImage] = []
     for label, tar in enumerate(tars):
         with open(tar, "rb") as file, mapped(file) as content:
             for member, offset, size in members(content, str(tar), Refusals()):
-                places.append(Place(member.decode(), label, offset, size, label))
-    for place in mixed(places):
+                images.append(TrainingImage(member.decode(), label, offset, size, label))
+    for image in mixed(images):
         # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
-        with open(tars[place.file], "rb") as file:
-            file.seek(place.offset)
-            yield sample_at(place, file.read(place.size))
+        with open(tars[image.file], "rb") as file:
+            file.seek(image.offset)
+            yield image.sample(file.read(image.size))
 
 
 def from_class_folders(root: Path) -> Iterator[Sample]:
     """The images of a folder of one folder a class."""
     names = folder_classes(root)
-    places: list[Place] = []
+    images: list[TrainingImage] = []
     passed_over = Refusals()
     for label, name in enumerate(names):
         with os.scandir(root / name) as entries:
@@ -112,22 +111,17 @@ def from_class_folders(root: Path) -> Iterator[Sample]:
                     continue
                 extension = entry.name.rpartition(".")[2].lower()
                 if extension in IMAGES:
-                    places.append(Place(entry.name, label, 0, -1, label))
+                    images.append(TrainingImage(entry.name, label, 0, -1, label))
                 else:
                     passed_over.add_type(extension, f"{name}/{entry.name}")
-    tell(root, passed_over)
-    for place in mixed(places):
-        yield sample_at(place, root / names[place.label] / place.name)
+    warn_of(root, passed_over)
+    for image in mixed(images):
+        yield image.sample(root / names[image.label] / image.name)
 
 
-def mixed(places: list[Place]) -> list[Place]:
+def mixed(images: list[TrainingImage]) -> list[TrainingImage]:
     """The images in the order of the hash of their names, in which all classes mix, wherever they lie."""
-    return sorted(places, key=lambda place: sha256(os.fsencode(place.name)).digest())
-
-
-def sample_at(place: Place, image: bytes | Path) -> Sample:
-    """The sample of a training image."""
-    return Sample(place.name.partition(".")[0], image, (place.label,))
+    return sorted(images, key=lambda image: sha256(os.fsencode(image.name)).digest())
 
 
 # ---------------------------------------------------------------------------------------- validation images

@@ -1,10 +1,12 @@
-"""Pseudo-random permutations of any size, computed element by element, and the hash that names one.
+"""Random numbers and permutations by key: the same on every machine, in every process, whoever asks.
 
 All arithmetic is on 64-bit integers and written out here, so that no library's random generator can change an order.
 
-In:  the numbers 0 … 4 in a permutation of 5, and five times the key of (seed 0, epoch 1)
-Out: the five numbers in another order, the same on every machine and in every process
+    permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
+    Draws(7).uniform()                               the first number of the key 7
 """
+
+from __future__ import annotations
 
 import numpy as np
 
@@ -57,3 +59,30 @@ def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.
         left = (left + mix(key + right * np.uint64(ROUNDS) + np.uint64(turn))) % a
         right = (right + mix(key + left * np.uint64(ROUNDS) + np.uint64(turn + 1))) % b
     return left * b + right
+
+
+# ------------------------------------------------------------------------------------------------ one by one
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ, the counter's step
+
+
+class Draws:
+    """SplitMix64 (Steele et al. 2014) from a key below 2⁶⁴: `Draws(7)` gives the same numbers everywhere."""
+
+    def __init__(self, key: int):
+        self.state = key
+
+    def uniform(self) -> float:
+        """A number in [0, 1)."""
+        # Python's integers do not wrap around as the uint64 of the original do: MASK keeps the lower 64 bits.
+        self.state = (self.state + GOLDEN) & MASK
+        x = self.state
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+        x = x ^ (x >> 31)
+        return (x >> 11) * 2.0**-53  # the 53 bits that a float holds
+
+    def below(self, n: int) -> int:
+        """A whole number in 0 … n−1 (0 where n is 0)."""
+        return int(self.uniform() * n)

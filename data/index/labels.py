@@ -13,6 +13,7 @@ from data.images.decode import BadImage
 from data.index.index import Index
 
 NO_NAMES: Mapping[str, int] = {}
+MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 
 
 def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:

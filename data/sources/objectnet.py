@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.archives.images import encode, tell
-from data.archives.members import members, read_members
-from data.archives.published import Published
 from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.shards.sources import Sample
+from data.sources.members import members, read_members
+from data.sources.published import Published
+from data.sources.samples import Sample, encode, warn_of
 
 PAGE = "https://objectnet.dev"
 FOLDERS = "folder_to_objectnet_label.json"
@@ -55,7 +54,7 @@ def samples(path: Path, split: str = "test") -> Iterator[Sample]:
         image = without_border(member.read(), member.name, notes)
         key = f"{folder}/{member.base.rpartition('.')[0].replace('.', '_')}"
         yield Sample(key, image, labels, "png")
-    tell(path, notes)
+    warn_of(path, notes)
 
 
 def classes(path: Path) -> Names:

@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from data.archives.images import tell
-from data.archives.members import Member, members, tar_members
-from data.archives.published import Published
 from data.errors import DataError
 from data.index.names import Names, some
 from data.index.refusals import Refusals
-from data.shards.sources import Sample, kind_of
+from data.sources.members import Member, members, tar_members
+from data.sources.published import Published
+from data.sources.samples import Sample, kind_of, warn_of
 
 WNID = re.compile(r"n\d{8}")
 WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")
@@ -53,7 +52,7 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
             current = wnid
         raw = image.read()
         yield Sample(image.base.partition(".")[0], raw, (ids[wnid],), kind_of(raw))
-    tell(path, passed_over)
+    warn_of(path, passed_over)
     lacking = [wnid for wnid in names if wnid not in finished]
     if lacking:
         logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(lacking), some(lacking))

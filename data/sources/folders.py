@@ -1,31 +1,116 @@
-"""Samples of tables: a CSV or parquet file of paths and labels, and parquet that holds the images themselves.
+"""Samples of files: a folder of one folder a class, a table of paths and labels, or parquet that holds the images.
 
-Labels are class ids, or names of classes; a table whose labels are names gives them ids in the order of the alphabet.
+Labels of tables are class ids, or names of classes; a table whose labels are names gives them ids in the order of the
+alphabet.
+
+    photos/train/cat/1.jpg       Sample("cat/1", Path("photos/train/cat/1.jpg"), (0,), "jpg")
+    photos/train/dog/7.png  →    Sample("dog/7", Path("photos/train/dog/7.png"), (1,), "png")
 
     path,label
     a/1.jpg,tabby cat            Sample("a/1", Path("a/1.jpg"), (1,), "jpg")
-    a/2.jpg,pug           →      Sample("a/2", Path("a/2.jpg"), (0,), "jpg"), with the names ("pug", "tabby cat")
+    a/2.jpg,pug             →    Sample("a/2", Path("a/2.jpg"), (0,), "jpg"), with the names ("pug", "tabby cat")
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
+from data.index.labels import NO_NAMES, parse_labels, text_labels
 from data.index.names import Names, agreed, ids_of, shown
-from data.shards.labels import NO_NAMES, parse_labels, text_labels
-from data.shards.sources import Entry, Sample, files_of, first_of, kind_of, read_files
+from data.index.tar import IMAGES
+from data.sources.samples import Sample, kind_of
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
 TABLE_LABEL_COLUMNS = ("label", "labels", "cls")  # of a table of paths
+MOST_KINDS = 10  # of files that were passed over, that a warning names
+
+
+class ListedFile(NamedTuple):
+    """An image in a list of files: its path below some root, and its class ids."""
+
+    name: str
+    labels: tuple[int, ...]
+
+
+# ----------------------------------------------------------------------------------------------- folders
+
+
+def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`).
+
+    Raises DataError where a class has no images; files that are no images are named in a warning.
+    """
+    entries: list[ListedFile] = []
+    passed_over: Counter[str] = Counter()  # extension, or name → files
+    for label, class_name in enumerate(folder_classes(root)):
+        folder = Path(root, class_name)
+        is_empty = True
+        # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
+        for path in sorted(folder.rglob("[!.]*")):
+            if not path.is_file():
+                continue
+            if extension_of(path) in IMAGES:
+                entries.append(ListedFile(str(path.relative_to(root)), (label,)))
+                is_empty = False
+            else:
+                passed_over[path.suffix or path.name] += 1
+        if is_empty:
+            raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
+    if passed_over:
+        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
+        logging.getLogger(__name__).warning("%s: not packed, being no %s: %s", root, ", ".join(IMAGES), kinds)
+    yield from read_files(root, entries)
+
+
+def folder_classes(root: str | os.PathLike[str]) -> Names:
+    """The class names of a folder of class folders, in the order of their ids; raises DataError where it has none."""
+    names = []
+    if Path(root).is_dir():
+        names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
+    if not names:
+        raise DataError(f"{root}: expected one sub-folder a class, found none")
+    return tuple(names)
+
+
+def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
+    """Samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
+    for name, labels in sorted(entries, key=by_hash_of_name):
+        path = Path(root, name)
+        # A file name is bytes to Linux; a key has to be text.
+        is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
+        if not is_utf8:
+            raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
+        extension = extension_of(path)
+        if extension not in IMAGES or not path.is_file():
+            raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
+        # A dot in the key would be taken for the beginning of the extension, but only in its last part.
+        folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
+        yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
+
+
+def by_hash_of_name(entry: ListedFile) -> bytes:
+    """The key by which lists of files are sorted: the order looks random and is always the same."""
+    return sha256(os.fsencode(entry.name)).digest()
+
+
+def extension_of(path: Path) -> str:
+    """`photo.JPG` → `jpg`."""
+    return path.suffix[1:].lower()
+
+
+# ------------------------------------------------------------------------------------------- path tables
 
 
 def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> Iterator[Sample]:
@@ -45,7 +130,7 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
             labels = parse_labels(label_text(row[label_column]), ids)
         except ValueError as error:
             raise DataError(f"{path}: {printable(name)}: {error}") from None
-        entries.append(Entry(name, labels))
+        entries.append(ListedFile(name, labels))
     yield from read_files(path.parent if root is None else root, entries)
 
 
@@ -137,6 +222,31 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
             except ValueError as error:
                 raise DataError(f"{path}: row {row_number}: {error}") from None
             yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
+
+
+def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
+    """The files of a folder, those that a path like a/train-*.tar stands for, or the file itself.
+
+    Raises DataError where there are none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        paths = sorted(path.glob(f"[!.]{pattern}"))
+    elif "*" in path.name and not path.exists():
+        paths = sorted(path.parent.glob(path.name))
+    else:
+        paths = [path]
+    if not paths:
+        raise DataError(f"{path}: no {pattern} here")
+    return paths
+
+
+def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first of these names that is a column of the table, or None."""
+    for name in names:
+        if name in columns:
+            return name
+    return None
 
 
 def parquet_columns(path: Path) -> tuple[str, str]:
