@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.archives.imagenet import labelled_images, real
 from data.errors import DataError
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.imagenet import labelled_images, real
+from data.sources.samples import Sample
 from pipeline.evaluation.group import EvaluationGroup
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import Evaluator, Request
