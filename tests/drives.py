@@ -255,7 +255,7 @@ def hanging(places: str) -> None:
     before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
-    batches, read = train.micro_batches, evaluation.Evaluator.batches
+    batches, agreed = train.micro_batches, evaluation.Evaluator.with_progress
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
@@ -263,14 +263,14 @@ def hanging(places: str) -> None:
                 sleep()
             yield batch
 
-    def evaluation_batches(evaluator: evaluation.Evaluator, index: Any) -> Any:
-        for batch in read(evaluator, index):
+    def with_progress(evaluator: evaluation.Evaluator, *args: Any) -> Any:
+        for batch in agreed(evaluator, *args):
             if evaluator.folder.name == f"attempt-{attempts.get('evaluate', 0):06d}" and on_rank_1():
                 sleep()
             yield batch
 
     train.micro_batches = micro_batches  # type: ignore[assignment]
-    evaluation.Evaluator.batches = evaluation_batches  # type: ignore[method-assign]
+    evaluation.Evaluator.with_progress = with_progress  # type: ignore[method-assign]
 
 
 def on_rank_1() -> bool:
