@@ -2,8 +2,8 @@
 
 - `StageKind` says all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
   stands in a file of jobs/stages, and all of them in the table jobs/stages/kinds.py.
-- `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and all else
-  that works on a campaign reads them.
+- `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
+  all else that works on a campaign reads them.
 - `CheckResult` is what a check says of a stage; `Available` is what a check looks at (jobs/recipe/validate.py).
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
 from data.index.index import Index
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context, index_if_made, reference
 from jobs.monitor.trackers import TrackersConfig
-from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
 
@@ -186,6 +186,8 @@ class Campaign:
 
 # ------------------------------------------------------------------------ checks
 
+INPUTS = "inputs"  # the subject of results about inputs that are missing
+MEMORY = "memory"  # of results about what a stage needs of it
 ERRORS: dict[int, type[PatchlineError]] = {
     ExitCode.CONFIG: ConfigError,
     ExitCode.DATA: DataError,
@@ -217,7 +219,7 @@ class CheckResult:
 
 
 class Available:
-    """What is there of a campaign at the moment: sets that can be read, stages that have finished. Each is read once."""
+    """What of a campaign is there at the moment; each set is read once."""
 
     def __init__(self, campaign: Campaign, *, looks_at_files: bool = True) -> None:
         self.campaign = campaign

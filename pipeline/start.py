@@ -37,7 +37,7 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.engine.exact import ExactEngine, say_price
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
@@ -193,7 +193,7 @@ def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelC
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
         remote=joined.remote,
-        needed=partial(beside.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+        needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
 

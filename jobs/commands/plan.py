@@ -15,14 +15,15 @@ import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from data.mixture import shares as shares_of
-from jobs.context import reference
+from jobs.cluster_config import ClusterConfig
+from jobs.context import index_if_made, reference
 from jobs.planning.outlook import Outlook, time_lines
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
-from jobs.recipe.choices import choice_text, settled
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.render import choice_text
+from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import sweep
-from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.engine.buckets import reduction_line
@@ -48,7 +49,7 @@ class TrainingSet:
 
 def plan(campaign: Campaign, outlook: Outlook) -> list[str]:
     """Describe every stage in lines: whether it would run, its arithmetic, parameters, FLOPs, time and money."""
-    campaign = settled(campaign)
+    campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
     lines = [
         f"run directory  {campaign.place}",
@@ -59,9 +60,9 @@ def plan(campaign: Campaign, outlook: Outlook) -> list[str]:
     for stage in campaign.stages:
         if campaign.done(stage) is None:
             would_run.add(stage.name)
-        lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
+        lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
         lines += stage_lines(campaign, stage)
-        if isinstance(stage.config, TrainConfig):
+        if stage.kind.trains:
             lines += training_lines(campaign, stage, stage.config, outlook)
     return lines
 
@@ -71,7 +72,7 @@ def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
     lines = []
     for field, value in stage.parents.items():
         # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-        if stage.kind != "sweep" and field not in stage.chosen:
+        if stage.kind is not sweep.KIND and field not in stage.chosen:
             lines.append(f"  reads   {field} = {value}")
     if stage.model is not None:
         lines.append(f"  model   {model_line(stage)}")
@@ -83,9 +84,9 @@ def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
         lines.append(f"  chosen  {field}: {choice_text(campaign, stage, field)}")
     if len(stage.known) < len(stage.chosen):
         lines.append("  chosen  until then the lines below have the first of these values")
-    if isinstance(stage.config, sweep.Config):
+    if stage.kind is sweep.KIND:
         lines.append(f"  table   {table_line(stage.config)}")
-    for line in class_names.lines(campaign, stage):
+    for line in class_names.lines(stage, Available(campaign)):
         lines.append(f"  {line}")
     return lines
 
@@ -102,7 +103,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.run.readiness.check_unfinished).
+    # Without --fresh the command has ended before this (jobs/recipe/validate.py).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.
@@ -207,7 +208,7 @@ def worker_lines(
         if cfg.activation_gb is not None:
             no_number = "how many blocks activation_gb recomputes is not known"
     except memory.BudgetTooSmall as error:
-        # After all lines the command ends as `run` would, with what to type (check_memory).
+        # After all lines the command ends as `run` would, with what to type (jobs/stages/training.py).
         lines.append(f"  memory  does not fit {error}")
         no_number = "no number of recomputed blocks fits activation_gb"
     # With the tuning of the user's own DeepSpeed file in it.
@@ -242,7 +243,7 @@ def judged_images(campaign: Campaign, cfg: TrainConfig) -> int:
     """Return the images of one evaluation; 0 where the sets are not there yet."""
     total = 0
     for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
-        index = class_names.set_at(campaign, path) if path else None
+        index = index_if_made(campaign.resolve(path) or "") if path else None
         if index is not None:
             total += index.samples
     return total
@@ -251,7 +252,7 @@ def judged_images(campaign: Campaign, cfg: TrainConfig) -> int:
 def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
     sets = []
     for name, (path, weight) in cfg.data.sets().items():
-        sets.append(TrainingSet(name, class_names.set_at(campaign, path), weight))
+        sets.append(TrainingSet(name, index_if_made(campaign.resolve(path) or ""), weight))
     return sets
 
 

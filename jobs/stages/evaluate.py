@@ -40,7 +40,7 @@ from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.config import require
-from pipeline.evaluation import beside, document
+from pipeline.evaluation import async_evaluation, document
 from pipeline.evaluation.protocols import Protocol, protocols_of
 from pipeline.versions import code_version
 
@@ -66,6 +66,7 @@ class LeaksFile:
 
 
 Answers = dict[tuple[str | None, ...], dict[str, Any]]  # results by what they are known by: document.question_of
+
 
 def run(cfg: EvaluationConfig, context: Context) -> dict[str, Any]:
     """Judge what no earlier evaluation of this run has judged, and write the document."""
@@ -131,7 +132,7 @@ def say_what_to_know(cfg: EvaluationConfig, context: Context, results: Iterable[
     for name, judged in sets.items():
         unreadable = judged["samples"] - judged["judged"]
         if unreadable:
-            context.say(beside.unreadable_line(unreadable, judged["path"], name))
+            context.say(async_evaluation.unreadable_line(unreadable, judged["path"], name))
         nameless = [] if context.class_names else ["the weights"]
         if not load_index(judged["path"]).names:
             nameless.append(f"the set {name}")

@@ -24,12 +24,12 @@ from jobs.attempts.supervisor import supervise
 from jobs.beside.evaluations import Evaluations
 from jobs.context import Context
 from jobs.planning.outlook import keep_forecast
-from jobs.resolved_recipe import Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.resolved_recipe import MEMORY, Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
-from pipeline.checkpoints.disk_space import check_room
+from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.config import require
 from pipeline.evaluation.evaluate import ProbeConfig, check_shape
@@ -46,7 +46,10 @@ from pipeline.worker import STOP_FILE, Job
 
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
-    """Train until the stage is done; its sets have been checked. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
+    """Train until the stage is done; its sets have been checked.
+
+    Raises Preempted, or StageFailed with the exit code that the worker wanted.
+    """
     say_what_is_dropped(cfg, context)
     checkpoints = context.directory / "checkpoints"
     check_disk_space(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
@@ -259,7 +262,10 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     check_usable(there.made(judged))
     if stage.model is not None:
         # What a worker needs is the most where the workers are the fewest.
-        yield from check_memory(stage, there, worlds[-1])
+        try:
+            yield from check_memory(stage, there, worlds[-1])
+        except ConfigError as error:
+            yield CheckResult.of(error, MEMORY)
 
 
 def check_usable(sets: Sequence[Index], dropped: Collection[str] = (), option: str = "") -> None:
@@ -299,7 +305,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
                 f"{stage.name}: activation_gb is counted on whole images, of which patch dropout leaves out a part: "
                 f"fewer blocks may be enough; {number_in_its_place}"
             )
-            yield CheckResult("WARN", "memory", text)
+            yield CheckResult("WARN", MEMORY, text)
         try:
             with_blocks(cfg, stage.model, is_gpu=is_gpu)
         except BudgetTooSmall as error:
@@ -319,12 +325,12 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
         return
     unknown = f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known"
     if not has_whole_images:
-        yield CheckResult("WARN", "memory", f"{unknown} with patch dropout")
+        yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
         return
     try:
         check_fits(cfg, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
     except TraceFailed as error:
-        yield CheckResult("WARN", "memory", f"{unknown}: {error}")
+        yield CheckResult("WARN", MEMORY, f"{unknown}: {error}")
 
 
 TRAINED = StageKind(
@@ -349,8 +355,8 @@ TRAINED = StageKind(
     trains=True,
 )
 
-# From random weights (paper, section 4.1 and table 3).
-PRETRAIN = dataclasses.replace(TRAINED, name="pretrain", defaults=TrainConfig(passes=7))  # over JFT-300M (paper, table 3)
+# From random weights (paper, section 4.1), seven times over JFT-300M (table 3).
+PRETRAIN = dataclasses.replace(TRAINED, name="pretrain", defaults=TrainConfig(passes=7))
 
 # With a fresh zero head (paper, B.1.1 and table 4).
 FINETUNE = dataclasses.replace(
