@@ -178,7 +178,10 @@ def model_of(cfg: TrainConfig, source_model: SourceModel) -> Any:
 
 def keeps_head(cfg: TrainConfig, source: Any, model: Any) -> bool:
     """Tell whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
-    return cfg.objective != "masked" and models.keeps_head(source, model, cfg.new_head)
+    # Of weights that are missing nothing is known; the stage is validated once more before it runs.
+    if cfg.objective == "masked" or source is None or model is None:
+        return False
+    return models.keeps_head(source, model, cfg.new_head)
 
 
 def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
