@@ -209,10 +209,10 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
     worker.phases.enter("load", 0)
     if joined.remote is None:
         checkpoints = checkpoints_of(job)
-        chosen = restore.load_together(worker.engine, checkpoints, chosen, job.attempt, worker.telemetry.say)
+        chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
         check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
     else:
-        stored_restore.load(worker.engine, chosen)
+        stored_restore.load(worker.engine.load, chosen)
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
     worker.saver.last_committed = manifest.step
