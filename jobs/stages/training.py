@@ -224,8 +224,9 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """
     cfg: TrainConfig = stage.config
     name = stage.name
+    has_sets = bool(cfg.data.train or cfg.data.mixture)
+    require(has_sets, f"{name}.data.train is missing: a path, or @stage; or data.mixture")
     paths = [path for path, _weight in cfg.data.sets().values()]
-    require(bool(paths), f"{name}.data.train is missing: a path, or @stage; or data.mixture")
     try:
         worlds = allowed_worlds(cfg, there.campaign.cluster)  # reads and checks the user's DeepSpeed file as well
     except ConfigError as error:
