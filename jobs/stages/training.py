@@ -17,13 +17,12 @@ import models
 from data.errors import ConfigError, DataError
 from data.index.document import load_index
 from data.index.index import Index
-from data.index.left_out import without
+from data.index.joined import exclude
 from data.shards.reader import check_sizes
 from jobs.attempts.attempt import alone
 from jobs.attempts.supervisor import supervise
 from jobs.beside.evaluations import Evaluations
 from jobs.context import Context
-from jobs.planning.outlook import keep_forecast
 from jobs.resolved_recipe import MEMORY, Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
@@ -35,7 +34,6 @@ from pipeline.config import require
 from pipeline.evaluation.evaluate import ProbeConfig, check_shape
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
-from pipeline.plan.kept_forecast import beside_measured
 from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, need_if_traced, with_blocks
 from pipeline.plan.memory_remedies import check_fits, smaller_micro_batches
 from pipeline.plan.memory_traces import TraceFailed
@@ -56,7 +54,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
     evaluations = evaluations_beside(cfg, context)
-    keeping = keep_forecast(cfg, context)
     outcome = supervise(
         train,
         make_task,
@@ -68,11 +65,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     )
     if evaluations is not None:
         evaluations.finish()
-    if keeping is not None:
-        keeping.join()
-    compared = beside_measured(context.directory)
-    if compared:
-        context.say(f"{context.name}: {compared}")
     if context.remote is not None:
         # Rank 0 may have worked on another node: what it has handed on is brought here.
         StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
@@ -96,7 +88,7 @@ def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
         return
     whole_sets = [load_index(path) for path in training_sets(cfg, context)]
     samples = sum(index.samples for index in whole_sets)
-    samples_left = sum(index.samples for index in without(whole_sets, cfg.data.drop))
+    samples_left = sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
     dropped = f"{samples - samples_left:,} of {samples:,} samples"
     context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 
@@ -261,7 +253,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         return
     # Without all of them nobody knows which shard `data.drop` means.
     if has_all:
-        check_usable(without(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
+        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
     judged = [path for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test) if path is not None]
     check_usable(there.made(judged))
     if stage.model is not None:
