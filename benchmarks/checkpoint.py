@@ -43,7 +43,8 @@ import torch.distributed.checkpoint as dcp
 
 import models
 from data.files import write_durably
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError
+from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.monitor.trackers import TrackersConfig
-from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
-from pipeline import handover
+from pipeline import artifacts
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ class Campaign:
 
     def done(self, stage: Stage) -> dict[str, Any] | None:
         """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
-        return handover.read_done(self.directory(stage))
+        return artifacts.read_done(self.directory(stage))

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from data.checks import printable
 from data.errors import DataError, Diverged, WentBack
 from data.loader import Batch
+from pipeline.artifacts import read_record, write_record
 from pipeline.checkpoints.stored import committed_steps
-from pipeline.handover import read_record, write_record
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 

@@ -27,12 +27,12 @@ from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
 from models import ModelConfig
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import checkpoint, restore, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
-from pipeline.checkpoints.room import checkpoint_bytes
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, deepspeed_config
@@ -222,7 +222,7 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
 def is_drivers_folder(job: Job) -> bool:
     """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
     try:
-        left = handover.read_record(Path(job.directory) / handover.TASK).values["job"]
+        left = artifacts.read_record(Path(job.directory) / artifacts.TASK).values["job"]
     except (OSError, DataError):
         return False
     return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
@@ -235,7 +235,7 @@ def fetch_init(remote: str, run: str, init: str) -> None:
     """
     # A path outside the run is on every node, or this node says that it is missing.
     if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(run):
-        handover.fetch_weights(remote, Path(run), Path(init))
+        artifacts.fetch_weights(remote, Path(run), Path(init))
     dist.barrier()
 
 

@@ -29,14 +29,14 @@ import torch.distributed as dist
 import models
 from data.errors import Preempted
 from data.files import whole_file
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.norm import on_device
-from pipeline.monitoring.accounting import account_rows
-from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import OBJECTIVES
 from pipeline.optimization.schedule import learning_rate
 from pipeline.reports import (
@@ -384,13 +384,13 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     remote = worker.saver.remote
     # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
     if remote is None or remote.has_all_metrics:
-        spent = account_rows(MetricsIndex(directory).rows)
+        spent = account(read_metrics(directory, None))
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     if remote is not None:
-        remote.send(handover.WEIGHT_FILES)
+        remote.send(artifacts.WEIGHT_FILES)
     return {
         "step": progress.step,
         "samples_seen": manifest.samples_seen,
@@ -398,5 +398,5 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         "bad_samples": manifest.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
-        "files": handover.digests(directory, handover.WEIGHT_FILES),
+        "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),
     }

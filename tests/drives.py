@@ -34,12 +34,12 @@ from jobs import terminal
 from jobs.ownership import owned
 from jobs.workers import processes, worker_files
 from pipeline import judge, objectives, reports, start, train
-from pipeline.checkpoints import checkpoint, commit, restore, sight
+from pipeline.checkpoints import checkpoint, commit, restore, shared_storage_check
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.checkpoint import Chosen
 from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.sight import WrittenFile
+from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, ReadState, deepspeed_config
 from pipeline.engine.fragments import Fragment
@@ -806,7 +806,7 @@ def save_apart(task: dict[str, Any]) -> str:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     run = Path(task["run"])
-    sight.SEEN_WITHIN_S = 0.5
+    shared_storage_check.SEEN_WITHIN_S = 0.5
     if rank == 1 and task["apart"]:
         with_a_disk_of_its_own(task["run"])
     saver = saver_of(run / "stage" / "checkpoints", run)

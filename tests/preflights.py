@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline import versions
-from pipeline.checkpoints import sight
+from pipeline.checkpoints import shared_storage_check
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight import identity
 from pipeline.preflight import start as starting
@@ -57,7 +57,7 @@ def be_otherwise(task: dict[str, Any]) -> None:
 
 def start(task: dict[str, Any]) -> dict[str, Any]:
     """Check the start, as `set_up` does."""
-    sight.SEEN_WITHIN_S = 0.3
+    shared_storage_check.SEEN_WITHIN_S = 0.3
     device = join_group(60)
     if dist.get_rank() == 1:
         be_otherwise(task)

@@ -30,10 +30,11 @@ from safetensors.torch import save_file
 import models
 from data import files
 from data.errors import CheckpointError
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline import train
-from pipeline.checkpoints import checkpoint, commit, fragment_file, room, saver, sight
+from pipeline.checkpoints import checkpoint, commit, disk_space, fragment_file, saver, shared_storage_check
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
@@ -531,7 +532,7 @@ def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
 
 
 def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
-    monkeypatch.setattr(sight, "SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr(shared_storage_check, "SEEN_WITHIN_S", 0.2)
     for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
         group.begin(30)
         path = group.savers[0].temporary / "rank-00001.safetensors"
@@ -735,7 +736,7 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    monkeypatch.setattr(room, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
@@ -783,14 +784,14 @@ def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_ag
 def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypatch) -> None:
     model = models.config_of("mu/8", 16, 10)
     cfg = TrainConfig(steps=1000, save_every=10)
-    needed, _ = room.bytes_to_come(cfg, model, tmp_path)
+    needed, _ = disk_space.bytes_to_come(cfg, model, tmp_path)
     (tmp_path / OLD).mkdir()
     (tmp_path / OLD / "rank-00000.safetensors").write_bytes(bytes(40_000))
-    monkeypatch.setattr(room, "free_bytes", lambda folder: needed - 40_000)
-    room.check_room(cfg, model, tmp_path)
-    monkeypatch.setattr(room, "free_bytes", lambda folder: needed - 40_001)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 40_000)
+    disk_space.check_disk_space(cfg, model, tmp_path)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 40_001)
     with pytest.raises(CheckpointError, match=r"less 40.0 kB of .tmp-\* there, which the start deletes"):
-        room.check_room(cfg, model, tmp_path)
+        disk_space.check_disk_space(cfg, model, tmp_path)
     assert choose(tmp_path, 1, print) is None and not list(tmp_path.iterdir()), "it does"
 
 
@@ -838,16 +839,18 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights
     model = models.config_of("mu/8", 16, 10)
     parameters = sum(parameter.numel() for parameter in models.build("mu/8", 16, 10).parameters())
     cfg = TrainConfig(steps=1000, save_every=10, keep=keep, polyak=polyak, optim=OptimConfig(name=name))
-    needed = checkpoints * (copies * 4 * parameters + room.HEADER_BYTES) + 4 * parameters  # fp32: four bytes a number
-    monkeypatch.setattr(room, "free_bytes", lambda folder: needed)
-    room.check_room(cfg, model, tmp_path)
-    monkeypatch.setattr(room, "free_bytes", lambda folder: needed - 1)
+    needed = (
+        checkpoints * (copies * 4 * parameters + disk_space.HEADER_BYTES) + 4 * parameters
+    )  # fp32: four bytes a number
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed)
+    disk_space.check_disk_space(cfg, model, tmp_path)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(CheckpointError, match=f"{checkpoints} checkpoints of"):
-        room.check_room(cfg, model, tmp_path)
+        disk_space.check_disk_space(cfg, model, tmp_path)
 
 
 def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
     (tmp_path / "rank-00000.safetensors").write_bytes(bytes(60_000))
-    monkeypatch.setattr(room, "free_bytes", lambda folder: 40_000)
-    assert room.shortage(tmp_path, 100_000) == ""
-    assert "(100.1 kB needed, 40.0 kB free)" in room.shortage(tmp_path, 100_100)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 40_000)
+    assert disk_space.shortage(tmp_path, 100_000) == ""
+    assert "(100.1 kB needed, 40.0 kB free)" in disk_space.shortage(tmp_path, 100_100)

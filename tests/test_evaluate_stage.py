@@ -18,13 +18,14 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
 from jobs.__main__ import main
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.reevaluation import with_new_evaluations
 from jobs.run.session import names_of_stages
 from jobs.stages import any_weights, evaluate
 from jobs.workers.worker_group import Task
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.evaluation.evaluate import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks
@@ -43,7 +44,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
     torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     models.save(model, folder / "weights", class_names=DIGITS)
-    handover.record_weights(folder / "weights", {})
+    artifacts.record_weights(folder / "weights", {})
     return folder
 
 
@@ -228,7 +229,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     model = models.load(tmp_path / "weights")
     model.head.weight.data *= 2
     models.save(model, tmp_path / "weights", class_names=DIGITS)
-    handover.record_weights(tmp_path / "weights", {})
+    artifacts.record_weights(tmp_path / "weights", {})
     judged(world, tmp_path, "--protocol", "top-1", weights=str(tmp_path / "weights"))
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
 
@@ -348,8 +349,8 @@ def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
     from jobs.run.stage_files import stage_record
 
-    handover.write_record(folder / "stage.json", stage_record(stage))
-    handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": handover.digests(folder)})
+    artifacts.write_record(folder / "stage.json", stage_record(stage))
+    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": artifacts.digests(folder)})
     return loaded
 
 
@@ -394,11 +395,11 @@ def test_a_finished_stage_is_judged_again_where_its_set_has_changed_and_not_wher
     assert "pretrain-evaluate" in names_of(recipe, outside), "another set at the same path"
     # A record of before contents were recorded knows the path alone.
     record_path = loaded.directory(loaded.stage("pretrain")) / "stage.json"
-    record = handover.read_record(record_path).values
-    handover.write_record(record_path, {field: value for field, value in record.items() if field != "judged_on"})
+    record = artifacts.read_record(record_path).values
+    artifacts.write_record(record_path, {field: value for field, value in record.items() if field != "judged_on"})
     assert "pretrain-evaluate" not in names_of(recipe, outside) and "pretrain-evaluate" in names_of(recipe, same)
     shutil.rmtree(copied)
-    handover.write_record(record_path, record)
+    artifacts.write_record(record_path, record)
     assert "pretrain-evaluate" not in names_of(recipe, outside), "a set that is gone is no other set"
 
     finished(recipe, inside)
@@ -434,14 +435,14 @@ def test_a_new_set_gives_the_accuracy_that_training_would_have_given(
         if name == "judged-later":
             assert main(["run", str(recipe)]) == 0
             (folder,) = (tmp_path / name).glob("pretrain-*")
-            weights = handover.digest_of(folder / "weights.safetensors")
+            weights = artifacts.digest_of(folder / "weights.safetensors")
             capsys.readouterr()
         assert main(["run", str(recipe), asked]) == 0
         out = capsys.readouterr().out
         if name == "judged-later":
             assert "pretrain: skipped, finished" in out and "pretrain-evaluate does it" in out
             assert "[pretrain-" not in out.replace("[pretrain-evaluate", ""), "no worker of the stage was started"
-            assert handover.digest_of(folder / "weights.safetensors") == weights
+            assert artifacts.digest_of(folder / "weights.safetensors") == weights
             (document,) = (tmp_path / name).glob("pretrain-evaluate-*/evaluation.json")
             accuracies.append(values(json.loads(document.read_text()))["top-1"])
             assert main(["run", str(recipe), asked]) == 0

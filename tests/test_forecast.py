@@ -15,11 +15,11 @@ import models
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from jobs.__main__ import main
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.planning import outlook
 from jobs.recipe.campaign import load
-from jobs.workers.worker_group import ClusterConfig
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.plan import forecast as forecasting
 from pipeline.plan import kept_forecast
 from pipeline.plan.calibration import (
@@ -312,10 +312,10 @@ def test_a_calibration_comes_back_as_it_was_written_and_a_changed_one_is_refused
         read_calibration(path)
     with pytest.raises(DataError, match=r"there is no calibration\n  type python -m jobs calibrate"):
         read_calibration(tmp_path / "none.json")
-    handover.write_record(path, {"calibration": 99, "values": {}})
+    artifacts.write_record(path, {"calibration": 99, "values": {}})
     with pytest.raises(DataError, match="schema 99, expected 3\n  type python -m jobs calibrate"):
         read_calibration(path)
-    handover.write_record(path, {"calibration": 3, "values": {"driver": ["x", 1, "cpu"]}})
+    artifacts.write_record(path, {"calibration": 3, "values": {"driver": ["x", 1, "cpu"]}})
     with pytest.raises(DataError, match="holds no calibration: KeyError"):
         read_calibration(path)
 

@@ -17,8 +17,9 @@ import pytest
 from data.index.document import load_index
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
+from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
-from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
+from jobs.workers.worker_group import WorkerGroupError
 from pipeline import reports
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import prune

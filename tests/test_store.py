@@ -25,12 +25,13 @@ from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.attempts import supervisor
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.ownership import claim_attempt
-from jobs.run import mirror
-from jobs.run.mirror import mirrored
-from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
-from pipeline import handover
+from jobs.run import sync
+from jobs.run.sync import synced
+from jobs.workers.worker_group import WorkerGroupError
+from pipeline import artifacts
 from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader
 from pipeline.checkpoints.stored import REFUSED, StoredCheckpoints, committed_steps
@@ -589,7 +590,7 @@ def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The local folders of one run on two machines; an owner gives five signs of life a second."""
-    monkeypatch.setattr(mirror, "BEAT_S", 0.2)
+    monkeypatch.setattr(sync, "BEAT_S", 0.2)
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
@@ -598,12 +599,12 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def files_of(folder: Path) -> dict[str, str]:
     """The small files of a run's local folder, by name."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "mirror.json"]
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "sync.json"]
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
 def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines, bucket) -> None:
-    with mirrored(machines[0], run, print) as put:
+    with synced(machines[0], run, print) as put:
         (machines[0] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[0] / "stage" / "checkpoints" / "rank-00000.safetensors").write_text("scratch")
         (machines[0] / "stage" / ".tmp-1-2-done.json").write_text("half")
@@ -614,7 +615,7 @@ def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines,
     (machines[1] / "stage").mkdir()
     (machines[1] / "stage" / "done.json").write_text("of an older owner")
     said: list[str] = []
-    with mirrored(machines[1], run, said.append):
+    with synced(machines[1], run, said.append):
         assert files_of(machines[1]) == {"stage/done.json": "done", "log.txt": "the last line\n"}
         assert (machines[1] / "stage" / "attempts" / "attempt-000001").is_dir()
         (machines[1] / "log.txt").write_text("the last line\nand one more\n")
@@ -623,12 +624,12 @@ def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines,
 
 
 def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, machines) -> None:
-    killed = mirror.Mirror(machines[0], run, print)
+    killed = sync.Sync(machines[0], run, print)
     killed.take_over()
     killed.note()
     (machines[0] / "log.txt").write_text("never put\n")
     said: list[str] = []
-    with mirrored(machines[0], run, said.append):
+    with synced(machines[0], run, said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
         assert Store(run).get("log.txt") == b"never put\n", "workers on other nodes may need it"
     assert said == [], "who has the lock of the folder knows that its last owner is dead"
@@ -637,15 +638,15 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
 def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machines, bucket) -> None:
     said: list[str] = []
     with (
-        mirrored(machines[0], run, print),
+        synced(machines[0], run, print),
         pytest.raises(RunOwned, match=rf"{run} is owned by process {os.getpid()} on"),
     ):
-        mirror.Mirror(machines[1], run, said.append).take_over()
+        sync.Sync(machines[1], run, said.append).take_over()
 
-    frozen = mirror.Mirror(machines[0], run, print)
+    frozen = sync.Sync(machines[0], run, print)
     frozen.take_over()
     (machines[0] / "log.txt").write_text("of the frozen one")
-    with mirrored(machines[1], run, said.append):
+    with synced(machines[1], run, said.append):
         assert "no sign of life: taking the run over" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
@@ -654,17 +655,17 @@ def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machine
 
 
 def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is(run, machines) -> None:
-    with mirrored(machines[0], run, print) as put:
+    with synced(machines[0], run, print) as put:
         (machines[0] / "log.txt").write_text("of the driver\n")
         put()
         # A worker of the same run, on another node than the driver, has its files there.
         (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
         before = files_of(machines[1])
-        with mirror.looked_at(machines[1], run) as folder:
+        with sync.looked_at(machines[1], run) as folder:
             assert files_of(folder) == {"log.txt": "of the driver\n"}
         assert files_of(machines[1]) == before | {"owner.json": ""} and not folder.exists()
-        with mirror.looked_at(machines[0], run) as folder:
+        with sync.looked_at(machines[0], run) as folder:
             assert folder != machines[1]
 
 
@@ -673,7 +674,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     made.mkdir(parents=True)
     (made / "model.json").write_text("{}")
     (made / "weights.safetensors").write_bytes(b"good weights")
-    handover.write_record(made / "done.json", {"files": handover.digests(made)})
+    artifacts.write_record(made / "done.json", {"files": artifacts.digests(made)})
     for path in made.iterdir():
         Store(run).put_file(f"stage/{path.name}", path)
 
@@ -682,7 +683,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     (node / "stage").mkdir(parents=True)
     (node / "stage" / "weights.safetensors").write_bytes(b"baad weights")
     (node / "stage" / "classes.json").write_text("[]")
-    handover.fetch_weights(run, node, node / "stage")
+    artifacts.fetch_weights(run, node, node / "stage")
     assert files_of(node) == files_of(made.parent)
 
     # A transfer flips a bit once; then the object itself is bad, and the good file is not replaced.
@@ -694,7 +695,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
         if flips:
             file.write_bytes(flips.pop())
 
-    records = handover.digests(made, ["weights.safetensors"])
+    records = artifacts.digests(made, ["weights.safetensors"])
     monkeypatch.setattr(Store, "fetch", fetch_badly)
     other = StoredCheckpoints(run, tmp_path / "other" / "stage")
     other.directory.mkdir(parents=True)
@@ -712,8 +713,8 @@ def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, m
     stops = threading.Event()
     former = signal.signal(signal.SIGTERM, lambda number, frame: stops.set())
     said: list[str] = []
-    with mirrored(machines[0], run, said.append) as put:
-        mirror.Mirror(machines[1], run, print).renew(0)
+    with synced(machines[0], run, said.append) as put:
+        sync.Sync(machines[1], run, print).renew(0)
         assert stops.wait(10) and "taken over" in said[-1]
         with pytest.raises(RunOwned):
             put()
@@ -723,7 +724,7 @@ def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, m
 def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_new_owner_has_come(
     run, machines, bucket, monkeypatch
 ) -> None:
-    monkeypatch.setattr(mirror, "BEAT_S", 1000.0)  # the threads do nothing meanwhile
+    monkeypatch.setattr(sync, "BEAT_S", 1000.0)  # the threads do nothing meanwhile
     put_file = Store.put_file
     names: list[str] = []
 
@@ -731,9 +732,9 @@ def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_
         put_file(self, name, file)
         names.append(name)
         if len(names) == 15:
-            mirror.Mirror(machines[1], run, print).renew(0)
+            sync.Sync(machines[1], run, print).renew(0)
 
-    with pytest.raises(RunOwned), mirrored(machines[0], run, print) as put:
+    with pytest.raises(RunOwned), synced(machines[0], run, print) as put:
         monkeypatch.setattr(Store, "put_file", put_one)
         (machines[0] / "stage").mkdir()
         for name in ("done.json", *(f"weights-{number}" for number in range(9))):
@@ -754,13 +755,13 @@ def test_a_command_that_has_lost_its_run_ends_with_73_whatever_has_ended_its_wor
     former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for end in (Preempted("stopped; run the same command again to go on"), CheckpointError("step 30 is not committed")):
         end_of_owner = "was taken over by process" if is_released else "is owned by process"
-        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, mirrored(machines[0], run, print):
-            mirror.Mirror(machines[1], run, print).renew(0, is_released)
+        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, synced(machines[0], run, print):
+            sync.Sync(machines[1], run, print).renew(0, is_released)
             raise end
         assert caught.value.exit_code == 73 and caught.value.__context__ is end
         Store(run).delete(["owner.json"])
     # Who is alone ends as it would.
-    with pytest.raises(Preempted), mirrored(machines[0], run, print):
+    with pytest.raises(Preempted), synced(machines[0], run, print):
         raise Preempted("stopped")
     signal.signal(signal.SIGTERM, former)
 
@@ -772,7 +773,7 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     folder = Store(run)
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     folder.put("status.json", json.dumps({"exit_code": 75, "message": "stopped at step 20", "time": "noon"}).encode())
-    folder.put(f"{STAGE}/stage.json", handover.seal({"started": 1.0}).encode())
+    folder.put(f"{STAGE}/stage.json", artifacts.seal({"started": 1.0}).encode())
     record = {"kind": "train", "time": 1.0, "attempt": 1, "step": 20, "steps": 90, "loss": 2.5, "images_per_s": 7.0}
     record |= {"eta_s": 3.0, "seconds": 1.0, "losses": [2.5], "stalled_s": 0.0, "evaluated_s": 0.0}
     record |= {"wait": 0.0, "world": 2}

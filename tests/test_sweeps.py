@@ -21,13 +21,13 @@ from jobs.attempts.restarts import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.planning.outlook import Outlook
-from jobs.recipe import campaign, choices
+from jobs.recipe import campaign, changes, choices
 from jobs.recipe.carried_recipe import carried
 from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
 from jobs.run import ending, stage_files, stage_run
 from jobs.stages import sweep
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.evaluation import beside
 
 ROOT = Path(__file__).parents[1]
@@ -231,9 +231,9 @@ def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True)
-    handover.write_record(folder / "stage.json", stage_files.stage_record(stage))
+    artifacts.write_record(folder / "stage.json", stage_files.stage_record(stage))
     metrics = {} if outcome else {"accuracy": accuracy}
-    handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
+    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
     return folder
 
 
@@ -243,11 +243,11 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
-    handover.write_record(folder / "stage.json", stage_files.stage_record(stage))
+    artifacts.write_record(folder / "stage.json", stage_files.stage_record(stage))
     context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
     outcome = sweep.run(stage.config, context)
-    handover.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
-    return handover.read_record(folder / "sweep.json").values, said
+    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
+    return artifacts.read_record(folder / "sweep.json").values, said
 
 
 def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
@@ -272,12 +272,12 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
     assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after, Outlook(None)))
-    assert stage_files.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
+    assert changes.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.
     folder = finish(after, "finetune.seed-0", 0.5)
     table = before.directory(before.stage("finetune.grid")) / "sweep.json"
-    handover.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
+    artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
     with pytest.raises(DataError) as error:
         campaign.load(protocol, [])
     assert f"{folder} was run with other values than finetune.grid has chosen: optim.lr: 0.1 → 0.01" in str(error.value)
@@ -478,7 +478,7 @@ def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
     ]
     assert main(["run", "cifar10", *overrides]) == 0
     loaded = campaign.load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
-    table = handover.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json").values
+    table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json").values
     assert list(table["rows"]) == ["pretrained", "finetuned"]
     for row in table["rows"].values():
         assert set(row) == {"top-1", "5shot", "25shot", "knn-20", "linear"}

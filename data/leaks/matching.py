@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
     test: int
     is_whole_train: bool  # the whole one is the training image, the crop is of the test image; or the other way round
     crop: int
-    is_mirrored: bool
+    is_synced: bool
     alike: float
 
 
@@ -53,16 +53,16 @@ def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
     images = len(crops)
     for start in range(0, len(tests.crops), BLOCK):
         block = tests.crops[start : start + BLOCK].astype(np.float32)
-        for is_mirrored in (False, True):
-            sign = MIRRORED if is_mirrored else np.float32(1)
+        for is_synced in (False, True):
+            sign = MIRRORED if is_synced else np.float32(1)
             # The whole training image against every crop of the test images.
             alike = (crops[:, 0] * sign) @ block.reshape(-1, COEFFICIENTS).T
             for train, test, crop, value in best_of(alike.reshape(images, len(block), BOXES)):
-                yield Candidate(train, start + test, True, crop, is_mirrored, value)
+                yield Candidate(train, start + test, True, crop, is_synced, value)
             # Every crop of the training images against the whole test image.
             alike = (block[:, 0] * sign) @ crops.reshape(-1, COEFFICIENTS).T
             for test, train, crop, value in best_of(alike.reshape(len(block), images, BOXES)):
-                yield Candidate(train, start + test, False, crop, is_mirrored, value)
+                yield Candidate(train, start + test, False, crop, is_synced, value)
 
 
 def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
@@ -90,7 +90,7 @@ def likeness_of(candidate: Candidate, train: Signature, tests: TestSignatures) -
     else:
         whole, other = test_picture, train.picture
         box = boxes_of(train.proportion)[candidate.crop]
-    if candidate.is_mirrored:
+    if candidate.is_synced:
         whole = whole[:, ::-1]
     return likeness(np.ascontiguousarray(whole, np.float32), other.astype(np.float32), box)
 

@@ -25,10 +25,11 @@ from data.checks import one_line
 from data.errors import Preempted
 from jobs.beside.places import NoPlace, Places
 from jobs.beside.spare_core import SpareCore
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.workers.failures import is_stopped_by_signal, worker_failure
 from jobs.workers.worker_files import records
-from jobs.workers.worker_group import ClusterConfig, Task, WorkerGroupError
+from jobs.workers.worker_group import Task, WorkerGroupError
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import beside

@@ -78,9 +78,9 @@ def plan(
     from jobs.commands import plan
     from jobs.planning.outlook import outlook_of
     from jobs.recipe import campaign
-    from jobs.run.mirror import looked_at
     from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
     from jobs.run.reevaluation import with_new_evaluations
+    from jobs.run.sync import looked_at
 
     loaded = load_campaign(recipe, overrides)
     if resolved:

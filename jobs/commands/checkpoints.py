@@ -15,14 +15,13 @@ import torch
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import MANIFEST, Manifest, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
 from pipeline.evaluation import beside
-from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.monitoring.telemetry import Record
+from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.versions import code_version
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -83,8 +82,7 @@ def list_all(path: Path) -> Iterator[str]:
     for stage in stage_folders(path):
         yield f"{stage.name}:"
         # A step is evaluated after its commit, so its scores are not in its manifest.
-        index = MetricsIndex(stage)
-        evaluations = {record["step"]: record for record in index.records(index.of_kind("evaluate"))}
+        evaluations = {record["step"]: record for record in read_metrics(stage, "evaluate")}
         for folder in committed(stage / "checkpoints"):
             yield f"  {list_line(folder, evaluations.get(step_of(folder), {}))}"
         for folder in sorted((stage / "checkpoints").glob("bad-*")):
@@ -222,7 +220,7 @@ def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     folder = newest(path, step)
     # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
     checkpoint.verify(folder)
-    stage_record = handover.read_record(folder.parents[1] / "stage.json")
+    stage_record = artifacts.read_record(folder.parents[1] / "stage.json")
     if not stage_record.is_sealed:
         yield f"unverified: {folder.parents[1] / 'stage.json'}, which names the model, has no digest"
     model = models.from_dict(stage_record.values["model"])
@@ -231,8 +229,8 @@ def export_weights(path: Path, step: int | None, target: Path) -> Iterator[str]:
     names = class_names_of(folder.parents[1])
     models.save_weights(checkpoint.export(folder, model), target, model, writing=whole_file, class_names=names)
     # A stage's own done.json speaks for its folder, and finds weights of another step there.
-    if not (target / handover.DONE).exists():
-        handover.record_weights(target, {"exported": str(folder), "code": code_version()})
+    if not (target / artifacts.DONE).exists():
+        artifacts.record_weights(target, {"exported": str(folder), "code": code_version()})
     yield f"step {step_of(folder)}: weights.safetensors and model.json in {target}"
 
 
@@ -241,7 +239,7 @@ def class_names_of(stage_folder: Path) -> list[str]:
     task = stage_folder / "task.json"
     if not task.exists():
         return []
-    return handover.read_record(task).values["job"].get("class_names", [])
+    return artifacts.read_record(task).values["job"].get("class_names", [])
 
 
 def check_keep(keep: int) -> None:

@@ -41,7 +41,7 @@ from jobs.workers.worker_files import SeenRecords
 from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
-from pipeline.checkpoints.room import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file

@@ -10,12 +10,11 @@ from typing import NamedTuple, NotRequired, TypedDict, cast
 import psutil
 
 from data.errors import CheckpointError, DataError, UsageError
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.evaluation import beside
-from pipeline.monitoring.accounting import account_rows
-from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.monitoring.telemetry import amount, duration, last_metrics
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
 from pipeline.plan.kept_forecast import short_text
 
 
@@ -52,7 +51,7 @@ def status(run: Path) -> list[str]:
 def chosen_text(folder: Path) -> str:
     """Return what a sweep has chosen for a stage, for the end of its line: "  (optim.lr=0.01)"."""
     with suppress(DataError):  # named where the stage's line is made
-        chosen = handover.read_record(folder / "stage.json").values.get("chosen", {})
+        chosen = artifacts.read_record(folder / "stage.json").values.get("chosen", {})
         if chosen:
             return f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
     return ""
@@ -63,7 +62,7 @@ def started_s(folder: Path) -> float:
     record_path = folder / "stage.json"
     # A record that has changed is named where the stage's line is made.
     with suppress(DataError):
-        started = handover.read_record(record_path).values.get("started")
+        started = artifacts.read_record(record_path).values.get("started")
         if started is not None:
             return started
     return record_path.stat().st_mtime
@@ -107,7 +106,7 @@ def owner_is_gone(run: Path) -> bool:
 def stage_line(folder: Path, *, has_ended: bool) -> str:
     """Return what a stage came to, or how far it is; `has_ended` where no command is running any more."""
     try:
-        outcome = handover.read_done(folder)
+        outcome = artifacts.read_done(folder)
     except DataError as error:
         return f"CANNOT TELL: {str(error).splitlines()[0]}"
     if outcome is not None:
@@ -130,7 +129,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"{to_go}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
-        f"{forecast}{to_judge}{account_rows(MetricsIndex(folder).rows).line()}"
+        f"{forecast}{to_judge}{account(read_metrics(folder, None)).line()}"
     )
 
 

@@ -21,7 +21,7 @@ from data.errors import DataError, UsageError
 from data.files import whole_file, write_whole
 from data.index.names import read_class_list, some
 from models.weights.files import CONFIG
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.config import differences, require
 from pipeline.versions import code_version
 
@@ -53,7 +53,7 @@ def import_weights(
         )
     models.save(model, directory, writing=whole_file, class_names=names)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
-    handover.record_weights(Path(directory), record)
+    artifacts.record_weights(Path(directory), record)
     lines = [*described(model, path), *named(model, names), *verification, *numerics(model)]
     return [*lines, f"written  {directory}"]
 
@@ -85,7 +85,7 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
 
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
-        handover.record_weights(Path(path), record)
+        artifacts.record_weights(Path(path), record)
     lines = [*described(model, directory), *named(model, names), *verification, *numerics(model)]
     if names and format == "npz":
         lines.append("INEXACT  an .npz has no place for class names")
@@ -183,7 +183,7 @@ def verified(path: str) -> list[str]:
     if not is_ours:
         return []
     lines: list[str] = []
-    if handover.check_weights(folder, lines.append).is_verified:
+    if artifacts.check_weights(folder, lines.append).is_verified:
         lines.append("verified the sha256 of weights.safetensors and model.json")
     return lines
 

@@ -17,12 +17,12 @@ from math import ceil, inf
 from pathlib import Path
 
 from data.errors import ConfigError, DataError, PatchlineError
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, batch_fits
 from models import ModelConfig
-from pipeline.checkpoints.room import checkpoint_bytes
+from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan.calibration import Calibration, Hardware, calibration_file, decode_key, read_calibration
 from pipeline.plan.forecast import StepForecast, forecast_step, passes_of, workers_on_a_node

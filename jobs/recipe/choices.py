@@ -16,7 +16,7 @@ from jobs.context import reference
 from jobs.recipe.stage_inputs import model_of_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import sweep
-from pipeline import config, handover
+from pipeline import artifacts, config
 
 
 def settled(campaign: Campaign) -> Campaign:
@@ -51,7 +51,7 @@ def values_known(campaign: Campaign, stage: Stage, chosen: dict[str, dict[str, A
     for field, value in stage.chosen.items():
         if value not in chosen:
             folder = campaign.directory(table_of(campaign, value))
-            is_made = handover.read_done(folder) is not None
+            is_made = artifacts.read_done(folder) is not None
             chosen[value] = sweep.chosen_values(folder) if is_made else None
         values = chosen[value]
         if values is not None:
@@ -64,7 +64,7 @@ def check_as_chosen(campaign: Campaign, stage: Stage, known: dict[str, Any]) -> 
     folder = campaign.directory(stage)
     if not (folder / "stage.json").exists():
         return
-    changes = config.differences(handover.read_record(folder / "stage.json").values.get("chosen", {}), known)
+    changes = config.differences(artifacts.read_record(folder / "stage.json").values.get("chosen", {}), known)
     if changes:
         tables = ", ".join(sorted({value[1:] for value in stage.chosen.values()}))
         raise DataError(

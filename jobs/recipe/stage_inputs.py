@@ -18,7 +18,7 @@ from jobs.resolved_recipe import Stage
 from jobs.stages import any_weights, pack
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.config import require
 from pipeline.training_config import model_config, trained_model
 
@@ -64,7 +64,7 @@ def digest_of_file(path: str) -> str:
 
 def digest_of_weights(path: str) -> str:
     """Return the sha256 of weights of ours, which are compared with what their stage wrote down."""
-    return handover.check_weights(Path(path), say=not_now).sha256
+    return artifacts.check_weights(Path(path), say=not_now).sha256
 
 
 def digest_of_any_weights(path: str) -> str:

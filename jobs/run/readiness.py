@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from data.errors import ConfigError, DataError
 from jobs.context import index_if_made, reference
+from jobs.recipe.changes import changes_since_half_done
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.stage_files import changes_since_half_done
 from jobs.stages import evaluate, evaluation_config, fewshot, pack, training
 from jobs.worlds import allowed_worlds
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, with_blocks
 from pipeline.plan.memory_remedies import check_fits, smaller_micro_batches
 from pipeline.plan.memory_traces import TraceFailed
@@ -106,7 +106,7 @@ def check_finished(campaign: Campaign, stages: Sequence[Stage], say: Callable[[s
     for stage in stages:
         if campaign.done(stage) is None:
             continue
-        has_digests = handover.check_files(campaign.directory(stage), say)
+        has_digests = artifacts.check_files(campaign.directory(stage), say)
         if not has_digests:
             unverified.add(stage.name)
     return unverified

@@ -2,7 +2,7 @@
 
 In order (`run_campaign`):
 1. the run directory is locked: a second command on it ends with exit code 73; where the run is kept in an object
-   store, its small files are fetched, and put there again as they change (jobs/run/mirror.py);
+   store, its small files are fetched, and put there again as they change (jobs/run/sync.py);
 2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
 3. what would be refused later is refused now, before anything starts: inputs outside the campaign that are missing,
    sets that cannot be used, files of finished stages that have changed;
@@ -21,22 +21,23 @@ from typing import Any
 
 from data.errors import Preempted
 from jobs.cluster import backends
-from jobs.cluster.backends import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from jobs.monitor.board import Board, Show
 from jobs.monitor.trackers import Tracker, start_trackers
 from jobs.ownership import owned
 from jobs.recipe.campaign import recipe_digest
+from jobs.recipe.changes import changed_warnings
 from jobs.recipe.choices import settled
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.early_start import WORKERLESS_KINDS
 from jobs.run.ending import status_file, table
 from jobs.run.follow import Follower
-from jobs.run.mirror import mirrored
 from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished
 from jobs.run.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
-from jobs.run.stage_files import changed_warnings, facts_of
+from jobs.run.stage_files import facts_of
 from jobs.run.stage_run import run_stage
 from jobs.run.stopper import Stopper
+from jobs.run.sync import synced
 from jobs.stages.sweep import DIVERGED
 from pipeline.training_config import TrainConfig
 
@@ -102,7 +103,7 @@ def run_campaign(
     with (
         displayed(loaded, also, quiet=quiet) as displays,
         owned(loaded.run),
-        mirrored(loaded.run, loaded.remote, displays.follower.say) as put_files,
+        synced(loaded.run, loaded.remote, displays.follower.say) as put_files,
         status_file(loaded.run, typed_command(), displays.follower.keep),
     ):
         say = displays.follower.say

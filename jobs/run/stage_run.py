@@ -21,12 +21,13 @@ from jobs.attempts.restarts import StageFailed
 from jobs.context import Context, reference
 from jobs.recipe import class_names
 from jobs.recipe.campaign import KINDS
+from jobs.recipe.changes import changed_warnings
 from jobs.recipe.stage_checks import check_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.readiness import check_unchanged
-from jobs.run.stage_files import changed_warnings, first_started, provenance_of, stage_record
+from jobs.run.stage_files import first_started, provenance_of, stage_record
 from jobs.stages import sweep
-from pipeline import handover
+from pipeline import artifacts
 
 
 def run_stage(
@@ -84,7 +85,7 @@ def begin(campaign: Campaign, stage: Stage, now: float, say: Callable[[str], Non
     warnings = changed_warnings(directory, stage)
     if warnings:
         say(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
-    handover.write_record(directory / "stage.json", {**stage_record(stage), "started": first_started(directory, now)})
+    artifacts.write_record(directory / "stage.json", {**stage_record(stage), "started": first_started(directory, now)})
     say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
 
 
@@ -98,11 +99,11 @@ def finish(campaign: Campaign, stage: Stage, context: Context, outcome: dict[str
     # Each is written whole, and done.json last: it promises that all the rest is there.
     inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
     provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
-    handover.write_record(context.directory / handover.PROVENANCE, provenance)
-    other_files = [name for name in handover.HANDED_ON if name not in files]
-    files = {**files, **handover.digests(context.directory, other_files)}
+    artifacts.write_record(context.directory / artifacts.PROVENANCE, provenance)
+    other_files = [name for name in artifacts.HANDED_ON if name not in files]
+    files = {**files, **artifacts.digests(context.directory, other_files)}
     done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
-    handover.write_record(context.directory / handover.DONE, done)
+    artifacts.write_record(context.directory / artifacts.DONE, done)
     return done
 
 

@@ -18,7 +18,7 @@ import safetensors
 import models
 from data.errors import DataError
 from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_WEIGHTS
-from pipeline import handover
+from pipeline import artifacts
 
 PREPROCESSOR_FILE = "preprocessor_config.json"  # of transformers
 
@@ -50,10 +50,10 @@ def files_of(path: str) -> list[Path]:
 def digest_of(path: str, say: Callable[[str], None]) -> str:
     """Return the digest of weights. Raises DataError where they are missing or not what their maker wrote, OSError."""
     if not is_foreign(path):
-        return handover.check_weights(Path(path), say).sha256
+        return artifacts.check_weights(Path(path), say).sha256
     file, *beside = files_of(path)
-    digest = handover.digest_of(file)["sha256"]
-    described = [handover.digest_of(config)["sha256"] for config in beside if config.is_file()]
+    digest = artifacts.digest_of(file)["sha256"]
+    described = [artifacts.digest_of(config)["sha256"] for config in beside if config.is_file()]
     part = path.rpartition(":")[2] if not Path(path).exists() else ""
     if not described and not part:
         return digest

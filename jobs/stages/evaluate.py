@@ -37,7 +37,7 @@ from jobs.stages.evaluation_config import EvaluationConfig, check_sets
 from jobs.stages.evaluation_worker import worker
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.evaluation import beside, document
 from pipeline.evaluation.protocols import Protocol, protocols_of
 from pipeline.versions import code_version
@@ -184,7 +184,7 @@ def leaks_at(path: str | None) -> LeaksFile | None:
     """Return a leaks.json with its path and digest; None where none is named. Raises DataError where it is none."""
     if path is None:
         return None
-    return LeaksFile(path, handover.digest_of(Path(path))["sha256"], read_leaks(path))
+    return LeaksFile(path, artifacts.digest_of(Path(path))["sha256"], read_leaks(path))
 
 
 def answers_known(context: Context, digest: str) -> Answers:
@@ -194,7 +194,7 @@ def answers_known(context: Context, digest: str) -> Answers:
     for path in sorted(context.run.glob(f"*/{document.NAME}")):
         try:
             # Only of a finished stage, whose record says what the document should be.
-            if path.parent == context.directory or not handover.check_files(path.parent, context.say):
+            if path.parent == context.directory or not artifacts.check_files(path.parent, context.say):
                 continue
             earlier = json.loads(path.read_text())
         except (DataError, OSError, ValueError):

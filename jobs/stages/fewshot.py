@@ -22,7 +22,7 @@ from jobs.context import Context
 from jobs.stages import frozen, training
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.beside import without_single_seeds
@@ -84,7 +84,7 @@ def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
     """Return what the workers of an attempt are told. Raises DataError where the weights have changed."""
     init = context.resolve(cfg.init)
     assert init is not None, "init has no default that is None"
-    handover.check_weights(Path(init), context.say)
+    artifacts.check_weights(Path(init), context.say)
     return {
         **frozen.task_of(context, attempt),
         "config": config.plain(cfg),

@@ -17,8 +17,8 @@ from data.shards.subset import make_subset, summary
 from jobs.context import Context
 from jobs.progress import Progress
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
+from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
-from pipeline.handover import DONE
 
 UNREADABLE = "torn or altered"  # what is wrong with an index that packing again would stop at
 

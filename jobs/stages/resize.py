@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import models
 from data.files import whole_file, write_whole
 from jobs.context import Context
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.config import Tags, tags
 
 
@@ -30,7 +30,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
     folder = context.resolve(cfg.init)
     assert folder is not None, "init has no default that is None"
-    handover.check_weights(Path(folder), context.say)
+    artifacts.check_weights(Path(folder), context.say)
     weights, source = models.load_weights(folder)
     weights, report = models.transfer(weights, source, context.model)
     names = context.class_names

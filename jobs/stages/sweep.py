@@ -26,7 +26,7 @@ from data.errors import DataError, Diverged
 from data.files import write_whole
 from jobs.context import Context
 from models.checks import did_you_mean
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.config import Tags, tags
 from pipeline.evaluation import beside, document
 
@@ -118,16 +118,16 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         "rows": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in rows.items()},
         "means": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in means.items()},
     }
-    handover.write_record(context.directory / DOCUMENT, record)
+    artifacts.write_record(context.directory / DOCUMENT, record)
     return {
         "summary": table.summary(),
-        "files": handover.digests(context.directory, [DOCUMENT]),
+        "files": artifacts.digests(context.directory, [DOCUMENT]),
     }
 
 
 def chosen_values(folder: Path) -> dict[str, Any]:
     """Return the values that the table in this folder has chosen, by dotted field. Raises DataError, OSError."""
-    return handover.read_record(folder / DOCUMENT).values["chosen"]
+    return artifacts.read_record(folder / DOCUMENT).values["chosen"]
 
 
 # ------------------------------------------------------------------------------------------------ what the runs say
@@ -136,18 +136,18 @@ def chosen_values(folder: Path) -> dict[str, Any]:
 def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     """Read what a finished run came to. Raises DataError where it has no number for the metric."""
     folder = Path(context.resolve(cfg.stage) or "")
-    done = handover.read_done(folder)
+    done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
     metrics = beside.without_single_seeds(done.get("metrics", {}))
     diverged = done.get(DIVERGED, "")
     if best not in metrics and not diverged:
         raise DataError(
-            f"{context.name}: {name} has no {best!r} in {folder / handover.DONE}{did_you_mean(best, metrics)}\n"
+            f"{context.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
         )
     # What an earlier table has chosen for the run stands in the run's own record.
-    chosen = handover.read_record(folder / "stage.json").values.get("chosen", {})
+    chosen = artifacts.read_record(folder / "stage.json").values.get("chosen", {})
     values = {**cfg.values, **chosen}
     return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, intervals_of(folder))
 
@@ -239,7 +239,7 @@ def in_words(values: Mapping[str, Any]) -> str:
 def diverged_text(context: Context, diverged: Sequence[Result], *, chooses: bool) -> str:
     """Return the message about runs without which there is no table."""
     names = ", ".join(result.stage for result in diverged)
-    folders = sorted({str(Path(context.resolve(f"@{result.stage}") or "") / handover.DONE) for result in diverged})
+    folders = sorted({str(Path(context.resolve(f"@{result.stage}") or "") / artifacts.DONE) for result in diverged})
     return (
         f"{context.name}: {len(diverged)} runs of the sweep have diverged: {names}\n"
         + ("  expected one that has not, to choose from\n" if chooses else "  expected all of them for the table\n")

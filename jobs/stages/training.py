@@ -25,8 +25,8 @@ from jobs.context import Context
 from jobs.planning.outlook import keep_forecast
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
-from pipeline import config, handover
-from pipeline.checkpoints.room import check_room
+from pipeline import artifacts, config
+from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.plan.kept_forecast import beside_measured
 from pipeline.plan.memory import need_if_traced, with_blocks
@@ -47,7 +47,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     check_sets(cfg, context.name, context.resolve)
     say_what_is_dropped(cfg, context)
     checkpoints = context.directory / "checkpoints"
-    check_room(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
+    check_disk_space(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
     evaluations = evaluations_beside(cfg, context)
@@ -155,7 +155,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     init = context.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
     if init is not None and not committed_steps(context.directory, context.remote):
-        handover.check_weights(Path(init), context.say)
+        artifacts.check_weights(Path(init), context.say)
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
     cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
     # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
@@ -178,7 +178,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         device_bytes=bytes_if_traced(cfg, context),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
-    handover.write_record(context.directory / handover.TASK, task)
+    artifacts.write_record(context.directory / artifacts.TASK, task)
     return task
 
 

@@ -18,7 +18,7 @@ from typing import NotRequired, TypedDict
 
 from data.errors import ClusterError
 from data.files import write_with_reserve
-from pipeline.checkpoints.sight import SAME_STORAGE
+from pipeline.checkpoints.shared_storage_check import SAME_STORAGE
 
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 RECORD_RESERVE_BYTES = 16_384  # in a worker's record, for its error and traceback

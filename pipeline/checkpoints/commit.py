@@ -18,7 +18,7 @@ from pathlib import Path
 from data.errors import CheckpointError, StorageError
 from data.files import refusal, sync, write_durably
 from pipeline.checkpoints.manifest import MANIFEST, FileRecord, Manifest, newest_attempt, seal
-from pipeline.checkpoints.sight import WrittenFile, unseen_files
+from pipeline.checkpoints.shared_storage_check import WrittenFile, unseen_files
 from pipeline.checkpoints.stored import StoredCheckpoints, newest_attempt_in
 
 

@@ -5,8 +5,8 @@
 Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that whoever reads a part can
 check that part alone. Manifests from before there were chunks are read as ever; their files are checked whole.
 
-`status` reads manifests, and a record of a stage (pipeline/handover.py) promises files in the same way: neither has any
-use for torch, which takes 1.4 CPU-seconds to import. The checkpoints themselves: pipeline/checkpoints/checkpoint.py.
+`status` reads manifests, and a record of a stage (pipeline/artifacts.py) promises files in the same way: neither needs
+torch, which takes 1.4 CPU-seconds to import. The checkpoints themselves: pipeline/checkpoints/checkpoint.py.
 """
 
 import errno

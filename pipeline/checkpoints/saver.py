@@ -34,9 +34,9 @@ from data.errors import CheckpointError, StorageError
 from data.files import make_folder, refusal, write_durably
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.commit import Decision, commit, commit_in_store
+from pipeline.checkpoints.disk_space import shortage
 from pipeline.checkpoints.manifest import FileRecord, Manifest, committed, digest
-from pipeline.checkpoints.room import shortage
-from pipeline.checkpoints.sight import WrittenFile
+from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.snapshot import copied
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine

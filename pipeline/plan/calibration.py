@@ -19,7 +19,7 @@ from data.errors import ConfigError, DataError
 from data.files import state_folder
 from data.images.augment import AugmentConfig
 from models import Size
-from pipeline import config, handover
+from pipeline import artifacts, config
 from pipeline.plan.engine_cost import EngineKind, EngineTime, Overhead, overhead_of
 from pipeline.plan.operations import Operation, Trace
 from pipeline.plan.rates import Curve, Rates
@@ -192,13 +192,13 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     for precision, samples in calibration.operations.items():
         plain["operations"][precision] = [row_of(operation, seconds) for operation, seconds in samples]
     path.parent.mkdir(parents=True, exist_ok=True)
-    handover.write_record(path, {"calibration": CALIBRATION_SCHEMA, "values": plain})
+    artifacts.write_record(path, {"calibration": CALIBRATION_SCHEMA, "values": plain})
 
 
 def read_calibration(path: Path) -> Calibration:
     """Read a calibration. Raises DataError where it is not there, torn, altered, or of another version."""
     try:
-        record = handover.read_record(path).values
+        record = artifacts.read_record(path).values
     except FileNotFoundError:
         raise DataError(f"{path}: there is no calibration\n  type python -m jobs calibrate") from None
     except DataError as error:

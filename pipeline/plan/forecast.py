@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import models
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
-from pipeline.checkpoints.room import checkpoint_bytes
+from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.optimization.thinning import share_of_operations
 from pipeline.plan.calibration import Calibration
 from pipeline.plan.engine_cost import EngineKind, Overhead

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from data.errors import DataError
-from pipeline import handover
+from pipeline import artifacts
 from pipeline.monitoring.telemetry import Record, counted, milliseconds, read_metrics
 
 FORECAST = "forecast.json"
@@ -38,13 +38,13 @@ class Measured(TypedDict):
 def write_forecast(folder: Path, calibrated: str, steps: Mapping[int, KeptStep]) -> None:
     """Keep the forecast of a stage by world; `calibrated` says when and on what the calibration was made."""
     folder.mkdir(parents=True, exist_ok=True)
-    handover.write_record(folder / FORECAST, {"calibrated": calibrated, "worlds": dict(steps)})
+    artifacts.write_record(folder / FORECAST, {"calibrated": calibrated, "worlds": dict(steps)})
 
 
 def read_forecast(folder: Path) -> dict[int, KeptStep]:
     """Return the forecast of a stage by world; {} where it has none that can be read."""
     try:
-        values = handover.read_record(folder / FORECAST).values
+        values = artifacts.read_record(folder / FORECAST).values
         return {int(world): step for world, step in values["worlds"].items()}
     except (OSError, DataError, KeyError, ValueError, AttributeError):
         return {}

@@ -18,7 +18,7 @@ from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
 from pipeline.arithmetic import batch_arithmetic
-from pipeline.checkpoints.room import checkpoint_bytes
+from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.plan.live_bytes import Kind
 from pipeline.plan.memory_traces import is_kept, step_to_trace, traces_of
 from pipeline.training_config import TrainConfig

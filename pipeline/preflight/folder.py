@@ -20,11 +20,11 @@ from typing import TypedDict
 
 from data.errors import StorageError
 from data.files import create_exclusively, free_bytes, locked, refusal, sync, write_durably, write_whole
-from pipeline.checkpoints.sight import look_for, names_in
+from pipeline.checkpoints.shared_storage_check import look_for, names_in
 
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "lock"
-ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.sight waits for a file
+ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.shared_storage_check waits for a file
 ASKED_TIMES = 3
 POLL_S = 0.002
 WRITTEN_BYTES = 2**24  # by each node, all at once

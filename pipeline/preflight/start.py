@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from data.errors import ClusterError
-from pipeline.checkpoints.sight import SAME_STORAGE, look_for
+from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
 from pipeline.monitoring.watchdog import phase_file
 from pipeline.preflight.identity import (
     Identity,

@@ -19,7 +19,7 @@ from jobs.__main__ import main
 from jobs.command_line import campaigns
 from jobs.recipe import campaign
 from models.weights import files
-from pipeline import handover, train
+from pipeline import artifacts, train
 from pipeline.checkpoints import checkpoint, manifest
 from tests.conftest import RECIPE
 
@@ -31,7 +31,7 @@ FLIPS_PER_FILE = 8
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """The recipe of a finished campaign of four stages."""
-    folder = tmp_path_factory.mktemp("handover")
+    folder = tmp_path_factory.mktemp("artifacts")
     recipe = folder / "tiny.yaml"
     recipe.write_text(RECIPE.format(run=folder / "run", shards=shards))
     assert main(["run", str(recipe)]) == 0
@@ -88,7 +88,7 @@ def test_each_stage_records_the_sha256_of_every_file_that_it_hands_on(made):
 
 def test_files_of_weights_have_one_name():
     """The records have it without importing what writes the files."""
-    assert (handover.WEIGHTS, handover.CONFIG, handover.CLASSES) == (files.WEIGHTS, files.CONFIG, files.CLASSES)
+    assert (artifacts.WEIGHTS, artifacts.CONFIG, artifacts.CLASSES) == (files.WEIGHTS, files.CONFIG, files.CLASSES)
 
 
 def test_every_flipped_bit_in_what_a_finished_campaign_hands_on_is_found(made, capsys):
@@ -113,18 +113,18 @@ def test_a_bit_in_any_byte_of_a_record_is_found(made, tmp_path):
         damaged = bytearray(original)
         damaged[position] ^= 1 << position % 8
         file.write_bytes(damaged)
-        with pytest.raises(handover.DataError, match=r"done\.json has changed"):
-            handover.read_record(file)
+        with pytest.raises(artifacts.DataError, match=r"done\.json has changed"):
+            artifacts.read_record(file)
 
 
 def test_the_way_out_can_be_typed_where_a_folder_s_name_has_blanks(tmp_path):
     folder = tmp_path / "my run" / "pretrain-1a2b3c4d"
     folder.mkdir(parents=True)
-    handover.write_record(folder / "done.json", {"key": "1a2b"})
-    handover.write_record(folder / "stage.json", {"key": "1a2b"})
+    artifacts.write_record(folder / "done.json", {"key": "1a2b"})
+    artifacts.write_record(folder / "stage.json", {"key": "1a2b"})
     (folder / "stage.json").write_text((folder / "stage.json").read_text().replace("1a2b", "1a2c"))
-    with pytest.raises(handover.DataError, match=r"stage\.json has changed") as caught:
-        handover.read_record(folder / "stage.json")
+    with pytest.raises(artifacts.DataError, match=r"stage\.json has changed") as caught:
+        artifacts.read_record(folder / "stage.json")
     subprocess.run(str(caught.value).splitlines()[2].partition("or ")[2], shell=True, check=True)
     assert list(folder.iterdir()) == []
 
@@ -247,6 +247,6 @@ def test_replay_and_status_name_a_record_that_has_changed(made, capsys):
 
 
 def test_a_check_that_takes_long_says_so(made, capsys, monkeypatch):
-    monkeypatch.setattr(handover, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(artifacts, "SAY_AFTER_S", 0.0)
     assert main(["run", str(made)]) == 0
     assert f"checked 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out

@@ -4,9 +4,9 @@ In the store, beside the checkpoints (pipeline/checkpoints/stored.py), under the
     owner.json              who works on the run, and a count that grows every 10 s as long as it lives
     attempts/000007.json    an attempt that was claimed; attempts/000000.json is the test that a name is created once
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
-Here, in the run's local folder: the same small files, and mirror.json, which says of which owner they are.
+Here, in the run's local folder: the same small files, and sync.json, which says of which owner they are.
 
-One command on such a run, in order (`mirrored`):
+One command on such a run, in order (`synced`):
 1. refuse where another process owns it and lives (`take_over`): a store has no locks, so a sign of life is waited for;
 2. fetch its small files, unless the last owner worked in this very folder (`pull`);
 3. renew owner.json, and put what has changed every minute, each in a thread; the end of a stage and of the command put
@@ -35,16 +35,16 @@ from data.errors import PatchlineError, RunOwned, StorageError
 from data.files import locked, write_whole
 from data.store import Store, each
 from jobs.ownership import OWNER_FILE
+from pipeline.artifacts import DONE
 from pipeline.checkpoints.stored import ATTEMPTS
-from pipeline.handover import DONE
 
-MIRROR_FILE = "mirror.json"
+SYNC_FILE = "sync.json"
 BEAT_S = 10.0  # between two signs of life
 WATCH_BEATS = 3  # without a sign of life, after which an owner is taken for dead
 PUT_EVERY_BEATS = 6  # so often the thread puts what has changed
 LAST_ATTEMPTS = 3  # of a request when the command ends: a store that is gone must not hold it up for minutes
-NOT_MIRRORED = ("checkpoints", ATTEMPTS)  # folders: the one has its own rules, the other is of this node
-OWN_FILES = (OWNER_FILE, MIRROR_FILE)  # of the local folder
+NOT_SYNCED = ("checkpoints", ATTEMPTS)  # folders: the one has its own rules, the other is of this node
+OWN_FILES = (OWNER_FILE, SYNC_FILE)  # of the local folder
 
 Say = Callable[[str], None]
 
@@ -62,7 +62,7 @@ class Owner(TypedDict):
 
 
 @contextmanager
-def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], None]]:
+def synced(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], None]]:
     """Keep a run's local folder and its URL alike while the block works; gives the function that puts what has changed.
 
     `run` is locked already. For a run without a URL nothing is done. Raises RunOwned, also in the place of what has
@@ -71,7 +71,7 @@ def mirrored(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], N
     if remote is None:
         yield lambda: None
         return
-    mirror = Mirror(run, remote, say)
+    mirror = Sync(run, remote, say)
     is_ours = mirror.take_over()
     mirror.pull(is_ours)
     with mirror.kept_alive():
@@ -97,7 +97,7 @@ def looked_at(run: Path, remote: str | None) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="patchline-plan-") as temporary:
         folder = Path(temporary).resolve()
-        Mirror(folder, remote, print).pull(is_ours=False)
+        Sync(folder, remote, print).pull(is_ours=False)
         yield folder
 
 
@@ -108,12 +108,12 @@ def is_newest_here(run: Path, remote: str) -> bool:
     with locked(run / OWNER_FILE, wait=False) as is_free:
         if not is_free:
             return True
-        mirror = Mirror(run, remote, print)
+        mirror = Sync(run, remote, print)
         owner = mirror.owner()
         return owner is not None and owner["token"] == mirror.last_token
 
 
-class Mirror:
+class Sync:
     """The local folder of a run, and the same in an object store; `token` tells this command from all others."""
 
     def __init__(self, run: Path, remote: str, say: Say) -> None:
@@ -126,7 +126,7 @@ class Mirror:
         self.lock = threading.Lock()  # the thread and the command do not put at once
         # Torn or not there: then the store knows better.
         with suppress(OSError, ValueError, KeyError):
-            record = json.loads((run / MIRROR_FILE).read_text())
+            record = json.loads((run / SYNC_FILE).read_text())
             self.last_token = record["token"]
             self.known = record["known"]
 
@@ -291,7 +291,7 @@ class Mirror:
                 folder = self.run / claim["stage"] / "attempts" / f"attempt-{Path(name).stem}"
                 folder.mkdir(parents=True, exist_ok=True)
 
-        each([name for name in sizes if is_mirrored(Path(name))], fetch)
+        each([name for name in sizes if is_synced(Path(name))], fetch)
         if not is_ours:
             each([name for name in sizes if name.startswith(f"{ATTEMPTS}/")], make_attempt_folder)
 
@@ -302,7 +302,7 @@ class Mirror:
         """
         with self.lock:
             self.check_owned()
-            paths = [path for path in self.run.rglob("*") if is_mirrored(path.relative_to(self.run))]
+            paths = [path for path in self.run.rglob("*") if is_synced(path.relative_to(self.run))]
             for path in sorted(paths, key=put_last):
                 # A file may go while we look, as temporary ones do.
                 with suppress(FileNotFoundError):
@@ -317,15 +317,15 @@ class Mirror:
 
     def note(self) -> None:
         """Write down whose files these are, and which of them the store has."""
-        write_whole(self.run / MIRROR_FILE, json.dumps({"token": self.token, "known": self.known}))
+        write_whole(self.run / SYNC_FILE, json.dumps({"token": self.token, "known": self.known}))
 
 
 SINCE = time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def is_mirrored(name: Path) -> bool:
+def is_synced(name: Path) -> bool:
     """Tell whether a file of a run, named below it, is one of the small ones that lie both here and in the store."""
-    is_elsewhere = any(part in NOT_MIRRORED for part in name.parts[:-1])
+    is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() not in OWN_FILES and not name.name.startswith(".tmp-")
 
 

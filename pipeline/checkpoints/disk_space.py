@@ -28,7 +28,7 @@ def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
     return models.parameters_of(model) * BYTES_FP32 * copies + HEADER_BYTES
 
 
-def check_room(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scratch: bool = False) -> None:
+def check_disk_space(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scratch: bool = False) -> None:
     """Raise CheckpointError where a stage's checkpoints and weights will not fit on the disk of `folder`."""
     needed, parts = bytes_to_come(cfg, model, folder, is_scratch=is_scratch)
     free = free_bytes(folder)
