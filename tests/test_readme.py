@@ -71,7 +71,11 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     own = folder / "own.yaml"  # the recipe of the first screen, with two steps instead of 300
     text = (ROOT / "jobs/recipes/folder.yaml").read_text()
     text = text.replace("steps: 300", "steps: 2").replace("warmup_steps: 30", "warmup_steps: 1")
-    own.write_text(text.replace("runs/folder", str(folder / "own")).replace("batch_size: 64", "batch_size: 4"))
+    own.write_text(
+        text.replace("runs/folder", str(folder / "own"))
+        .replace("batch_size: 64", "batch_size: 4")
+        .replace("micro_batch: 32", "micro_batch: 2")
+    )
 
     return {
         "jobs/recipes/folder.yaml": str(own),
