@@ -15,7 +15,7 @@ the same at any world size, and sums are counts, or made by rank 0 in a fixed or
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,6 +32,7 @@ from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.context import Context
+from jobs.resolved_recipe import Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from pipeline import artifacts
@@ -130,11 +131,6 @@ class Config:
         return any(protocol not in FEATURES for protocol in self.protocols)
 
 
-DEFAULTS: Config | None = None
-INPUTS = ("init", "sets.*.test", "sets.*.train", "leaks")
-FILES: tuple[str, ...] = ()
-
-
 # ------------------------------------------------------------------------------------------------ the stage
 
 
@@ -158,7 +154,6 @@ class LeaksFile:
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute the results that no earlier evaluation of this run has, and write the document."""
-    check_sets(cfg, context.resolve)
     init = context.resolve(cfg.init) or ""
     weights_digest = any_weights.digest_of(init, context.say)
     leaks = None
@@ -297,11 +292,36 @@ def say_warnings(cfg: Config, context: Context, results: Iterable[Mapping[str, A
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def check_sets(cfg: Config, resolve: training.Resolve, load: training.LoadIndex = load_index) -> None:
-    """Raise DataError where a set is empty or lacks a shard; `load` as that of training.check_sets."""
-    require(len(cfg.sets) > 0, "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
-    paths = [resolve(path) for path in cfg.paths().values()]
-    training.check_usable(training.loaded_sets(paths, load))
+def model_of(cfg: Config, source_model: SourceModel) -> Any:
+    """Return the architecture of the weights, which may be of another project; None where they are missing."""
+    if any_weights.is_foreign(cfg.init):
+        return any_weights.load(cfg.init, cfg.model).config
+    return source_model(cfg.init)
+
+
+def shared_classes(cfg: Config) -> list[SharedClasses]:
+    """Return each set with the head that it is of, and with the set that protocols of features learn from."""
+    shared = []
+    for name, evaluated in cfg.sets.items():
+        test = {f"sets.{name}.test": evaluated.test}
+        shared.append(SharedClasses(test, with_head=cfg.uses_head()))
+        # What it learns from needs no head: these may be other classes than the weights'.
+        if evaluated.train is not None:
+            shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
+    return shared
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read."""
+    cfg: Config = stage.config
+    paths = list(cfg.paths().values())
+    if stage.model is not None:
+        indexes = {path: index for path in paths for index in there.made([path])}
+        check_head(cfg, stage.model, indexes, stage.name)
+    if there.looks_at_files:
+        require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
+        training.check_usable(there.made(paths))
+    yield from ()
 
 
 def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str) -> None:
@@ -330,3 +350,15 @@ def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str
                 f"they know no {more}\n"
                 "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
             )
+
+
+KIND = StageKind(
+    name="evaluate",
+    config=Config,
+    run=run,
+    inputs={"init": Reads.ANY_WEIGHTS, "sets.*.test": Reads.SET, "sets.*.train": Reads.SET, "leaks": Reads.FILE},
+    model=model_of,
+    shared_classes=shared_classes,
+    checks=checks,
+    metrics=Config.metrics,
+)

@@ -5,20 +5,21 @@ the test sample's first label, as in training, so that its numbers compare with 
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from data.checks import at_least, more_than_0
 from data.files import write_whole
-from data.index.document import load_index
 from data.remote.cache import CacheConfig
 from jobs.context import Context
+from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
 from jobs.stages import training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
-from pipeline.config import Tags, tags
+from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.async_evaluation import without_single_seeds
-from pipeline.evaluation.protocols import ProbeConfig, check_ops
+from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
 from pipeline.evaluation.worker import Request
 
 
@@ -42,14 +43,8 @@ class Config:
         more_than_0(self, "stall_s")
 
 
-DEFAULTS: Config | None = None
-INPUTS = ("init", "probe.train", "probe.test")
-FILES: tuple[str, ...] = ()
-
-
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
-    check_sets(cfg, context.resolve)
     worker_config = WorkerConfig(
         preprocess=cfg.preprocess or f"resize({context.model.image_size})",
         max_labels=1,
@@ -77,7 +72,25 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     return results
 
 
-def check_sets(cfg: Config, resolve: training.Resolve, load: training.LoadIndex = load_index) -> None:
-    """Raise DataError where a set is empty or lacks a shard; `load` as that of training.check_sets."""
-    paths = [resolve(cfg.probe.train), resolve(cfg.probe.test)]
-    training.check_usable(training.loaded_sets(paths, load))
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
+    cfg: Config = stage.config
+    # One question is enough: ProbeConfig takes both sets or neither.
+    require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
+    if stage.model is not None:
+        check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+    if there.looks_at_files:
+        training.check_usable(there.made([cfg.probe.train or "", cfg.probe.test or ""]))
+    yield from ()
+
+
+KIND = StageKind(
+    name="fewshot",
+    config=Config,
+    run=run,
+    inputs={"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET},
+    model=lambda cfg, source_model: source_model(cfg.init),
+    shared_classes=lambda cfg: [training.classes_of_probe(cfg.probe)],
+    checks=checks,
+    metrics=lambda cfg: training.metrics_of_probe(cfg.probe),
+)
