@@ -1,8 +1,7 @@
 """Fine-tuning with a fresh zero head (paper, B.1.1 and table 4)."""
 
 from jobs.stages import training
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import TrainConfig
 
 Config = TrainConfig

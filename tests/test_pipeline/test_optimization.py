@@ -10,9 +10,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.errors import ConfigError
-from pipeline.optimization.losses import LOSSES, dense_targets, hits, mixup
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.optimization.schedule import ScheduleConfig, learning_rate
+from pipeline.optimization import (
+    LOSSES,
+    OptimConfig,
+    ScheduleConfig,
+    build_optimizer,
+    dense_targets,
+    hits,
+    learning_rate,
+    mixup,
+)
 
 pytestmark = pytest.mark.quick
 
