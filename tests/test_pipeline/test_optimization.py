@@ -23,7 +23,7 @@ from pipeline.optimization import (
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 
 def golden(name: str):

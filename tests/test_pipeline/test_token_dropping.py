@@ -24,10 +24,9 @@ from jobs.commands.replay import replay
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models import positions
-from pipeline import batches, config
+from pipeline import batches, config, token_dropping
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization import thinning
 from pipeline.token_dropping import TokenDroppingConfig, kept_patches, phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 
@@ -198,11 +197,11 @@ def test_the_operations_of_a_stage_are_those_counted_by_hand():
     for steps, patches, kept in [(400, 64, 32), (300, 100, 50), (200, 196, 98), (100, 196, 196)]:
         by_hand += steps * 256 * 6 * macs_by_hand(model, patches, kept)
     in_order = phases(BOTH, 1000, model)
-    assert thinning.flops_of(in_order, model, range(1000), 256) == by_hand
+    assert token_dropping.flops_of(in_order, model, range(1000), 256) == by_hand
     whole = 1000 * 256 * 6 * macs_by_hand(model, 196, 196)
-    assert thinning.share_of_operations(BOTH, model) == pytest.approx(by_hand / whole, rel=1e-9)
-    assert thinning.share_of_operations(TokenDroppingConfig(), model) == 1.0
-    first = thinning.flops_of(in_order, model, range(390, 410), 256)
+    assert token_dropping.share_of_operations(BOTH, model) == pytest.approx(by_hand / whole, rel=1e-9)
+    assert token_dropping.share_of_operations(TokenDroppingConfig(), model) == 1.0
+    first = token_dropping.flops_of(in_order, model, range(390, 410), 256)
     assert first == 10 * 256 * 6 * (macs_by_hand(model, 64, 32) + macs_by_hand(model, 100, 50))
 
 
@@ -315,7 +314,7 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
     text = "\n".join(plan(loaded))
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
-    flops = thinning.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)
+    flops = token_dropping.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)
     assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} of whole images" in text
     assert "thinned steps 0 … 9: 16 px, 2 of 4 patches\n" in text
     assert "thinned steps 10 … 17: 24 px, 4 of 9 patches\n" in text
