@@ -13,7 +13,7 @@ with pytest.MonkeyPatch.context() as patch:
     import ray  # noqa: F401
 
 from data.shards.packing import pack
-from data.shards.sources import digits
+from data.sources.samples import digits
 from pipeline.plan.memory_traces import Moment, Trace
 
 RECIPE = """
