@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
-from pipeline.optimization.thinning import flops_of, phases
+from pipeline.token_dropping import flops_of, phases
 from pipeline.worker import Progress, Worker
 
 

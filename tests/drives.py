@@ -47,7 +47,7 @@ from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import features, protocols
 from pipeline.evaluation import worker as evaluation
 from pipeline.health import Health
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 RECIPE = """

@@ -24,7 +24,7 @@ from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 LINEAR = F.linear
