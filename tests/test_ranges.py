@@ -273,12 +273,6 @@ def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faul
         take(other, CacheConfig(str(tmp_path / "b"), **PATIENT))
 
 
-def test_an_index_without_digests_of_samples_is_read_by_whole_shards(faulty, tmp_path):
-    blind = replace(faulty.index, shards=tuple(replace(shard, table="") for shard in faulty.index.shards))
-    assert Reader(blind, by_range=True).ranges is None and Reader(faulty.index, by_range=True).ranges is not None
-    assert Reader(faulty.index).ranges is None, "whoever reads all samples of a shard waits for it"
-
-
 @pytest.mark.parametrize("far", [0, 100, 1 << 17])
 def test_image_and_label_are_one_request_where_they_lie_close(tmp_path, monkeypatch, far):
     content = bytes(np.random.default_rng(0).integers(0, 256, 300_000, np.uint8))

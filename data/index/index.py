@@ -32,7 +32,7 @@ from data.index.columns import MappedShards
 from data.index.names import Names, ids_of
 from data.index.shard import Shard, WrongTable, open_table, table_name
 
-FIRST_SCHEMA = 1  # the oldest that is still read; its number is in the digest of every index
+DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,6 @@ class Index:
     name: str = field(default="", compare=False)  # of the JSON, without its suffix
     origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars
 
-    @property
-    def sees_rot(self) -> bool:
-        """Whether every sample that is read is compared with a digest of its own; not so in schema 1."""
-        if isinstance(self.shards, MappedShards):
-            return self.shards.all_have_tables
-        return all(shard.table for shard in self.shards)
-
     @cached_property
     def ids(self) -> dict[str, int]:
         """The class id of every name that a label may hold instead."""
@@ -76,14 +69,6 @@ class Index:
     def class_name(self, label: int) -> str:
         """What a class is called, or its id where nobody knows."""
         return self.names[label] if label < len(self.names) else f"class {label}"
-
-    @property
-    def lack(self) -> str:
-        """What a run says of an index that does not see rot, with what to type."""
-        return (
-            f"{self.tables}: the index has no digests of samples (schema 1), so that a shard that rots after its first "
-            f"reading would go unseen; to make them, type: {self.command}"
-        )
 
     @property
     def command(self) -> str:
@@ -126,7 +111,7 @@ class Index:
         if "://" in self.directory:
             return True
         if isinstance(self.shards, MappedShards):
-            return self.shards.any_name_has("://")
+            return self.shards.any_is_url
         return any("://" in shard.name for shard in self.shards)
 
     def location(self, shard: int) -> str:
@@ -169,16 +154,16 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names
 
     The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
     keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
-    there are any: a set without keeps the digest that it had before there were names.
+    there are any.
     """
     rest: list[object] = [list(class_counts)]
     if names:
         rest.append(list(names))
     if rows:
         rest.append({"rows": rows})
-    # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], as schema 1 began it; a piece at a time,
-    # because that of a large set is as large as its JSON.
-    digest = sha256(f"[{FIRST_SCHEMA}, [".encode())
+    # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], a piece at a time, because that of a large
+    # set is as large as its JSON.
+    digest = sha256(f"[{DIGEST_VERSION}, [".encode())
     separator = ""
     for shard in shards:
         tar = json.dumps([shard.name, shard.samples, shard.bytes, shard.sha256])

@@ -62,10 +62,6 @@ class JoinedIndex(Index):
     sets: tuple[Index, ...] = field(default=(), compare=False)
 
     @property
-    def sees_rot(self) -> bool:
-        return all(index.sees_rot for index in self.sets)
-
-    @property
     def bytes(self) -> int:
         return sum(index.bytes for index in self.sets)
 

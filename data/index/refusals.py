@@ -56,10 +56,9 @@ class Refusals:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Refusals:
-        """What `as_json` gave, or {reason: count} as earlier versions wrote it."""
+        """Read what `as_json` gave."""
         refusals = Refusals()
-        for reason, entry in content.items():
-            count, first = entry if isinstance(entry, list) else (entry, "")
+        for reason, (count, first) in content.items():
             refusals.counts[reason] = int(count)
             if first:
                 refusals.first[reason] = first

@@ -53,7 +53,7 @@ LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for ta
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 # One row of a shard's table: where the bytes are, and their digest. A size of 0 says that the sample has no such
-# member. The digest is absent from tables that an index of schema 1 has.
+# member.
 FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4"), ("digest", "<u8")]
 
 

@@ -38,7 +38,7 @@ from data.index.index import Index
 from data.index.labels import read_labels
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.index.tar import Row, mapped, walk
+from data.index.tar import mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
 from data.shards.parallel import in_parallel
@@ -185,7 +185,7 @@ class RawSample(NamedTuple):
     key: str
     image: bytes
     label: bytes
-    is_intact: bool  # as the table's digest tells; True where the table has none
+    is_intact: bool  # as the table's digest tells; True without a table
 
 
 def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | None:
@@ -222,12 +222,8 @@ def samples_of(
     walked = result.table(tar)
     digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
     if table is not None:
-        # A stale table of schema 1 is found here alone: the tar is as it was, and the table is of another.
-        if not report.problem and not has_same_rows(table, walked):
-            report.problem = "its table is not of this tar; run `python -m jobs index` again"
-        if "digest" in (table.dtype.names or ()):
-            for entry in table:
-                digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
+        for entry in table:
+            digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
 
     for row, digest in zip(result.rows, walked["digest"].tolist(), strict=True):
         is_intact = digests.get((row.image, row.label), digest) == digest
@@ -235,11 +231,6 @@ def samples_of(
         image = bytes(tar[row.image : row.image + row.image_size])
         label = bytes(tar[row.label : row.label + row.label_size])
         yield RawSample(key, image, label, is_intact)
-
-
-def has_same_rows(table: np.ndarray, walked: np.ndarray) -> bool:
-    """Whether two tables say the same of where samples lie."""
-    return all(np.array_equal(table[name], walked[name]) for name in Row._fields)
 
 
 # ------------------------------------------------------------------------------------------------ repair

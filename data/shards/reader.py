@@ -8,7 +8,6 @@ How a sample is read, in order:
    a file can rot or be overwritten later than 1. under an unchanged size and time;
 4. where it differs, the copy of a remote shard is dropped from the cache and fetched once more; any other shard, and
    one that still differs, ends the run. Such a sample is not replaced: the shard that it is in cannot be trusted.
-A table of schema 1 has no digests, and 3. is left out (`Index.sees_rot`).
 """
 
 from __future__ import annotations
@@ -104,13 +103,11 @@ class Stored(NamedTuple):
     key: str
     image: bytes
     label: bytes
-    expected: int | None  # digest in the table; None where it has none
+    expected: int  # digest in the table
 
     @property
     def is_intact(self) -> bool:
-        """Whether these are the bytes that were indexed, as far as anybody can tell."""
-        if self.expected is None:
-            return True
+        """Whether these are the bytes that were indexed."""
         # An oversize image is refused whatever it holds, and was not read to its end.
         return len(self.image) > MAX_BYTES or sample_digest(self.image, self.label) == self.expected
 
@@ -121,7 +118,6 @@ class OpenShard(NamedTuple):
     tar: mmap.mmap
     table: np.ndarray
     inode: int  # of the tar: tells whether the cache has another copy by now
-    has_digests: bool
 
     def stored(self, sample: int) -> Stored:
         """Copy a sample's bytes out of the mapping."""
@@ -129,7 +125,7 @@ class OpenShard(NamedTuple):
         span = span_of(row, "")
         image = self.tar[span.image : span.image + span.image_size]
         label = self.tar[span.label : span.label + span.label_size]
-        return stored_of(row, image, label, self.has_digests)
+        return stored_of(row, image, label)
 
 
 def span_of(row: np.void, url: str) -> Span:
@@ -138,10 +134,9 @@ def span_of(row: np.void, url: str) -> Span:
     return Span(url, int(row["image"]), image_size, int(row["label"]), int(row["label_size"]))
 
 
-def stored_of(row: np.void, image: bytes, label: bytes, has_digests: bool) -> Stored:
+def stored_of(row: np.void, image: bytes, label: bytes) -> Stored:
     """The bytes of a row of a table, with what the table says of them."""
-    expected = int(row["digest"]) if has_digests else None
-    return Stored(row["key"].decode("utf-8", "replace"), image, label, expected)
+    return Stored(row["key"].decode("utf-8", "replace"), image, label, int(row["digest"]))
 
 
 class Reader:
@@ -155,8 +150,7 @@ class Reader:
         self.verify = verify
         self.cache = Cache(cache or CacheConfig())
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number, the longest unused first
-        # Without digests of samples nobody could tell whether a range is what was asked for.
-        self.ranges = Ranges(self.cache) if by_range and index.remote and index.sees_rot else None
+        self.ranges = Ranges(self.cache) if by_range and index.remote else None
         self._tables: OrderedDict[int, np.ndarray] = OrderedDict()  # of shards that are read by range
 
     def __getstate__(self) -> dict[str, object]:
@@ -242,7 +236,7 @@ class Reader:
             self.ranges.give_up(place, str(error).splitlines()[0])
             return None
         self.cache.progress()
-        stored = stored_of(row, image, label, has_digests=True)
+        stored = stored_of(row, image, label)
         if not stored.is_intact:
             self.ranges.give_up(place, f"sample {stored.key!r} is not what was indexed")
             return None
@@ -280,8 +274,7 @@ class Reader:
         table = self._tables.pop(number, None)
         if table is None:
             table = self.index.table(number)
-        has_digests = "digest" in (table.dtype.names or ())
-        self._open[number] = OpenShard(tar, table, status.st_ino, has_digests)
+        self._open[number] = OpenShard(tar, table, status.st_ino)
         if len(self._open) > most_open():
             _, longest_unused = self._open.popitem(last=False)
             longest_unused.tar.close()
@@ -346,7 +339,7 @@ def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
     digest = sample_digest(stored.image, stored.label)
     return DataError(
         f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {digest:016x}\n"
-        f"  expected {stored.expected or 0:016x}: the shard rotted or was overwritten after its first reading\n"
+        f"  expected {stored.expected:016x}: the shard rotted or was overwritten after its first reading\n"
         f"  {what_to_do}, or train without it: data.drop=[{short_name(place)}]"
     )
 

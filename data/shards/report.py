@@ -130,8 +130,6 @@ class Report:
         """The report for a terminal: one fact a line, always in the same order; advice for so many workers."""
         size = sum(shard.size for shard in self.shards)
         lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
-        if not self.index.sees_rot:
-            lines.append(self.index.lack)
         lines += self.problem_lines()
         lines += self.label_lines()
         lines.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")

@@ -137,8 +137,6 @@ def make_subset(
     name = name or folder.name
     check_name(name, "a set", "give its name: --name train-10shot")
     path = folder / f"{name}{SUFFIX}"
-    if not parent.sees_rot:
-        raise DataError(f"{parent.lack}\n  expected an index whose tables say where each sample lies, and its digest")
     check_replaceable(path, parent)
     check_sizes([parent])
 

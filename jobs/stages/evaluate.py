@@ -106,15 +106,6 @@ def answers_of_workers(
     cfg: EvaluationConfig, context: Context, questions: list[Question], leaks: LeaksFile | None
 ) -> Answers:
     """Return the results of the questions, by their digests, as a worker group computes them."""
-    places = set()
-    for question in questions:
-        places.add(question.test)
-        if question.train is not None:
-            places.add(question.train)
-    for place in sorted(places):
-        index = load_index(place)
-        if not index.sees_rot:
-            context.say(index.lack)
     leaked: dict[str, list[int] | None] = {}  # by the set that is judged on
     for question in questions:
         if question.test not in leaked:

@@ -58,10 +58,6 @@ FILES: tuple[str, ...] = ()
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
     check_sets(cfg, context.resolve)
-    for probed_set in (cfg.probe.train, cfg.probe.test):
-        index = load_index(context.resolve(probed_set) or "")
-        if not index.sees_rot:
-            context.say(index.lack)
     make_task = partial(make_fewshot_task, cfg, context)
     ask_to_stop = partial(frozen.stop_at_once, context.name)
     worlds = allowed_worlds(cfg, context.cluster)
