@@ -436,9 +436,9 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.order import Order
 try:
+    from data.shards.index import load_index  # where it was before
+except ModuleNotFoundError:
     from data.index.document import load_index
-except ModuleNotFoundError:  # where it was before
-    from data.shards.index import load_index
 from data.shards.reader import Reader
 
 def private_mib(pid="self"):

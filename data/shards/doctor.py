@@ -128,7 +128,27 @@ def check_shard(job: CheckJob) -> ShardReport:
                 report.problem = "its sha256 is not the one in the index"
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
             for sample in samples_of(tar, report, table_of(job.index, 0, report), job.index.origin is not None):
-                check_sample(sample, job, report)
+                if not sample.is_intact:
+                    report.add_bad(sample.key, "not the bytes that were indexed")
+                    continue
+                try:
+                    header = read_header(sample.image)
+                    # As many labels as there are classes are allowed: the report says which `max_labels` a run needs.
+                    labels = read_labels(sample.label, job.index, job.index.classes)
+                    if job.decode:
+                        decode_whole(sample.image)
+                        # libjpeg decodes some damaged files with no more than a warning; training uses them, so they
+                        # are not bad.
+                        if header.kind == "jpeg" and is_damaged(sample.image):
+                            report.damaged += 1
+                except BadImage as error:
+                    report.add_bad(sample.key, str(error))
+                    continue
+                report.add_good(header, sample.image, labels)
+                if len(report.grid) < job.grid:
+                    names = job.index.names
+                    classes = ", ".join(names[label] if label < len(names) else str(label) for label in labels)
+                    report.grid.append(GridImage(f"{sample.key[-24:]}: {classes}", sample.image))
     except OSError as error:
         report.problem = str(error.strerror)
     # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
@@ -136,31 +156,6 @@ def check_shard(job: CheckJob) -> ShardReport:
         before = f"{report.problem}; " if report.problem else ""
         report.problem = f"{before}{one_line(str(error))}"
     return report
-
-
-def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
-    """Add one sample to a shard's report, as good or as bad."""
-    key, image, raw_labels, is_intact = sample
-    if not is_intact:
-        report.add_bad(key, "not the bytes that were indexed")
-        return
-    try:
-        header = read_header(image)
-        # As many labels as there are classes are allowed here: the report says which `max_labels` a run needs.
-        labels = read_labels(raw_labels, job.index, job.index.classes)
-        if job.decode:
-            decode_whole(image)
-            # libjpeg decodes some damaged files with no more than a warning; training uses them, so they are not bad.
-            if header.kind == "jpeg" and is_damaged(image):
-                report.damaged += 1
-    except BadImage as error:
-        report.add_bad(key, str(error))
-        return
-    report.add_good(header, image, labels)
-    if len(report.grid) < job.grid:
-        names = job.index.names
-        classes = ", ".join(names[label] if label < len(names) else str(label) for label in labels)
-        report.grid.append(GridImage(f"{key[-24:]}: {classes}", image))
 
 
 def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
@@ -272,42 +267,35 @@ def repair(
 
 
 def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sample]:
-    """Every good sample of a set; with `unique`, each image once."""
+    """Give every sample of a set that is whole and can be decoded; with `unique`, each image once."""
     digests: set[bytes] = set()  # of the images so far, if they must be unique
     for number, shard in enumerate(index.shards):
-        stem = Path(shard.name).stem
+        try:
+            file = open_shard(index, number, cache)
+        # Repairing excludes a shard that cannot be read, and keeps the others.
+        except (OSError, DataError):
+            continue
         times_seen: Counter[str] = Counter()
-        for key, image, labels in readable_samples(index, number, cache):
-            if unique:
-                # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
-                digest = blake2b(image, digest_size=16).digest()
-                if digest in digests:
+        with file, mapped(file) as tar:
+            report = ShardReport(shard.name)
+            table = table_of(index, number, report)
+            for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
+                if not is_intact:
                     continue
-                digests.add(digest)
-            # A key may come twice in a tar that others made; in ours each names one sample.
-            times_seen[key] += 1
-            if times_seen[key] > 1:
-                key = f"{key}-{times_seen[key]}"
-            yield Sample(f"{stem}/{key}", image, labels, kind_of(image))
-
-
-def readable_samples(index: Index, number: int, cache: CacheConfig) -> Iterator[tuple[str, bytes, tuple[int, ...]]]:
-    """Key, image and labels of every sample of a shard that is whole and that can be decoded."""
-    try:
-        file = open_shard(index, number, cache)
-    # Repairing leaves out a shard that cannot be read, and keeps the others.
-    except (OSError, DataError):
-        return
-    with file, mapped(file) as tar:
-        report = ShardReport(index.shards[number].name)
-        table = table_of(index, number, report)
-        for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
-            if not is_intact:
-                continue
-            try:
-                read_header(image)
-                decode_whole(image)
-                labels = read_labels(raw_labels, index, index.classes)
-            except BadImage:
-                continue
-            yield key, image, labels
+                try:
+                    read_header(image)
+                    decode_whole(image)
+                    labels = read_labels(raw_labels, index, index.classes)
+                except BadImage:
+                    continue
+                if unique:
+                    # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
+                    digest = blake2b(image, digest_size=16).digest()
+                    if digest in digests:
+                        continue
+                    digests.add(digest)
+                # A key may come twice in a tar that others made; in ours each names one sample.
+                times_seen[key] += 1
+                if times_seen[key] > 1:
+                    key = f"{key}-{times_seen[key]}"
+                yield Sample(f"{Path(shard.name).stem}/{key}", image, labels, kind_of(image))

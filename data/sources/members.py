@@ -27,8 +27,9 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Protocol, Self, cast
+from typing import IO, Any, Self, cast
 
 from data.checks import printable
 from data.errors import DataError
@@ -49,7 +50,7 @@ class Member:
     """A file of an archive: its path in there, and what opens it."""
 
     name: str
-    opened: Callable[[], IO[bytes]]
+    opened: Callable[[], Any]  # gives an open file; of a tar until the next member is asked for
     archive: str  # for messages
 
     def read(self) -> bytes:
@@ -139,12 +140,7 @@ def folder_members(folder: Path) -> Iterator[Member]:
         for name in sorted(names):
             if not name.startswith("."):
                 path = Path(directory, name)
-                yield Member(path.relative_to(folder).as_posix(), opener_of(path), str(folder))
-
-
-def opener_of(path: Path) -> Callable[[], IO[bytes]]:
-    """What opens this file."""
-    return lambda: open(path, "rb")
+                yield Member(path.relative_to(folder).as_posix(), partial(open, path, "rb"), str(folder))
 
 
 def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
@@ -158,12 +154,7 @@ def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
                     f"{name}: {printable(info.filename)} is encrypted\n"
                     "  expected a zip without a password: unzip it with the one that its owners give, name the folder"
                 )
-            yield Member(info.filename.removeprefix("./"), zip_opener(archive, info), name)
-
-
-def zip_opener(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Callable[[], IO[bytes]]:
-    """What opens this member."""
-    return lambda: archive.open(info)
+            yield Member(info.filename.removeprefix("./"), partial(archive.open, info), name)
 
 
 def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
@@ -178,17 +169,19 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
             archive.members = []  # type: ignore[attr-defined]
             if info.isfile() and not info.issparse():
                 if not is_hidden(info.name):
-                    yield Member(info.name.removeprefix("./"), tar_opener(archive, info), name)
+                    yield Member(info.name.removeprefix("./"), partial(archive.extractfile, info), name)
             elif not info.isdir():
                 others += 1
-        check_rest(archive, name)
+        # What follows the end is read, which also checks the sums of a compressed tar.
+        stream = cast(IO[bytes], archive.fileobj)
+        while chunk := stream.read(CHUNK):
+            if chunk.strip(b"\0"):
+                raise DataError(
+                    f"{name}: more follows behind the end of the tar\n"
+                    "  expected one tar: these may be several, one appended to the other; download it again"
+                )
     if others:
         logging.getLogger(__name__).warning("%s: passed over: %d links, devices or sparse files", name, others)
-
-
-def tar_opener(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Callable[[], IO[bytes]]:
-    """What opens this member, until the next one is asked for."""
-    return lambda: cast(IO[bytes], archive.extractfile(info))
 
 
 class Header(tarfile.TarInfo):
@@ -207,23 +200,6 @@ class Header(tarfile.TarInfo):
                 f"no valid tar header at byte {tarfile_.offset:,} ({error})\n"
                 "  expected a whole tar, compressed or not: download it again and compare its size or checksum"
             ) from None
-
-
-class Stream(Protocol):
-    """What a tar is read from."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
-def check_rest(archive: tarfile.TarFile, name: str) -> None:
-    """Read what follows a tar's end, which also checks the sums of a compressed one; raises DataError unless zeros."""
-    stream = cast(Stream, archive.fileobj)
-    while chunk := stream.read(CHUNK):
-        if chunk.strip(b"\0"):
-            raise DataError(
-                f"{name}: more follows behind the end of the tar\n"
-                "  expected one tar: these may be several, one appended to the other; download it again"
-            )
 
 
 def is_hidden(name: str) -> bool:
