@@ -83,7 +83,14 @@ class Order:
         self.tail = tail
         self.lanes = min(DEFAULT_LANES, batch_size) if lanes is None else lanes
         self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last epochs' permuted shards
-        check_order(self)
+        if batch_size < 1 or shuffle_block < 1 or self.lanes < 1:
+            raise ValueError(
+                f"batch_size {batch_size}, lanes {self.lanes}, shuffle_block {shuffle_block}: each must be 1 or more"
+            )
+        if self.samples == 0:
+            raise ValueError("the shards hold no samples; pack some first")
+        if tail == "drop" and self.samples < batch_size:
+            raise ValueError(f'{self.samples} samples do not fill one batch of {batch_size}; use tail="carry"')
 
         self.samples_per_epoch = self.samples
         if tail == "drop":
@@ -193,31 +200,14 @@ class Order:
         starts = np.zeros(len(shards), np.int64)
         np.cumsum(self.shard_samples[shards[:-1]], out=starts[1:])
         if len(shards) >= MANY_SHARDS:
-            give_back_freed_memory()
+            # Freed memory goes back to the system; glibc keeps some for the process, of which a node has 64 and more.
+            with suppress(AttributeError, OSError):  # of another C library
+                ctypes.CDLL(None).malloc_trim(0)
         # The epoch before is kept: a batch may lie across both. The dict is a new one, because the thread that fetches
         # shards ahead reads the old one at the same time.
         newest = list(self._starts.items())[-1:]
         self._starts = {**dict(newest), epoch: (shards, starts)}
         return shards, starts
-
-
-def give_back_freed_memory() -> None:
-    """Return freed memory to the system; glibc keeps some for the process, of which a node has 64 and more."""
-    with suppress(AttributeError, OSError):  # of another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def check_order(order: Order) -> None:
-    """Raise ValueError where the numbers do not fit one another."""
-    if order.batch_size < 1 or order.shuffle_block < 1 or order.lanes < 1:
-        raise ValueError(
-            f"batch_size {order.batch_size}, lanes {order.lanes}, shuffle_block {order.shuffle_block}: "
-            "each must be 1 or more"
-        )
-    if order.samples == 0:
-        raise ValueError("the shards hold no samples; pack some first")
-    if order.tail == "drop" and order.samples < order.batch_size:
-        raise ValueError(f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"')
 
 
 # ----------------------------------------------------------------------------- the proof of what was consumed

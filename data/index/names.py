@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
@@ -145,15 +145,19 @@ def number(
         # Two classes that are now called alike have become one; all others keep their order.
         wanted = merged(own, renamed) if rename else own
 
-    places = Places.of(wanted)
+    label_in_wanted = {name_in_wanted: label for label, name_in_wanted in enumerate(wanted)}
+    times_in_wanted = Counter(wanted)
     ids: dict[int, int] = {}
     lacking = []
     for label in kept:
-        place = places.id_of(renamed[label], label)
-        if place is None:
-            lacking.append(renamed[label])
+        name_in_wanted = renamed[label]
+        # Of two classes with one name (ImageNet has two cranes) the class at the same place is meant.
+        if label < len(wanted) and wanted[label] == name_in_wanted:
+            ids[label] = label
+        elif times_in_wanted[name_in_wanted] == 1:
+            ids[label] = label_in_wanted[name_in_wanted]
         else:
-            ids[label] = place
+            lacking.append(name_in_wanted)
     if lacking:
         raise DataError(
             f"{name}: {giver} lacks {len(lacking)} of its {len(own)} classes: {some(lacking)}\n"
@@ -163,34 +167,6 @@ def number(
         )
     is_as_it_was = all(label == place for label, place in ids.items()) and len(ids) == len(own)
     return Numbering(wanted, None if is_as_it_was else ids, len(own))
-
-
-class Places(NamedTuple):
-    """Where names stand in a list."""
-
-    names: Names
-    ids: dict[str, int]  # the first id of each name
-    repeated: set[str]
-
-    @staticmethod
-    def of(names: Names) -> Places:
-        """The places of these names."""
-        ids: dict[str, int] = {}
-        repeated = set()
-        for label, name in enumerate(names):
-            if name in ids:
-                repeated.add(name)
-            ids.setdefault(name, label)
-        return Places(names, ids, repeated)
-
-    def id_of(self, name: str, label: int) -> int | None:
-        """The id of a name that has `label` where it comes from; None where it has none, or several."""
-        # Of two classes with one name (ImageNet has two cranes) the one is meant that stands at the same place.
-        if label < len(self.names) and self.names[label] == name:
-            return label
-        if name in self.repeated:
-            return None
-        return self.ids.get(name)
 
 
 def merged(own: Names, renamed: Sequence[str]) -> Names:

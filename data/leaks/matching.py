@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Box, Signature, boxes_of
+from data.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Crop, Signature, boxes_of
 
 # B training images of a batch, T test images, K crops of each, D coefficients of a crop
 
@@ -95,7 +95,7 @@ def likeness_of(candidate: Candidate, train: Signature, tests: TestSignatures) -
     return likeness(np.ascontiguousarray(whole, np.float32), other.astype(np.float32), box)
 
 
-def likeness(whole: np.ndarray, other: np.ndarray, box: Box) -> float:
+def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
     """Correlation of the fine structure of `whole` with that of what lies near `box` in `other`: −1 to 1.
 
     The box is only where the search begins: ECC (Evangelidis & Psarakis, PAMI 2008) finds the affine map that fits.
@@ -126,7 +126,7 @@ def likeness(whole: np.ndarray, other: np.ndarray, box: Box) -> float:
     return correlation(band(whole)[middle, middle], band(moved)[middle, middle])
 
 
-def is_copy(fitting: np.ndarray, box: Box) -> bool:
+def is_copy(fitting: np.ndarray, box: Crop) -> bool:
     """Whether a map crops and resizes alone: it neither turns nor shears, and is of about the box's size."""
     is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
     width_ratio = fitting[0, 0] / box.width

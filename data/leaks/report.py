@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -84,23 +85,16 @@ def write_page(
     # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
     step = max(1, -(-len(farthest_first) // MOST_SHOWN))
     shown = farthest_first[::step]
-    figures = list(figures_of(shown, train, test, cache))
-    summary = "\n".join(lines(leaks, train, test))
-    write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
-
-
-def figures_of(
-    pairs: Sequence[Pair], train: Sequence[Index], test: Sequence[Index], cache: CacheConfig | None
-) -> Iterator[tuple[str, str, str]]:
-    """(training image, test image, caption) of each pair that can be decoded; images as JPEG in base64."""
     pictures = {"train": Pictures(train, cache), "test": Pictures(test, cache)}
-    for pair in pairs:
-        try:
+    figures = []  # (training image, test image, caption); images as JPEG in base64
+    for pair in shown:
+        # Of a pair that was found by its bytes, neither may be an image.
+        with suppress(BadImage):
             left = pictures["train"].of(pair.train_set, *pair.train)
             right = pictures["test"].of(pair.test_set, *pair.test)
-        except BadImage:
-            continue
-        yield left, right, caption(pair)
+            figures.append((left, right, caption(pair)))
+    summary = "\n".join(lines(leaks, train, test))
+    write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
 
 
 class Pictures:

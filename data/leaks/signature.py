@@ -34,7 +34,7 @@ FLAT = 2.0  # grey levels: an image whose pixels deviate less has nothing to be 
 FLOOR = 1.0  # length of a vector before it is brought to 1: that of less is noise, and becomes shorter than 1
 
 
-class Box(NamedTuple):
+class Crop(NamedTuple):
     """A crop, in shares of the image's sides."""
 
     y: float
@@ -110,27 +110,27 @@ def intervals(scale: float) -> list[tuple[float, float]]:
     return [(number * (1 - scale) / steps, scale) for number in range(steps + 1)]
 
 
-def evaluation_boxes(proportion: float) -> list[Box]:
+def evaluation_boxes(proportion: float) -> list[Crop]:
     """The square in the middle of an image of a width / height, and EVALUATED of it."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []
     for scale in (1.0, EVALUATED):
-        boxes.append(Box((1 - scale * height) / 2, (1 - scale * width) / 2, scale * height, scale * width))
+        boxes.append(Crop((1 - scale * height) / 2, (1 - scale * width) / 2, scale * height, scale * width))
     return boxes
 
 
-def grid() -> list[Box]:
+def grid() -> list[Crop]:
     """The crops that all images have, in the order of their rows."""
     boxes = []
     for scale in SCALES:
         for y, height in intervals(scale):
             for x, width in intervals(scale):
-                boxes.append(Box(y, x, height, width))
+                boxes.append(Crop(y, x, height, width))
     return boxes
 
 
-def boxes_of(proportion: float) -> list[Box]:
+def boxes_of(proportion: float) -> list[Crop]:
     """The crops of an image, in the order of the rows of its signature."""
     return [*GRID, *evaluation_boxes(proportion)]
 

@@ -42,7 +42,7 @@ class Refused(DataError):
     """This address may not be read, now or later."""
 
 
-class Entry(TypedDict):
+class ObjectInfo(TypedDict):
     """What a client says of an object; it says more, of which nothing is needed."""
 
     size: int  # bytes
@@ -54,10 +54,10 @@ class Client(Protocol):
     def cat_file(self, path: str, start: int, end: int) -> bytes:
         """Bytes start … end−1 of an object."""
 
-    def info(self, path: str) -> Entry:
+    def info(self, path: str) -> ObjectInfo:
         """The size of an object."""
 
-    def glob(self, path: str, *, detail: bool) -> dict[str, Entry]:
+    def glob(self, path: str, *, detail: bool) -> dict[str, ObjectInfo]:
         """The objects that match a pattern, by their paths without the scheme."""
 
 

@@ -61,7 +61,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
         for path in sorted(folder.rglob("[!.]*")):
             if not path.is_file():
                 continue
-            if extension_of(path) in IMAGES:
+            if path.suffix[1:].lower() in IMAGES:
                 entries.append(ListedFile(str(path.relative_to(root)), (label,)))
                 is_empty = False
             else:
@@ -86,28 +86,18 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
     """Samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
-    for name, labels in sorted(entries, key=by_hash_of_name):
+    for name, labels in sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest()):
         path = Path(root, name)
         # A file name is bytes to Linux; a key has to be text.
         is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
         if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
-        extension = extension_of(path)
+        extension = path.suffix[1:].lower()
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
         # A dot in the key would be taken for the beginning of the extension, but only in its last part.
         folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
         yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
-
-
-def by_hash_of_name(entry: ListedFile) -> bytes:
-    """The key by which lists of files are sorted: the order looks random and is always the same."""
-    return sha256(os.fsencode(entry.name)).digest()
-
-
-def extension_of(path: Path) -> str:
-    """`photo.JPG` → `jpg`."""
-    return path.suffix[1:].lower()
 
 
 # ------------------------------------------------------------------------------------------- path tables

@@ -137,7 +137,13 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
     truth = folders
     if wnids is not None:
         truth = validation_wnids(wnids)
-        check_agreement(path, folders, wnids, truth)
+        # Where there are more of the one than of the other, `labelled_images` says so.
+        for number, (folder, wnid) in enumerate(zip(folders, truth, strict=False)):
+            if folder != wnid:
+                raise DataError(
+                    f"{path}: {validation_files(path)[number].name} lies in the folder {folder}, {wnids} says {wnid}\n"
+                    "  expected both to agree: sort the images into folders again, or leave wnids out"
+                )
     if not truth:
         raise DataError(
             f"{path}: nothing says of which classes these images are\n"
@@ -151,11 +157,6 @@ def validation_classes(wnids: Path | None, path: Path) -> Names:
     """The WordNet ids of the validation images, each once, sorted; none where nothing says them."""
     truth = folders_of_images(path) if wnids is None else validation_wnids(wnids)
     return tuple(sorted(set(truth)))
-
-
-def no_names(path: Path) -> Names:
-    """None: the labels are ids, and nothing here says what they are called."""
-    return ()
 
 
 def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample]:
@@ -213,17 +214,6 @@ def check_as_many(path: Path, images: int, source: str | os.PathLike[str], label
     """Raise DataError unless there is a label an image."""
     if images != labels:
         raise DataError(f"{path}: {images} images, {source}: {labels} labels; they must be as many")
-
-
-def check_agreement(path: Path, folders: Sequence[str], wnids: Path, truth: Sequence[str]) -> None:
-    """Raise DataError where an image lies in the folder of another class than a list says."""
-    # Where there are more of the one than of the other, `check_as_many` says so.
-    for number, (folder, wnid) in enumerate(zip(folders, truth, strict=False)):
-        if folder != wnid:
-            raise DataError(
-                f"{path}: {validation_files(path)[number].name} lies in the folder {folder}, {wnids} says {wnid}\n"
-                "  expected both to agree: sort the images into folders again, or leave wnids out"
-            )
 
 
 # --------------------------------------------------------------------------------------------------- devkit

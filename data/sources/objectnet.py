@@ -57,11 +57,6 @@ def samples(path: Path, split: str = "test") -> Iterator[Sample]:
     warn_of(path, notes)
 
 
-def classes(path: Path) -> Names:
-    """None: the ids are those of ImageNet-1k, whose names an ImageNet set knows."""
-    return ()
-
-
 def objects(path: Path) -> Names:
     """The objects that ImageNet-1k has too, by their folders."""
     return tuple(folder for folder, labels in labels_by_folder(path).items() if labels)
