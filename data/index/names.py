@@ -1,6 +1,6 @@
 """Class names: which class an id stands for, the same in every set that is used together.
 
-1. A source knows its names (`data.shards.sources`), or a class list gives them (`read_class_list`), in the order of
+1. A source knows its names (`data.sources`), or a class list gives them (`read_class_list`), in the order of
    their ids.
 2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
    becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
