@@ -114,12 +114,12 @@ class EvaluationSet:
         return futures
 
     def place(self, row: int) -> tuple[int, int]:
-        """Shard and sample of the row-th sample of the set."""
+        """Return shard and sample of the row-th sample of the set."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return shard, row - int(self.starts[shard])
 
     def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
-        """One sample of (key, image bytes, label bytes), preprocessed, or what is wrong with it."""
+        """Preprocess a sample of (key, image bytes, label bytes), or say what is wrong with it."""
         key, encoded, raw_labels = stored
         try:
             labels = read_labels(raw_labels, self.index, self.max_labels)

@@ -1,5 +1,6 @@
 """A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
 
+import gc
 import re
 import threading
 import time
@@ -57,7 +58,9 @@ def faulty(s3, monkeypatch):
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
-    # What was on its way when a test ended would count as a request of the next one.
+    # What was on its way when a test ended would count as a request of the next one. The threads of a reader end with
+    # it, and readers refer to themselves.
+    gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("ranges"):
             thread.join(30)

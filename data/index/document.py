@@ -63,7 +63,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
 
 
 def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]:
-    """(all that an index's JSON says but its shards, its shards), once its seal and digest are compared.
+    """Return (all that an index's JSON says but its shards, its shards), once its seal and digest are compared.
 
     Raises DataError.
     """
@@ -96,12 +96,12 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
 
 
 def origin_of(content: Mapping[str, Any]) -> Origin | None:
-    """What a subset's JSON says that it was made of; None of any other."""
+    """Return what a subset's JSON says that it was made of; None of any other."""
     return None if content["origin"] is None else Origin(**content["origin"])
 
 
 def the_only_index_in(folder: Path) -> Path:
-    """The one index of a folder; raises DataError where there are none or several."""
+    """Return the one index of a folder; raises DataError where there are none or several."""
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     if len(paths) == 1:
         return paths[0]
@@ -117,7 +117,7 @@ def the_only_index_in(folder: Path) -> Path:
 
 
 def seal_of(content: Mapping[str, object]) -> str:
-    """The sha256 of an index's JSON but for its seal, however it is laid out."""
+    """Return the sha256 of an index's JSON but for its seal, however it is laid out."""
     sealed = {name: value for name, value in content.items() if name != "seal"}
     return sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 

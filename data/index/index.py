@@ -67,7 +67,7 @@ class Index:
         return ids_of(self.names)
 
     def class_name(self, label: int) -> str:
-        """What a class is called, or its id where nobody knows."""
+        """Return what a class is called, or its id where nobody knows."""
         return self.names[label] if label < len(self.names) else f"class {label}"
 
     @property
@@ -115,11 +115,11 @@ class Index:
         return any("://" in shard.name for shard in self.shards)
 
     def location(self, shard: int) -> str:
-        """The path or URL of a shard."""
+        """Return the path or URL of a shard."""
         return self.place_of(self.shards[shard])
 
     def place_of(self, shard: Shard) -> str:
-        """The path or URL of a shard of this set."""
+        """Return the path or URL of a shard of this set."""
         name = shard.name
         is_complete = "://" in name or name.startswith("/")
         if is_complete:
@@ -127,15 +127,15 @@ class Index:
         return f"{self.directory.rstrip('/')}/{name}"
 
     def alone(self, shard: int) -> Index:
-        """An index of one shard: a job that is sent to another process would carry all shards otherwise."""
+        """Return an index of one shard: a job that is sent to another process would carry all shards otherwise."""
         return replace(self, shards=(self.shards[shard],), class_counts=())
 
     def keys(self, shard: int) -> np.ndarray:
-        """The keys of a shard's samples as lists and reports have them: text, bytes that are no UTF-8 replaced."""
+        """Return the keys of a shard's samples as lists and reports have them: text, with odd bytes replaced."""
         return np.char.decode(self.table(shard)["key"], "utf-8", "replace")
 
     def table(self, shard: int) -> np.ndarray:
-        """A shard's table of offsets and sizes (`data.index.tar.FIELDS` and `key`), mapped from disk.
+        """Return a shard's table of offsets and sizes (`data.index.tar.FIELDS` and `key`), mapped from disk.
 
         Raises DataError where the table is missing, was altered, or belongs to another shard.
         """
@@ -150,7 +150,7 @@ class Index:
 
 
 def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), rows: str = "") -> str:
-    """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
+    """Return the sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
 
     The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
     keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
@@ -174,12 +174,12 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names
 
 
 def rows_of(origin: Origin | None) -> str:
-    """What a subset's digest has of its origin; "" for whole tars."""
+    """Return what a subset's digest has of its origin; "" for whole tars."""
     return "" if origin is None else origin.rows
 
 
 def words_of(rule: Mapping[str, Any]) -> list[str]:
-    """The options of `patchline subset` that say a rule; a list of samples by the path that it was read from."""
+    """Return the options of `patchline subset` that say a rule; a list of samples by the path that it was read from."""
     words = []
     for option, value in rule.items():
         if isinstance(value, Mapping):

@@ -31,12 +31,12 @@ class Shard:
 
 
 def shard_row(shard: Shard) -> list[str | int]:
-    """A shard as the JSON and the journal hold it."""
+    """Return a shard as the JSON and the journal hold it."""
     return [shard.name, shard.samples, shard.bytes, shard.sha256, shard.table]
 
 
 def table_name(shard: str) -> str:
-    """The file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
+    """Return the file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
     return f"{flat}.npy"
 

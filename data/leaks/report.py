@@ -42,7 +42,7 @@ figcaption { font-size: 11px; color: #777; max-width: 240px; overflow-wrap: anyw
 
 
 def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[str]:
-    """How much of each set leaks, and what to type to train without it."""
+    """Return how much of each set leaks, and what to type to train without it."""
     report = []
     counts = leaks.looked_at
     report.append(
@@ -67,12 +67,12 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
 
 
 def share(name: str, leaked: np.ndarray) -> str:
-    """How many samples of a set are in a pair."""
+    """Return how many samples of a set are in a pair."""
     return f"{name}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
 
 
 def caption(pair: Pair) -> str:
-    """A pair as a line."""
+    """Return a pair as a line."""
     text = f"{pair.train[0]} {pair.train[1]} = {pair.test[0]} {pair.test[1]}: {pair.kind}, distance {pair.distance:.3g}"
     return printable(text)
 
@@ -105,7 +105,7 @@ class Pictures:
         self.readers = [Reader(index, cache=cache) for index in sets]
 
     def of(self, set_number: int, shard: str, key: str) -> str:
-        """A JPEG in base64; raises BadImage."""
+        """Return a JPEG in base64; raises BadImage."""
         index = self.sets[set_number]
         names = [indexed.name for indexed in index.shards]
         number = names.index(shard)

@@ -117,7 +117,7 @@ class Repeated:
 
 
 def check_shard(job: CheckJob) -> ShardReport:
-    """The report of an index's only shard, with so many samples kept for the grid."""
+    """Return the report of an index's only shard, with so many samples kept for the grid."""
     shard = job.index.shards[0]
     report = ShardReport(shard.name)
     try:
@@ -159,7 +159,7 @@ def check_shard(job: CheckJob) -> ShardReport:
 
 
 def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
-    """A shard where it is, or from the cache; raises OSError, DataError, StorageError."""
+    """Return a shard where it is, or from the cache; raises OSError, DataError, StorageError."""
     place = index.location(number)
     if "://" not in place:
         return open(place, "rb")
@@ -184,7 +184,7 @@ class RawSample(NamedTuple):
 
 
 def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | None:
-    """A shard's table; None where it cannot be used, which is then the shard's problem.
+    """Return a shard's table; None where it cannot be used, which is then the shard's problem.
 
     Of a subset the table alone says which samples of the tar are its own, the others being held out perhaps: without
     it DataError is raised.
@@ -201,7 +201,7 @@ def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | Non
 def samples_of(
     tar: memoryview, report: ShardReport, table: np.ndarray | None, of_subset: bool = False
 ) -> Iterator[RawSample]:
-    """What can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report.
+    """Give what can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report.
 
     Of the tar of a subset, what is not in its table belongs to others, and is left out.
     """

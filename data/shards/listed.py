@@ -102,7 +102,7 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
 
 
 def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarray:
-    """The rows of a set, numbered through all of its shards, that hold listed samples.
+    """Return the rows of a set, numbered through all of its shards, that hold listed samples.
 
     A key that a shard has twice names both. Raises DataError naming samples that are not there, and keys without a
     shard that several shards have; `path` is the list's.
@@ -152,7 +152,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
 
 
 def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:
-    """The number of the shard that each name means; raises DataError unless it is exactly one."""
+    """Return the number of the shard that each name means; raises DataError unless it is exactly one."""
     by_name: dict[str, int] = {shard.name: number for number, shard in enumerate(index.shards)}
     numbers = {}
     for name in names:
@@ -172,6 +172,6 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
 
 
 def first_of(samples: Sequence[str]) -> str:
-    """The first of some samples, each whole, and whether there are more."""
+    """Return the first of some samples, each whole, and whether there are more."""
     text = ", ".join(samples[:MOST_SHOWN])
     return f"{text}, …" if len(samples) > MOST_SHOWN else text

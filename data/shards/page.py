@@ -75,7 +75,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
 
 
 def chart(report: Report) -> str:
-    """Samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
+    """Return samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
     counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
@@ -100,7 +100,7 @@ def chart(report: Report) -> str:
 
 
 def thumbnail(encoded: bytes) -> str:
-    """A small JPEG in base64."""
+    """Return a small JPEG in base64."""
     image = decode(encoded)  # H, W, RGB
     longer_side = max(image.shape[:2])
     # A sliver of an image would otherwise come out with no rows or columns.

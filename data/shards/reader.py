@@ -81,7 +81,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
 
 def problem_of(place: str, shard: Shard) -> str:
-    """What is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
+    """Return what is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
     is_left_out = shard.samples == 0 and shard.bytes == 0  # see `data.index.joined`
     if is_left_out or "://" in place:
         return ""
@@ -129,13 +129,13 @@ class OpenShard(NamedTuple):
 
 
 def span_of(row: np.void, url: str) -> Span:
-    """Where the bytes of a row of a table lie; of an image as many as the decoder takes, and one more."""
+    """Return where the bytes of a row of a table lie; of an image as many as the decoder takes, and one more."""
     image_size = min(int(row["image_size"]), MAX_BYTES + 1)
     return Span(url, int(row["image"]), image_size, int(row["label"]), int(row["label_size"]))
 
 
 def stored_of(row: np.void, image: bytes, label: bytes) -> Stored:
-    """The bytes of a row of a table, with what the table says of them."""
+    """Return the bytes of a row of a table, with what the table says of them."""
     return Stored(row["key"].decode("utf-8", "replace"), image, label, int(row["digest"]))
 
 
@@ -154,7 +154,7 @@ class Reader:
         self._tables: OrderedDict[int, np.ndarray] = OrderedDict()  # of shards that are read by range
 
     def __getstate__(self) -> dict[str, object]:
-        """The reader without its open shards, for another process: a mapping cannot be sent to it."""
+        """Return the reader without its open shards, for another process: a mapping cannot be sent to it."""
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
 
     @property
@@ -184,7 +184,7 @@ class Reader:
                 self.ranges.ask((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
-        """The key, encoded image and label of a sample; empty bytes where the shard has none.
+        """Return the key, encoded image and label of a sample; empty bytes where the shard has none.
 
         Raises DataError where the shard is missing, short, or not the one that was indexed, and where the sample is
         not what it was then.
@@ -202,7 +202,7 @@ class Reader:
         return stored.key, stored.image, stored.label
 
     def labels(self, shard: int) -> Iterator[bytes]:
-        """The label of every sample of a shard, in order, without its image; raises DataError as `read` does.
+        """Give the label of every sample of a shard, in order, without its image; raises DataError as `read` does.
 
         Only the shard as a whole is compared with the index, not each sample: its digest is of the image too.
         """
@@ -212,7 +212,7 @@ class Reader:
             yield opened.tar[start : start + int(row["label_size"])]
 
     def _comes_by_range(self, number: int) -> bool:
-        """Whether samples of this shard are read by range: until it is here."""
+        """Return whether samples of this shard are read by range: until it is here."""
         if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
             return False
         shard = self.index.shards[number]
@@ -220,7 +220,7 @@ class Reader:
         return is_worth_it and not self.cache.has(shard)
 
     def _by_range(self, shard: int, sample: int) -> Stored | None:
-        """A sample whose shard is not here; None where the shard is to be used, or to be waited for."""
+        """Return a sample whose shard is not here; None where the shard is to be used, or to be waited for."""
         if self.ranges is None:
             return None
         is_asked_for = (shard, sample) in self.ranges.asked
@@ -243,7 +243,7 @@ class Reader:
         return stored
 
     def _table(self, number: int) -> np.ndarray:
-        """The table of a shard that is not here."""
+        """Return the table of a shard that is not here."""
         if number not in self._tables:
             self._tables[number] = self.index.table(number)
             if len(self._tables) > most_open():
@@ -258,7 +258,7 @@ class Reader:
         dropped.tar.close()
 
     def _shard(self, number: int) -> OpenShard:
-        """A shard that is mapped, opening it if need be."""
+        """Return a shard that is mapped, opening it if need be."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -282,7 +282,7 @@ class Reader:
 
 
 def most_open() -> int:
-    """Shards to keep open: each holds two files, itself and its table, of those that this process may have."""
+    """Return how many shards to keep open: each holds two files, itself and its table, of those that we may have."""
     # With two files a shard, a quarter leaves half of the files for everything else.
     files_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return min(MOST_OPEN, max(8, files_allowed // 4))
@@ -322,7 +322,7 @@ def verify_once(tar: mmap.mmap, status: os.stat_result, place: str, expected: st
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:
-    """The file that says that this node has verified a shard.
+    """Return the file that says that this node has verified a shard.
 
     It names the very file: one that is replaced or written again is verified again.
     """
@@ -330,7 +330,7 @@ def mark_of(status: os.stat_result, expected: str) -> Path:
 
 
 def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
-    """The error about a sample whose bytes are not those that were indexed; its shard must be verified anew."""
+    """Return the error about a sample whose bytes are not those that were indexed; its shard must be verified anew."""
     is_remote = "://" in place
     if not is_remote:
         with suppress(OSError):  # the shard is gone, or the mark
@@ -345,5 +345,5 @@ def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
 
 
 def short_name(place: str) -> str:
-    """The end of a shard's path that `data.drop` will nearly always know it by."""
+    """Return the end of a shard's path that `data.drop` will nearly always know it by."""
     return "/".join(place.split("/")[-2:])

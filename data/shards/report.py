@@ -25,7 +25,7 @@ class Spread(Counter[float]):
     """How often each value of some measure came; a few thousand counters, however many the images."""
 
     def quantile(self, q: float) -> float:
-        """The least value that a part `q` of all does not exceed; raises IndexError where there is none."""
+        """Return the least value that a part `q` of all does not exceed; raises IndexError where there is none."""
         values = sorted(self)
         reached = np.cumsum([self[value] for value in values])
         return values[int(np.searchsorted(reached, q * reached[-1]))]
@@ -171,7 +171,7 @@ class Report:
 
 
 def advice(index: Index, world: int = 1) -> list[str]:
-    """Lines that say how the shards could be read better, if there is anything to say."""
+    """Say how the shards could be read better, if there is anything to say."""
     sizes = np.array([shard.bytes for shard in index.shards])
     lines = []
     if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:

@@ -54,7 +54,7 @@ class Member:
     archive: str  # for messages
 
     def read(self) -> bytes:
-        """The whole content; raises DataError where the archive is cut short or damaged in it."""
+        """Return the whole content; raises DataError where the archive is cut short or damaged in it."""
         with naming_damage(f"{self.archive}: {printable(self.name)}"), self.opened() as file:
             return file.read()
 
@@ -65,7 +65,7 @@ class Member:
 
 
 def members(path: str | os.PathLike[str]) -> Iterator[Member]:
-    """The files of a folder, zip or tar, hidden ones left out; raises DataError where it is none, or is damaged."""
+    """Give the files of a folder, zip or tar but for hidden ones; raises DataError where it is none, or is damaged."""
     path = Path(path)
     if path.is_dir():
         yield from folder_members(path)
@@ -85,13 +85,13 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is compressed in a way that is read here."""
+    """Return whether a file is compressed in a way that is read here."""
     with open(path, "rb") as file:
         return file.read(8).startswith((GZIP_START, XZ_START, BZIP2_START))
 
 
 def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
-    """What a file holds behind its compression, as a stream; the file itself where its start shows none."""
+    """Return what a file holds behind its compression, as a stream; the file itself where its start shows none."""
     if start.startswith(GZIP_START):
         return cast(IO[bytes], gzip.open(file))
     if start.startswith(XZ_START):
@@ -102,7 +102,7 @@ def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
 
 
 def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[str, bytes]:
-    """The files of a small archive that have these last parts of their paths, by them; raises DataError on a lack."""
+    """Read the files of a small archive by the last parts of their paths; raises DataError where one is missing."""
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
@@ -114,14 +114,14 @@ def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[s
 
 
 def file_at(path: Path, page: str) -> Path:
-    """The path, where there is a file; raises DataError saying where to get it."""
+    """Return the path, where there is a file; raises DataError saying where to get it."""
     if not path.is_file():
         raise DataError(f"there is nothing at {path}\n  download it from {page}")
     return path
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """The first of these files or folders that lies in a folder; raises DataError saying where to get them."""
+    """Return the first of these files or folders that lies in a folder; raises DataError saying where to get them."""
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():
@@ -133,7 +133,7 @@ def first_present(folder: str | os.PathLike[str], names: Collection[str], page: 
 
 
 def folder_members(folder: Path) -> Iterator[Member]:
-    """The files of a folder and of those below it, sorted by their paths."""
+    """Give the files of a folder and of those below it, sorted by their paths."""
     for directory, folders, names in os.walk(folder):
         # os.walk goes down into them in the order in which it finds them here.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -144,7 +144,7 @@ def folder_members(folder: Path) -> Iterator[Member]:
 
 
 def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """The files of a zip; raises DataError where they are encrypted."""
+    """Give the files of a zip; raises DataError where they are encrypted."""
     with naming_damage(name), zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.is_dir() or is_hidden(info.filename):
@@ -158,7 +158,7 @@ def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
 
 
 def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """The plain files of a tar that is read from a stream; also of a tar that is a member of another one.
+    """Give the plain files of a tar that is read from a stream; also of a tar that is a member of another one.
 
     Raises DataError where it is none, is cut short, or where anything but zeros follows its end.
     """
@@ -203,7 +203,7 @@ class Header(tarfile.TarInfo):
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the last part of a path begins with a dot, as what macOS leaves beside each file does."""
+    """Return whether the last part of a path begins with a dot, as what macOS leaves beside each file does."""
     return name.rpartition("/")[2].startswith(".")
 
 
