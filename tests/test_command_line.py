@@ -129,7 +129,7 @@ import tempfile
 
 def look(process, command, **options):
     heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
-    print("reaper", sorted(heavy), command[1].endswith("reaper.py"), command[-1], flush=True)
+    print("guard", sorted(heavy), command[3], command[-1], flush=True)
     os._exit(0)
 
 subprocess.Popen.__init__ = look
@@ -144,11 +144,11 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
     script = [sys.executable, "-c", EMBEDDED_SEEN, "run", str(recipe), "cluster.backend=ray", "cluster.workers=99"]
     environment = os.environ | {"RAY_ADDRESS": address}
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "reaper [] True 99\n", done.stderr
+    assert done.stdout == "guard [] jobs.cluster.embedded 99\n", done.stderr
 
 
 def test_a_cluster_that_is_joined_is_not_touched_early(recipe, monkeypatch):
-    monkeypatch.setattr(embedded.reaper, "start", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(embedded, "start_guard", Mock(side_effect=AssertionError))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     early_start.start_early(recipe, ["cluster.backend=ray"])
     assert not embedded.is_started()
