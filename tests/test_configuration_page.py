@@ -58,7 +58,8 @@ class Example:
 def test_the_committed_page_is_what_the_dataclasses_say() -> None:
     written = COMMITTED.read_text() if COMMITTED.exists() else ""
     assert written == configuration_page(), (
-        "docs/configuration.md is out of date\n  write it again: python -m jobs.recipe.configuration_page > docs/configuration.md"
+        "docs/configuration.md is out of date\n"
+        "  write it again: python -m jobs.recipe.configuration_page > docs/configuration.md"
     )
 
 

@@ -257,7 +257,7 @@ def choice_text(choices: tuple[str, ...]) -> str:
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m jobs.recipe.configuration_page > docs/configuration.md`; change the comments beside the fields. -->
+<!-- Written by `python -m jobs.recipe.configuration_page > docs/configuration.md`; change the fields' comments. -->
 
 A recipe is a YAML file. Its top level holds these keys:
 
