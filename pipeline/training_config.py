@@ -351,7 +351,7 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
         f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
         f"the cache keeps {limit / 2**30:.3g} GiB"
     )
-    if count and index.sees_rot:
+    if count:
         line += "; until a shard is there, its samples are read by range"
     if size <= limit:
         return line

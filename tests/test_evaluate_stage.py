@@ -21,12 +21,12 @@ from jobs.__main__ import main
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
-from jobs.recipe.parse import Recipe
 from jobs.run.reevaluation import with_new_evaluations
 from jobs.run.session import names_of_stages
 from jobs.stages import any_weights, evaluation_worker
 from jobs.workers.worker_group import Task
 from pipeline import artifacts
+from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks

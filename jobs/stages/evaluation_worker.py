@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from data.checks import printable_lines
 from data.errors import Preempted
-from data.index.document import load_index
 from data.remote.cache import CacheConfig
 from jobs.attempts.supervisor import supervise
 from jobs.context import Context
@@ -64,13 +63,6 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
 
     Raises DataError where the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
     """
-    paths: set[str] = set()
-    for request in requests:
-        paths |= {path for path in (request.test, request.train) if path is not None}
-    for path in sorted(paths):
-        index = load_index(path)
-        if not index.sees_rot:
-            context.say(index.lack)
     outcome = supervise(
         worker,
         partial(make_task, cfg, init, requests, context),
