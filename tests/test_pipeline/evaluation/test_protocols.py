@@ -44,7 +44,7 @@ from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
 

@@ -12,7 +12,7 @@ from pipeline.evaluation.probe import fit
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "fewshot_lsr.npz"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "fewshot_lsr.npz"
 
 
 @pytest.fixture(scope="module")
