@@ -349,9 +349,6 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "drop": cfg.data.drop,
     }
     worker.telemetry.report("start", record)
-    for _, index in sorted(worker.sets.items()):
-        if not index.sees_rot:
-            worker.telemetry.say(index.lack)
     if worker.index.remote:
         # A node's workers have neighbouring ranks, so their slots are one range; rank 0's node is the example.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
