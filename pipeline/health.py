@@ -210,7 +210,7 @@ def left_out_of(path: Path) -> list[list[int]]:
         if isinstance(content, list):
             return content
     # One changed bit would leave out other steps, and train other weights than the run that wrote it.
-    return read_record(path).values["stretches"]
+    return read_record(path)["stretches"]
 
 
 def write_left_out(directory: Path, stretches: Sequence[range]) -> None:

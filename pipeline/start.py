@@ -222,7 +222,7 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
 def is_drivers_folder(job: Job) -> bool:
     """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
     try:
-        left = artifacts.read_record(Path(job.directory) / artifacts.TASK).values["job"]
+        left = artifacts.read_record(Path(job.directory) / artifacts.TASK)["job"]
     except (OSError, DataError):
         return False
     return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)

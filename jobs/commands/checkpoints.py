@@ -241,7 +241,7 @@ def class_names_of(stage_folder: Path) -> list[str]:
     task = stage_folder / "task.json"
     if not task.exists():
         return []
-    return artifacts.read_record(task).values["job"].get("class_names", [])
+    return artifacts.read_record(task)["job"].get("class_names", [])
 
 
 def check_keep(keep: int) -> None:

@@ -55,7 +55,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
     if target:
         refuse_target(Path(target))
     folder = stage_of(run)
-    task = artifacts.read_record(folder / artifacts.TASK).values
+    task = artifacts.read_record(folder / artifacts.TASK)
     job: Job = task["job"]
     number = parse_step(step)
     recorded = config.build(TrainConfig, task["config"], "config")

@@ -51,7 +51,7 @@ def first_started(directory: Path, now: float) -> float:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return now
-    return artifacts.read_record(record_path).values.get("started", now)
+    return artifacts.read_record(record_path).get("started", now)
 
 
 def forbidden_fields(stage: Stage) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return {}
-    record = artifacts.read_record(record_path).values
+    record = artifacts.read_record(record_path)
     contents = record.get("judged_on", {})
     changes: dict[str, str] = {}
     for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
@@ -104,7 +104,7 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
         is_finished = (folder / "done.json").exists()
         if not record_path.exists() or is_finished or not committed_steps(folder, campaign.remote):
             continue
-        record = artifacts.read_record(record_path).values
+        record = artifacts.read_record(record_path)
         changes = config.differences(record["forbid"], forbidden_fields(stage))
         if changes:
             return changes

@@ -198,7 +198,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 def read_calibration(path: Path) -> Calibration:
     """Read a calibration. Raises DataError where it is not there, torn, altered, or of another version."""
     try:
-        record = artifacts.read_record(path).values
+        record = artifacts.read_record(path)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no calibration\n  type python -m jobs calibrate") from None
     except DataError as error:

@@ -44,7 +44,7 @@ def write_forecast(folder: Path, calibrated: str, steps: Mapping[int, KeptStep])
 def read_forecast(folder: Path) -> dict[int, KeptStep]:
     """Return the forecast of a stage by world; {} where it has none that can be read."""
     try:
-        values = artifacts.read_record(folder / FORECAST).values
+        values = artifacts.read_record(folder / FORECAST)
         return {int(world): step for world, step in values["worlds"].items()}
     except (OSError, DataError, KeyError, ValueError, AttributeError):
         return {}
