@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 import models
-from jobs.cluster.backends import ClusterConfig, worker_group_runner
+from jobs.cluster.backends import worker_group_runner
+from jobs.cluster_config import ClusterConfig
 from jobs.planning.calibrate import Engine, calibrate, engine
 from jobs.workers.worker_files import SeenRecords
 from pipeline.arithmetic import batch_arithmetic

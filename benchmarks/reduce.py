@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group

@@ -43,7 +43,7 @@ from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
 from jobs.ownership import claim_attempt
-from jobs.run.stage_files import newest_attempt_name
+from jobs.recipe.changes import newest_attempt_name
 from jobs.workers.node_copies import ASKED_AT_A_LOOK
 from jobs.workers.node_files import Change, NodeActor, take_over
 from jobs.workers.worker_files import SeenRecords, records, worker_file
@@ -68,7 +68,6 @@ ROUNDS = 9
 WORKERS_OF_A_NODE = 8
 STEPS = 1_000_000
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-BEFORE = "a5385cc"
 BEFORE_COLUMNS = "3e7c59f"  # the last commit at which every process held the index
 
 
@@ -232,7 +231,7 @@ def measure_calls(folder: Path) -> None:
     import ray
 
     from jobs.cluster.backends import connect, disconnect
-    from jobs.workers.worker_group import ClusterConfig
+    from jobs.cluster_config import ClusterConfig
 
     attempt = folder / "stage" / "attempts" / "attempt-000001"
     connect(ClusterConfig())
@@ -259,23 +258,13 @@ def measure_calls(folder: Path) -> None:
 
 # ------------------------------------------------------------------------ metrics
 
-PLAIN_STATUS = """
-import sys
-from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]).parent))
-from before_telemetry import last_metrics, read_metrics
-from before_accounting import account
-last_metrics(Path(sys.argv[1]))
-print(account(read_metrics(Path(sys.argv[1]), None)).line())
-"""
 STATUS = """
 import sys
 from pathlib import Path
-from pipeline.monitoring.accounting import account_rows
-from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.monitoring.telemetry import last_metrics
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import last_metrics, read_metrics
 last_metrics(Path(sys.argv[1]))
-print(account_rows(MetricsIndex(Path(sys.argv[1])).rows).line())
+print(account(read_metrics(Path(sys.argv[1]), None)).line())
 """
 USED = """
 import time
@@ -317,30 +306,17 @@ def in_a_process(code: str, folder: Path) -> tuple[float, float]:
 
 
 def measure_metrics(folder: Path) -> None:
-    """Compare `status` before and after, with and without an index that the driver has kept."""
-    for name in ("telemetry", "accounting"):
-        command = ["git", "show", f"{BEFORE}:pipeline/monitoring/{name}.py"]
-        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        (folder / f"before_{name}.py").write_text(code)
-    row("log_every", "attempts", "file, MB", "", "CPU s", "memory, MB", "before / this")
+    """Measure what `status` reads of long runs."""
+    row("log_every", "attempts", "file, MB", "CPU s", "memory, MB")
     for log_every, attempts in ((50, 1), (50, 1000), (5, 1)):
         stage = folder / f"{log_every}-{attempts}"
         stage.mkdir()
         path = stage / "metrics.jsonl"
         write_metrics(path, STEPS, log_every, attempts)
-        used: dict[str, list[tuple[float, float]]] = {"before": [], "no index yet": [], "index kept": []}
-        for _ in range(3):
-            used["before"].append(in_a_process(PLAIN_STATUS, stage))
-            (stage / "metrics.index").unlink(missing_ok=True)
-            used["no index yet"].append(in_a_process(STATUS, stage))
-            used["index kept"].append(in_a_process(STATUS, stage))
-        for name, values in used.items():
-            cpu_s = statistics.median(value[0] for value in values)
-            memory_mb = statistics.median(value[1] for value in values)
-            pairs = zip(used["before"], values, strict=True)
-            ratio = statistics.median(before[0] / value[0] for before, value in pairs)
-            size = f"{path.stat().st_size / 1e6:.0f}"
-            row(log_every, attempts, size, name, f"{cpu_s:.2f}", f"{memory_mb:.0f}", f"{ratio:.1f} ×")
+        used = [in_a_process(STATUS, stage) for _ in range(3)]
+        cpu_s = statistics.median(value[0] for value in used)
+        memory_mb = statistics.median(value[1] for value in used)
+        row(log_every, attempts, f"{path.stat().st_size / 1e6:.0f}", f"{cpu_s:.2f}", f"{memory_mb:.0f}")
 
 
 # ------------------------------------------------------------------------ checkpoints

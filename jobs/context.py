@@ -8,7 +8,7 @@ from typing import Any
 from data.errors import PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
-from jobs.workers.worker_group import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 
 
 @dataclass(frozen=True)

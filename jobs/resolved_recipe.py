@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError
+from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.monitor.trackers import TrackersConfig
-from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
 

@@ -9,7 +9,7 @@ The supervisor takes one of them at each attempt, and the batch is the same for 
 from typing import Any
 
 from data.errors import ConfigError
-from jobs.workers.worker_group import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.start import engine_settings
 from pipeline.training_config import TrainConfig

@@ -35,8 +35,8 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.norm import on_device
-from pipeline.monitoring.accounting import account_rows
-from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import OBJECTIVES
 from pipeline.optimization.schedule import learning_rate
 from pipeline.reports import (
@@ -307,7 +307,7 @@ def agree(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int)
 def begin_save(worker: Worker, progress: Progress) -> None:
     """Begin to save this moment; the caller has finished the save before."""
     worker.phases.enter("save", progress.step)
-    worker.saver.begin(worker.engine, manifest_of(worker, progress))
+    worker.saver.begin(worker.engine.fragments(), manifest_of(worker, progress))
 
 
 def finish_save(worker: Worker, progress: Progress) -> None:
@@ -384,7 +384,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     remote = worker.saver.remote
     # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
     if remote is None or remote.has_all_metrics:
-        spent = account_rows(MetricsIndex(directory).rows)
+        spent = account(read_metrics(directory, None))
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"

@@ -1,8 +1,15 @@
 """Where the wall time went: a kill costs recovery and lost work, and the parts add up to the whole."""
 
+import json
+import random
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from pipeline.monitoring.accounting import account
+from data.errors import DataError
+from pipeline.monitoring.accounting import Account, account
+from pipeline.monitoring.telemetry import last_metrics, read_metrics
 
 pytestmark = pytest.mark.quick
 
@@ -53,3 +60,126 @@ def test_a_clock_that_jumps_back_takes_no_time_away() -> None:
 
 def test_a_stage_that_has_not_begun_has_no_account() -> None:
     assert account([]).ratio == 0.0 and account([start(1, 0, 100.0, 105.0)]).wall == 5.0
+
+
+# ------------------------------ against plain loops over files as they may be found
+
+
+def run_of(seed: int, attempts: int = 4) -> list[dict[str, Any]]:
+    """The records of a stage whose attempts fell back to random steps, in the order written."""
+    rng = random.Random(seed)
+    clock = 1.0e9
+    step = 0
+    records: list[dict[str, Any]] = []
+    for attempt in range(1, attempts + 1):
+        step = rng.randrange(step + 1)
+        clock += rng.random() * 40
+        head = {"attempt": attempt, "time": clock}
+        records.append({"kind": "start", **head, "step": step, "claimed": clock - 9, "drop": ["é" * attempt]})
+        for _ in range(rng.randrange(6)):
+            count = rng.randrange(1, 5)
+            step += count
+            seconds = count * rng.random()
+            clock += seconds
+            losses = [rng.choice([rng.random(), None]) for _ in range(count)]
+            waits = {"wait": rng.random() / 2, "stalled_s": seconds / 9, "evaluated_s": seconds / 7, "seconds": seconds}
+            head = {"attempt": attempt, "time": clock}
+            records.append({"kind": "train", **head, "step": step, "loss": losses[-1], "losses": losses, **waits})
+            if rng.random() < 0.3:
+                records.append({"kind": rng.choice(["spike", "evaluate"]), **head, "step": step, "accuracy": 0.5})
+    return records
+
+
+def plain_account(records: list[dict[str, Any]]) -> Account:
+    """The account by loops over all records, an attempt after the other."""
+    total = Account()
+    starts = [record for record in records if record["kind"] == "start"]
+    previous_end = 0.0
+    for number, start in enumerate(starts):
+        attempt = [record for record in records if record["attempt"] == start["attempt"]]
+        windows = [record for record in attempt if record["kind"] == "train"]
+        end = attempt[-1]["time"]
+        first = windows[0]["time"] - windows[0]["seconds"] if windows else end
+        if number == 0:
+            total.start += max(0.0, first - start["claimed"])
+        else:
+            total.recovery += max(0.0, first - previous_end)
+        for window in windows:
+            steps = range(window["step"] - len(window["losses"]) + 1, window["step"] + 1)
+            for step in steps:
+                seconds = window["seconds"] / len(steps)
+                waited, stalled, evaluated = (
+                    window["wait"] * seconds,
+                    window["stalled_s"] / len(steps),
+                    window["evaluated_s"] / len(steps),
+                )
+                if any(later["step"] < step for later in starts[number + 1 :]):
+                    total.lost += seconds
+                else:
+                    total.data += waited
+                    total.checkpoint += stalled
+                    total.other += evaluated
+                    total.compute += seconds - waited - stalled - evaluated
+        total.other += max(0.0, end - first - sum(window["seconds"] for window in windows))
+        previous_end = end
+    return total
+
+
+def plain_reading(path: Path) -> list[dict[str, Any]]:
+    """Every record that a line holds whole; null is NaN where a loss is meant."""
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+ODD_LINES = [
+    b"\n",
+    b"12\n",
+    b"null\n",
+    b"(3 lines lost: the disk refused them)\n",
+    b'{"kind": "train", "attempt": 1, "step\n',
+    b"\xff\xfe\x00\n",
+    b"\xef\xbb\xbf" + b'{"kind": "spike", "attempt": 1, "time": 1.0, "step": 2}\n',
+    b'{"kind": "spike", "attempt": 1, "time": 1.0, "step": 2}\r\n',
+    b'{"kind": "spike", "attempt": 1, "time": 1.0}\r{"kind": "spike", "attempt": 1, "time": 2.0}\n',
+]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_account_of_a_file_with_odd_lines_is_that_of_a_loop_over_single_steps(seed, tmp_path: Path) -> None:
+    """Attempts fall back to random steps, losses are null, lines are torn."""
+    rng = random.Random(seed)
+    written = run_of(seed)
+    content = bytearray()
+    for record in written:
+        if rng.random() < 0.3:
+            content += rng.choice(ODD_LINES)
+        content += json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    read = read_metrics(tmp_path, None)
+    plain = plain_reading(tmp_path / "metrics.jsonl")
+    assert json.loads(json.dumps(read).replace("NaN", "null")) == plain
+    reports = [record for record in written if record["kind"] == "train"]
+    assert [record["time"] for record in read_metrics(tmp_path)] == [record["time"] for record in reports]
+    last = last_metrics(tmp_path)
+    assert (last["time"] if last else None) == (reports[-1]["time"] if reports else None)
+    assert vars(account(read)) == pytest.approx(vars(plain_account(plain)), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kind": None}, {"attempt": None}, {"seconds": None}, {"seconds": "1"}, {"losses": []}, {"wait": None}]
+)
+def test_a_record_that_was_altered_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    altered = {**window(1, 10, 120.0), **changes}
+    if changes in ({"kind": None}, {"attempt": None}, {"wait": None}):
+        del altered[next(iter(changes))]
+    lines = [json.dumps(record) + "\n" for record in (start(1, 0, 100.0, 105.0), window(1, 9, 110.0), altered)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(DataError, match=r"metrics\.jsonl has changed"):
+        account(read_metrics(tmp_path, None))

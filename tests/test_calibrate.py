@@ -12,10 +12,10 @@ import torch
 
 import models
 from data.errors import ConfigError
+from jobs.cluster_config import ClusterConfig
 from jobs.planning import calibrate as calibrating
 from jobs.planning.passing import folder_in
 from jobs.planning.slowest_node import put_together
-from jobs.workers.worker_group import ClusterConfig
 from models import Size
 from pipeline.plan import measure as measuring
 from pipeline.plan import operations

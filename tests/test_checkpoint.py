@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 import models
 from data import files
 from data.errors import CheckpointError
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline import train
 from pipeline.checkpoints import checkpoint, commit, disk_space, fragment_file, saver, shared_storage_check
@@ -673,7 +674,7 @@ def deleting(slow_disk, tmp_path) -> drives.WorkerGroup:
 def begin_alone(group: drives.WorkerGroup, step: int) -> saver.Saver:
     """Rank 0's saver, which has begun to save the step, and is not waited for."""
     first = group.savers[0]
-    first.begin(drives.FakeEngine(0, 2, step), drives.manifest(step, 1, 2))  # type: ignore[arg-type]
+    first.begin(drives.FakeEngine(0, 2, step).fragments(), drives.manifest(step, 1, 2))
     return first
 
 

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.cache import CacheConfig
+from jobs.cluster_config import ClusterConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages import fewshot, pack, resize, sweep
-from jobs.workers.worker_group import ClusterConfig
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.evaluation.evaluate import ProbeConfig

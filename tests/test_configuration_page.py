@@ -6,12 +6,12 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from jobs.cluster_config import ClusterConfig
 from jobs.commands.keys import configuration_page
 from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe.campaign import KINDS
 from jobs.recipe.configuration_page import all_keys
 from jobs.recipe.sweeps import SweepConfig
-from jobs.workers.worker_group import ClusterConfig
 from models.catalog import FAMILIES
 
 pytestmark = pytest.mark.quick

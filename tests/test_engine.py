@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from jobs.workers.environment import MALLOC
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import process_group

@@ -18,7 +18,8 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.shards.sources import DIGITS, digits
 from jobs.__main__ import main
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.reevaluation import with_new_evaluations
 from jobs.run.session import names_of_stages

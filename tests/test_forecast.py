@@ -15,10 +15,10 @@ import models
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from jobs.__main__ import main
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.planning import outlook
 from jobs.recipe.campaign import load
-from jobs.workers.worker_group import ClusterConfig
 from pipeline import artifacts
 from pipeline.plan import forecast as forecasting
 from pipeline.plan import kept_forecast

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import models
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from tests import ranks
 
 

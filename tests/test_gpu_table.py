@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from jobs.cluster.backends import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from pipeline.plan.calibration import Hardware, write_calibration
 from tests.test_forecast import made
 

@@ -33,14 +33,8 @@ from jobs.attempts.attempt import Alone, Attempt
 from jobs.attempts.growth import Sizes
 from jobs.attempts.supervisor import growth_of
 from jobs.cluster import embedded
-from jobs.cluster.backends import (
-    ClusterConfig,
-    WorkerGroupError,
-    connect,
-    disconnect,
-    run_worker_group,
-    wait_for_resources,
-)
+from jobs.cluster.backends import WorkerGroupError, connect, disconnect, run_worker_group, wait_for_resources
+from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.context import Context
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
@@ -48,7 +42,7 @@ from jobs.workers import processes, worker_files, worker_group
 from jobs.workers.environment import malloc_set
 from jobs.workers.failures import group_failure
 from jobs.workers.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
-from jobs.workers.worker_group import WorkerRange, do_nothing
+from jobs.workers.worker_group import do_nothing
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions
@@ -827,7 +821,8 @@ def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backe
 EARLY_DRIVER = """
     import sys
     from pathlib import Path
-    from jobs.cluster.backends import ClusterConfig, run_worker_group, start_early
+    from jobs.cluster_config import ClusterConfig
+    from jobs.cluster.backends import run_worker_group, start_early
     from tests import worker_functions
 
     if __name__ == "__main__":
@@ -852,7 +847,8 @@ def test_a_forked_worker_has_the_compiler_where_the_fork_server_was_told_to_impo
 DRIVER = """
     import sys
     from pathlib import Path
-    from jobs.cluster.backends import ClusterConfig, run_worker_group, start_early
+    from jobs.cluster_config import ClusterConfig
+    from jobs.cluster.backends import run_worker_group, start_early
     from tests import worker_functions
 
     if __name__ == "__main__":

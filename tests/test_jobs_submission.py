@@ -20,9 +20,10 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.cluster.backends import ClusterConfig, connect, disconnect
+from jobs.cluster.backends import connect, disconnect
 from jobs.cluster.ray_access import ROOT
 from jobs.cluster.ray_refusals import explain
+from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata
 from jobs.recipe.campaign import KINDS

@@ -18,11 +18,11 @@ from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Ledger
 from jobs.__main__ import main
-from jobs.commands.replay import order_of, rebuild
+from jobs.commands.replay import rebuild
 from jobs.recipe import campaign
 from pipeline import config
 from pipeline.checkpoints import checkpoint, manifest
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, training_order
 
 RECIPE = """
 run: {run}
@@ -83,7 +83,8 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
 
     task = json.loads((folder / "task.json").read_text())
     cfg = config.build(TrainConfig, task["config"], "config")
-    _, labels, _, bad = rebuild(cfg, *order_of(cfg, task["job"]), 16, 7)
+    trained = training_order(cfg, [load_index(path) for path in task["job"]["train"]])
+    _, labels, _, bad = rebuild(cfg, *trained, 16, 7)
     assert ((labels[:, 0] >= 5) == high[7]).all() and not bad
 
     (folder / "done.json").unlink()

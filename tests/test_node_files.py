@@ -211,9 +211,8 @@ DRIVER = """
 import json, sys, time
 from pathlib import Path
 import ray
-from jobs.cluster.backends import (
-    ClusterConfig, WorkerGroupError, connect, disconnect, leave_nodes, run_worker_group,
-)
+from jobs.cluster_config import ClusterConfig
+from jobs.cluster.backends import WorkerGroupError, connect, disconnect, leave_nodes, run_worker_group
 from jobs.workers.worker_files import records
 from pipeline.monitoring.watchdog import Watch
 from tests import worker_functions

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 from jobs.attempts import restarts
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from jobs.workers.worker_group import WorkerGroupError

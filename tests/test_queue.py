@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from jobs.cluster import ray_backend
+from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.scheduling import placement, queue, room
 from jobs.scheduling.queue_order import Entry, ahead_of, victims_of, waiting
-from jobs.workers.worker_group import ClusterConfig, WorkerRange
 from pipeline.monitoring.telemetry import read_metrics
 from tests.test_ray_nodes import ROOT, cluster, nodes  # the last two are fixtures
 

@@ -32,9 +32,10 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 from data.errors import ClusterError
 from jobs.attempts.supervisor import supervise
 from jobs.cluster import embedded, ray_access, ray_token
-from jobs.cluster.backends import ClusterConfig, WorkerGroupError, disconnect, room_now, run_worker_group
+from jobs.cluster.backends import WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.ray_trainer import Trainer, UseReserved
+from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.context import Context
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
@@ -42,7 +43,6 @@ from jobs.scheduling import placement, queue
 from jobs.scheduling.queue_order import Entry
 from jobs.stages.training import touch_stop_file
 from jobs.workers.failures import group_failure
-from jobs.workers.worker_group import WorkerRange
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
@@ -164,7 +164,7 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
 
 RIVAL = """
     import sys
-    from jobs.cluster.backends import ClusterConfig
+    from jobs.cluster_config import ClusterConfig
     from jobs.cluster.ray_backend import reserve_places
 
     def say(line):

@@ -25,11 +25,12 @@ from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.attempts import supervisor
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.run import sync
 from jobs.run.sync import synced
-from jobs.workers.worker_group import ClusterConfig, WorkerGroupError
+from jobs.workers.worker_group import WorkerGroupError
 from pipeline import artifacts
 from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader

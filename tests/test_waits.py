@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cluster.backends import ClusterConfig, run_worker_group
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from tests import reference_runs as runs
 from tests import waits
 from tests.reference_loop import Plan

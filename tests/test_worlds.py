@@ -10,8 +10,9 @@ from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.attempts.growth import Growth, Proven, Sizes
 from jobs.cluster.backends import wait_for_resources
+from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
-from jobs.workers.worker_group import ClusterConfig, WorkerRange, do_nothing
+from jobs.workers.worker_group import do_nothing
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.training_config import TrainConfig
 

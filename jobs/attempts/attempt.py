@@ -15,11 +15,12 @@ from typing import Protocol, Self
 
 from data.errors import Preempted
 from jobs.attempts.growth import Growth
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.workers.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.workers.notices import notices
 from jobs.workers.worker_files import SeenRecords, WorkerRecord
-from jobs.workers.worker_group import ClusterConfig, Task
+from jobs.workers.worker_group import Task
 from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.watchdog import Watch
 

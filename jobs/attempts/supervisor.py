@@ -54,10 +54,11 @@ from jobs.attempts.restarts import (
     write_incident,
 )
 from jobs.cluster.backends import room_now, wait_for_resources, worker_group_runner
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import ClusterConfig, Task, WorkerFunction, WorkerGroupError
+from jobs.workers.worker_group import Task, WorkerFunction, WorkerGroupError
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.watchdog import Watch
 

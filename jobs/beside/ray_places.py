@@ -22,17 +22,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jobs.beside.places import NoPlace
 from jobs.cluster.ray_backend import must_make_way
+from jobs.cluster_config import ClusterConfig
 from jobs.scheduling import placement, queue, room
 from jobs.workers.failures import group_failure
-from jobs.workers.worker_group import (
-    ClusterConfig,
-    RankInfo,
-    Task,
-    WorkerFunction,
-    WorkerGroupError,
-    require_folder,
-    worker_records,
-)
+from jobs.workers.worker_group import RankInfo, Task, WorkerFunction, WorkerGroupError, require_folder, worker_records
 
 TICK_S = 0.5
 LOOK_S = 1.0  # between two questions whether somebody wants the place

@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from jobs.cluster_config import ClusterConfig
 from jobs.workers import processes
 from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import ClusterConfig, Task, WorkerFunction
+from jobs.workers.worker_group import Task, WorkerFunction
 from pipeline.preflight.machine import cores
 
 

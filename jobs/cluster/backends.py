@@ -15,23 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.cluster import embedded
+from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.workers import processes
 from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import (
-    ClusterConfig,
-    RunWorkerGroup,
-    Task,
-    WorkerFunction,
-    WorkerGroupError,
-    WorkerRange,
-    do_nothing,
-)
+from jobs.workers.worker_group import RunWorkerGroup, Task, WorkerFunction, WorkerGroupError, do_nothing
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_access import ClusterInfo
 
 __all__ = [
-    "ClusterConfig",
     "WorkerGroupError",
     "connect",
     "disconnect",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from data.errors import ClusterError
 from jobs.cluster import reaper
-from jobs.workers.worker_group import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 
 ROOT = Path(__file__).parents[2]
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address

@@ -29,8 +29,9 @@ from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster.ray_refusals import explain, require_reachable
 from jobs.cluster.ray_token import ensure_token, use_token_if_any
+from jobs.cluster_config import ClusterConfig
 from jobs.scheduling import placement, room
-from jobs.workers.worker_group import LOOPBACK, ClusterConfig
+from jobs.workers.worker_group import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names

@@ -29,6 +29,7 @@ from ray.util.placement_group import PlacementGroup
 from jobs.cluster.ray_access import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of, lost_node
 from jobs.cluster.ray_trainer import RendezvousConfig, Trainer, UseReserved
+from jobs.cluster_config import ClusterConfig
 from jobs.monitor import worker_gauge
 from jobs.scheduling import placement, queue, room
 from jobs.workers import notices
@@ -37,7 +38,6 @@ from jobs.workers.failures import terminate_workers
 from jobs.workers.node_copies import NodeCopies
 from jobs.workers.worker_files import SeenRecords, rank_zero_value
 from jobs.workers.worker_group import (
-    ClusterConfig,
     RankInfo,
     Task,
     WorkerFunction,

@@ -15,14 +15,14 @@ import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from data.mixture import shares as shares_of
+from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.planning.outlook import Outlook, time_lines
 from jobs.recipe import class_names
+from jobs.recipe.changes import changes_since_half_done
 from jobs.recipe.choices import choice_text, settled
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.stage_files import changes_since_half_done
 from jobs.stages import sweep
-from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
 from pipeline.engine.buckets import reduction_line

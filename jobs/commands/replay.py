@@ -9,6 +9,7 @@ A path is a run directory with one trained stage, or a stage's folder.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -27,7 +28,7 @@ from data.order import Order
 from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
-from pipeline.monitoring.metrics_index import MetricsIndex
+from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.optimization.thinning import phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 
@@ -51,17 +52,32 @@ class Job(TypedDict):
 
 
 def replay(run: Path, step: str, target: str | None) -> list[str]:
-    """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz."""
+    """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
+
+    Raises UsageError where the words do not fit the run, DataError where a file of it was altered.
+    """
+    # Before the work, where the batch could not be written under this very name.
     if target:
-        refuse_target(Path(target))
+        file = Path(target)
+        if file.suffix != ".npz":
+            raise UsageError(f"--to {file} does not end in .npz\n  expected a file's name, as batch.npz")
+        if file.is_dir():
+            raise UsageError(f"--to {file} is a folder\n  expected a file's name, as {file / 'batch.npz'}")
+        if not file.parent.is_dir():
+            raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
     folder = stage_of(run)
     task = artifacts.read_record(folder / artifacts.TASK)
     job: Job = task["job"]
-    number = parse_step(step)
-    recorded = config.build(TrainConfig, task["config"], "config")
-    cfg = with_recorded_drop(recorded, folder, number)
-    index, order = order_of(cfg, job)
-    steps = steps_of(cfg, sum(load_index(path).samples for path in job["train"]))
+    text = step.removeprefix("step=")
+    if not text.isdigit() or text == "0":
+        raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
+    number = int(text)
+
+    records = read_metrics(folder, None)
+    cfg = with_recorded_drop(config.build(TrainConfig, task["config"], "config"), records, number)
+    sets = [load_index(path) for path in job["train"]]
+    index, order = training_order(cfg, sets)
+    steps = steps_of(cfg, sum(training_set.samples for training_set in sets))
     if number > steps:
         raise UsageError(
             f"step {number} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}"
@@ -74,30 +90,26 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
     shards = [index.shards[shard].name for shard in batch.ids[:, 1]]
-    epochs = sorted(set(batch.ids[:, 0].tolist()))
     labels = Counter(batch.labels[batch.labels >= 0].tolist())
     lines = [
         f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}",
-        *logged(folder, number),
-        f"epochs {epochs}, shards {', '.join(sorted(set(shards)))}",
+        *recorded(folder, records, number),
+        f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}",
         f"labels {dict(sorted(labels.items()))}",
     ]
     for sample in batch.bad:
         lines.append(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
-    lines += outliers(batch, shards)
+    # Blank and broken images are found at the ends: the darkest, the brightest and the flattest.
+    means = batch.images.mean((1, 2, 3))
+    spreads = batch.images.std((1, 2, 3))
+    for name, slot in {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}.items():
+        lines.append(
+            f"{name}: slot {slot}, sample {batch.ids[slot, 2]} of {shards[slot]}, "
+            f"mean {means[slot]:.1f}, std {spreads[slot]:.1f}"
+        )
     if target:
         lines.append(f"written: {target}")
     return lines
-
-
-def refuse_target(target: Path) -> None:
-    """Raise UsageError, before the work, where the batch could not be written under this very name."""
-    if target.suffix != ".npz":
-        raise UsageError(f"--to {target} does not end in .npz\n  expected a file's name, as batch.npz")
-    if target.is_dir():
-        raise UsageError(f"--to {target} is a folder\n  expected a file's name, as {target / 'batch.npz'}")
-    if not target.parent.is_dir():
-        raise UsageError(f"--to {target}: there is no folder {target.parent}\n  make it, or name a file elsewhere")
 
 
 def stage_of(run: Path) -> Path:
@@ -115,12 +127,53 @@ def stage_of(run: Path) -> Path:
     return folders[0]
 
 
-def parse_step(step: str) -> int:
-    """Return 120 of "step=120". Raises UsageError for anything else."""
-    text = step.removeprefix("step=")
-    if not text.isdigit() or text == "0":
-        raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
-    return int(text)
+def with_recorded_drop(cfg: TrainConfig, records: Sequence[Record], step: int) -> TrainConfig:
+    """Return the config with the `data.drop` of the last attempt that took the step, or may have.
+
+    It may change from attempt to attempt, and task.json has only that of the newest.
+    """
+    # Of several attempts that reported the step, the last is the one whose weights went on.
+    reports = reports_of(records, step)
+    drop = cfg.data.drop
+    for record in records:
+        if record["kind"] != "start":
+            continue
+        # A step that no attempt has reported may have ended any of those that started before it.
+        took_the_step = not reports or record["attempt"] == reports[-1]["attempt"]
+        if took_the_step and record["step"] < step:
+            drop = record.get("drop", ())
+    return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
+
+
+def reports_of(records: Sequence[Record], step: int) -> list[Record]:
+    """Return the reports that hold the losses of a step: a step may have several, by different attempts."""
+    reports = []
+    for record in records:
+        if record["kind"] == "train" and record["step"] - len(record["losses"]) < step <= record["step"]:
+            reports.append(record)
+    return reports
+
+
+def recorded(folder: Path, records: Sequence[Record], step: int) -> list[str]:
+    """Describe which loss each attempt reported for the step, and what the records of spikes know of it."""
+    lines = []
+    for spike in records:
+        if spike["kind"] != "spike":
+            continue
+        attempt = attempt_of_stage(folder, spike["attempt"])
+        # It holds the steps before it too, which tell how it came.
+        for recent in spike["recent"]:
+            if recent["step"] == step:
+                lines.append(
+                    f"attempt {attempt}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
+                    f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
+                )
+    # A report holds the losses of all steps since the one before it.
+    for report in reports_of(records, step):
+        first_step = report["step"] - len(report["losses"]) + 1
+        attempt = attempt_of_stage(folder, report["attempt"])
+        lines.append(f"attempt {attempt}: loss {report['losses'][step - first_step]:.6f}")
+    return lines
 
 
 def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
@@ -143,60 +196,3 @@ def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: 
     batch = next(iter(loader))
     images = batch.images.permute(0, 2, 3, 1).cpu().numpy()  # (B, 3, S, S) → (B, S, S, 3)
     return Rebuilt(images, batch.labels.numpy(), batch.ids.numpy(), list(batch.bad))
-
-
-def with_recorded_drop(cfg: TrainConfig, folder: Path, step: int) -> TrainConfig:
-    """Return the config with the `data.drop` of the last attempt that took the step, or may have.
-
-    It may change from attempt to attempt, and task.json has only that of the newest.
-    """
-    # Attempts that reported the step; of several, the last is the one whose weights went on.
-    index = MetricsIndex(folder)
-    attempts = index.rows[index.covering(step)]["attempt"]
-    drop = cfg.data.drop
-    for start in index.records(index.of_kind("start")):
-        # A step that no attempt has reported may have ended any of those that started before it.
-        took_the_step = not len(attempts) or start["attempt"] == attempts[-1]
-        if took_the_step and start["step"] < step:
-            drop = start.get("drop", ())
-    return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
-
-
-def order_of(cfg: TrainConfig, job: Job) -> tuple[Index, Order | Mixture]:
-    """Return one index over the sets that a job trained on, and the order of their samples."""
-    return training_order(cfg, [load_index(path) for path in job["train"]])
-
-
-def logged(folder: Path, step: int) -> list[str]:
-    """Say which loss each attempt reported for the step, and what the records of spikes know of it."""
-    # A spike's record holds the steps before it too, which tell how it came.
-    lines = []
-    index = MetricsIndex(folder)
-    for spike in index.records(index.of_kind("spike")):
-        attempt = attempt_of_stage(folder, spike["attempt"])
-        for record in spike["recent"]:
-            if record["step"] == step:
-                lines.append(
-                    f"attempt {attempt}: gradient norm {record['grad_norm']:.3g}, loss {record['loss']:.6f} "
-                    f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
-                )
-    # A report holds the losses of all steps since the one before it.
-    for record in index.records(index.covering(step)):
-        first_step = record["step"] - len(record["losses"]) + 1
-        attempt = attempt_of_stage(folder, record["attempt"])
-        lines.append(f"attempt {attempt}: loss {record['losses'][step - first_step]:.6f}")
-    return lines
-
-
-def outliers(batch: Rebuilt, shards: list[str]) -> list[str]:
-    """Name the darkest, the brightest and the flattest image: blank and broken ones are found there."""
-    means = batch.images.mean((1, 2, 3))
-    spreads = batch.images.std((1, 2, 3))
-    slots = {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}
-    lines = []
-    for name, slot in slots.items():
-        lines.append(
-            f"{name}: slot {slot}, sample {batch.ids[slot, 2]} of {shards[slot]}, "
-            f"mean {means[slot]:.1f}, std {spreads[slot]:.1f}"
-        )
-    return lines

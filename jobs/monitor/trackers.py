@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from data.errors import ConfigError
 from data.files import write_whole
-from jobs.workers.environment import complaint
+from jobs.cluster_config import complaint
 
 ROOT = Path(__file__).parents[2]
 CLOSE_S = 30.0  # for what is still to be sent when a command ends

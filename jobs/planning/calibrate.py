@@ -23,6 +23,7 @@ import models
 from data.decoder import images_per_cpu_s
 from data.errors import UsageError
 from jobs.cluster import backends
+from jobs.cluster_config import ClusterConfig
 from jobs.context import index_if_made
 from jobs.planning.calibration_lines import lines
 from jobs.planning.passing import folder_in
@@ -30,7 +31,7 @@ from jobs.planning.slowest_node import put_together
 from jobs.resolved_recipe import Campaign
 from jobs.workers.processes import gpus_present
 from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import ClusterConfig, do_nothing
+from jobs.workers.worker_group import do_nothing
 from models import ModelConfig
 from pipeline.plan.calibration import decode_key, write_calibration
 from pipeline.plan.engine_cost import EngineTime

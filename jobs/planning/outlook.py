@@ -17,9 +17,9 @@ from math import ceil, inf
 from pathlib import Path
 
 from data.errors import ConfigError, DataError, PatchlineError
+from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.workers.worker_group import ClusterConfig
 from jobs.worlds import allowed_worlds, batch_fits
 from models import ModelConfig
 from pipeline.checkpoints.disk_space import checkpoint_bytes

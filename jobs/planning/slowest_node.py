@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jobs.workers.worker_group import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from pipeline.plan.calibration import Calibration, Hardware, Storage
 from pipeline.plan.engine_cost import EngineTime
 from pipeline.plan.operations import Operation

@@ -27,6 +27,7 @@ from data.files import state_folder
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.store import check_store_url
+from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.monitor.trackers import TrackersConfig
 from jobs.ownership import check_place
@@ -36,7 +37,6 @@ from jobs.recipe.stage_checks import check_stage
 from jobs.recipe.stage_inputs import MISSING, Digests, check_part, content_digest, model_of_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import evaluate, fewshot, finetune, pack, pretrain, resize, sweep
-from jobs.workers.worker_group import ClusterConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require

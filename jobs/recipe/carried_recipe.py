@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError
+from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe import sweeps
 from jobs.recipe.campaign import KINDS
-from jobs.workers.environment import SECRET_VALUE
 from pipeline import config
 
 VARIABLE = "PATCHLINE_RECIPE"

@@ -20,7 +20,7 @@ from typing import Any
 
 from data.errors import ConfigError, ExitCode
 from jobs.cluster import backends, embedded
-from jobs.cluster.backends import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from pipeline import config
 
 # Kinds whose work is done by the driver itself; all others run on workers.

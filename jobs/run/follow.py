@@ -6,7 +6,6 @@ from pathlib import Path
 
 from data.checks import printable_lines
 from jobs.terminal import CLOSE_S, Terminal, write_last
-from pipeline.monitoring.metrics_index import keep_up
 from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
@@ -66,8 +65,6 @@ class Follower:
                     self.keep(f"[{directory.name}] {line}")
                     self.show(f"[{directory.name}] {line}")
             self.advance_bar(directory)
-            # What the stage and `status` want of the metrics is then read in no time.
-            keep_up(directory)
         elif time.monotonic() - self.spoke > QUIET_S:
             self.say_wait(directory, attempt_folder)
 

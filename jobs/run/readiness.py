@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from data.errors import ConfigError, DataError
 from jobs.context import index_if_made, reference
+from jobs.recipe.changes import changes_since_half_done
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.stage_files import changes_since_half_done
 from jobs.stages import evaluate, evaluation_config, fewshot, pack, training
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from jobs.recipe.campaign import Section, resolve_stage
+from jobs.recipe.changes import changed_warnings
 from jobs.recipe.stage_checks import check_stage
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.stage_files import changed_warnings
 from jobs.stages import evaluate, sweep
 from jobs.stages.evaluation_config import JudgedConfig
 from pipeline.evaluation.protocols import FewShotConfig

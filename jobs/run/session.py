@@ -21,11 +21,12 @@ from typing import Any
 
 from data.errors import Preempted
 from jobs.cluster import backends
-from jobs.cluster.backends import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 from jobs.monitor.board import Board, Show
 from jobs.monitor.trackers import Tracker, start_trackers
 from jobs.ownership import owned
 from jobs.recipe.campaign import recipe_digest
+from jobs.recipe.changes import changed_warnings
 from jobs.recipe.choices import settled
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.early_start import WORKERLESS_KINDS
@@ -33,7 +34,7 @@ from jobs.run.ending import status_file, table
 from jobs.run.follow import Follower
 from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished
 from jobs.run.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
-from jobs.run.stage_files import changed_warnings, facts_of
+from jobs.run.stage_files import facts_of
 from jobs.run.stage_run import run_stage
 from jobs.run.stopper import Stopper
 from jobs.run.sync import synced

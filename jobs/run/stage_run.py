@@ -21,10 +21,11 @@ from jobs.attempts.restarts import StageFailed
 from jobs.context import Context, reference
 from jobs.recipe import class_names
 from jobs.recipe.campaign import KINDS
+from jobs.recipe.changes import changed_warnings
 from jobs.recipe.stage_checks import check_stage
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.readiness import check_unchanged
-from jobs.run.stage_files import changed_warnings, first_started, provenance_of, stage_record
+from jobs.run.stage_files import first_started, provenance_of, stage_record
 from jobs.stages import sweep
 from pipeline import artifacts
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from ray._private.state import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from jobs.cluster_config import ClusterConfig
 from jobs.scheduling.room import (
     OWNER,
     draining_nodes,
@@ -36,7 +37,7 @@ from jobs.scheduling.room import (
     staying,
     too_small,
 )
-from jobs.workers.worker_group import ClusterConfig, do_nothing
+from jobs.workers.worker_group import do_nothing
 
 POLL_S = 0.25
 FIRST_WORD_S = 3.0  # the places of the last worker group take a moment to come free: no word about that

@@ -33,12 +33,12 @@ from ray._private.state import state as ray_state
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from jobs.cluster_config import ClusterConfig
 from jobs.monitor import job_metadata
 from jobs.scheduling import placement
 from jobs.scheduling.queue_order import Entry, ahead_of, victims_of, waiting
 from jobs.scheduling.room import add_to, held_by, room_for, share_of_worker, staying, too_small
 from jobs.workers.notices import give_notice
-from jobs.workers.worker_group import ClusterConfig
 
 NAMESPACE = b"patchline"  # in Ray's key-value store
 ENTRIES = b"queue/"  # and the id of a driver → its entry

@@ -17,7 +17,7 @@ from ray._private.state import state as ray_state
 from ray.util.placement_group import placement_group_table
 
 from data.errors import ClusterError
-from jobs.workers.worker_group import ClusterConfig
+from jobs.cluster_config import ClusterConfig
 
 OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
 LONGEST_LIST = 4  # nodes or campaigns that a word names

@@ -31,8 +31,8 @@ from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.ray_access import EXCLUDES, ROOT
 from jobs.cluster.ray_refusals import explain, require_reachable
 from jobs.cluster.ray_token import use_token_if_any
+from jobs.cluster_config import complaint
 from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
-from jobs.workers.environment import complaint
 
 Say = Callable[[str], None]
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from types import FrameType
 
 from data.errors import ClusterError
+from jobs.cluster_config import ClusterConfig
 from jobs.workers.environment import malloc_set
 from jobs.workers.failures import describe_exit_code, group_failure
 from jobs.workers.worker_files import SeenRecords, oom_kills, rank_zero_value, worker_file
 from jobs.workers.worker_group import (
     LOOPBACK,
     PEER_GRACE_S,
-    ClusterConfig,
     RankInfo,
     Task,
     WorkerFunction,

@@ -12,18 +12,17 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from data.checks import at_least, more_than_0
-from data.errors import ClusterError, ConfigError
+from data.errors import ClusterError
 from data.files import refusal
-from jobs.workers.environment import complaint
+from jobs.cluster_config import ClusterConfig
 from jobs.workers.worker_files import SeenRecords, WorkerRecord, oom_kills, worker_file, write_record
 from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
 
@@ -57,7 +56,7 @@ class RunWorkerGroup(Protocol):
         function: WorkerFunction,
         task: Task,
         *,
-        cluster: "ClusterConfig",
+        cluster: ClusterConfig,
         seen: SeenRecords,
         on_tick: Callable[[], None],
         is_shared: bool = True,
@@ -97,80 +96,6 @@ class WorkerGroupError(Exception):
         if self.place:
             worker += f", in {self.place}"
         return f"{worker}: {self.cause}"
-
-
-@dataclass(frozen=True)
-class WorkerRange:
-    """How many workers would do: every attempt takes the largest number that its stage allows and that has room."""
-
-    least: int = 1  # with fewer the stage waits
-    most: int = "???"  # type: ignore[assignment]  # no attempt has more
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    # processes that train together, each a rank; a number, or from `least` to `most` as there is room
-    workers: int | WorkerRange = 1
-    backend: Literal["ray", "processes"] = "ray"  # Ray, embedded or joined; or plain processes of this machine
-    cpus_per_worker: int = 1  # reserved in Ray, and the threads a worker computes with
-    gpus_per_worker: int = 0  # reserved in Ray; 0: workers compute on the CPU
-    gpu_memory_gb: float | None = None  # that a worker may fill of its GPU: what needs more is refused; None: unknown
-    max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
-    backoff_s: float = 10.0  # before the first restart; doubles with each
-    start_timeout_s: float = 300.0  # how long the workers may take to start
-    priority: int = 0  # in the queue of a Ray cluster: the higher first, and it takes the places of lower ones
-    wait_s: float | None = None  # how long to wait in the queue for the workers' places; None: for ever
-    patience_s: float = 60.0  # where `workers` is a range, how long to wait for more than there is room for
-    environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
-    scratch: str = ""  # local folder of each node for a run at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
-
-    RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        [
-            "workers",
-            "backend",
-            "cpus_per_worker",
-            "gpus_per_worker",
-            "gpu_memory_gb",
-            "max_restarts",
-            "backoff_s",
-            "start_timeout_s",
-            "priority",
-            "wait_s",
-            "patience_s",
-            "environment",
-            "scratch",
-        ],
-        "free",
-    )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.workers, WorkerRange):
-            at_least(self.workers, 1, "least", "workers.")
-            at_least(self.workers, self.workers.least, "most", "workers.")
-        else:
-            at_least(self, 1, "workers")
-        at_least(self, 1, "cpus_per_worker")
-        at_least(self, 0, "gpus_per_worker max_restarts backoff_s patience_s")
-        more_than_0(self, "gpu_memory_gb start_timeout_s wait_s")
-        text = complaint(self.environment)
-        if text:
-            raise ConfigError(f"environment: {text}")
-
-    @property
-    def least(self) -> int:
-        """Return how few workers would do."""
-        return self.workers.least if isinstance(self.workers, WorkerRange) else self.workers
-
-    @property
-    def most(self) -> int:
-        """Return how many workers an attempt has at most."""
-        return self.workers.most if isinstance(self.workers, WorkerRange) else self.workers
-
-    @property
-    def world(self) -> int:
-        """Return the workers of an attempt, for whose time the supervisor has put their number in a range's place."""
-        assert isinstance(self.workers, int), self.workers
-        return self.workers
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 1. Rank 0 sweeps what died, takes the newest checkpoint whose manifest is whole and whose files are all there in their
    sizes. On every node one worker makes its files readable there, which copies them where nodes share no folder. All
    hear which checkpoint it is (`choose_together`).
-2. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read. At ZeRO 0,
-   where all hold everything, each reads an equal part, and they tell each other.
+2. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read.
 3. All hear whether somebody has read bytes that were not committed, or could not read (`load`).
 4. Where bytes were bad, rank 0 reads the whole checkpoint anew. What is bad for rank 0 too is refused, and all workers
    begin again with the one before it (`load_together`); what is whole for rank 0 is the fault of the other's node.
@@ -13,11 +12,10 @@ In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensor
 Out: bad-0000001200-000007, and engines that hold step 1100, on whatever number of workers
 """
 
-import math
 import os
 import socket
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +25,11 @@ from data.errors import CheckpointError, DataError, StorageError
 from pipeline.checkpoints.manifest import Damaged, NewerSchema
 from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.stage_checkpoints import Chosen, Log, StageCheckpoints
-from pipeline.engine.engine import Engine, ReadState
 
 Value = TypeVar("Value")
+# Fills a worker's engine, collectively, with what a function (parameter, kind, first element, how many) → flat fp32
+# tensor returns, and sets its number of updates.
+Fill: TypeAlias = Callable[[Callable[[str, str, int, int], Tensor], int], None]
 
 
 def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Chosen | None:
@@ -89,7 +89,7 @@ def fetch_together(checkpoints: StageCheckpoints, name: str) -> str:
 
 
 def load_together(
-    engine: Engine, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log
+    fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log
 ) -> Chosen:
     """Collective: fill the engine with the checkpoint, or with the newest before it that is whole; returns which.
 
@@ -97,7 +97,7 @@ def load_together(
     than rank 0 does, and where the checkpoint is of another model.
     """
     while True:
-        problem = load(engine, chosen)
+        problem = load(fill, chosen)
         if not problem:
             return chosen
         condemn(checkpoints, chosen, problem, attempt, log)
@@ -106,7 +106,7 @@ def load_together(
         chosen = next_chosen
 
 
-def load(engine: Engine, chosen: Chosen) -> str:
+def load(fill: Fill, chosen: Chosen) -> str:
     """Collective: fill the engine with what every worker reads of the checkpoint.
 
     Returns in which file somebody has read other bytes than were committed, and who; "" where nobody has. After a
@@ -114,11 +114,8 @@ def load(engine: Engine, chosen: Chosen) -> str:
     alike, where one cannot read.
     """
     reading = Reading(chosen)
-    # At stage 0 every worker has everything, and would read it all.
-    is_shared = engine.zero == 0 and dist.get_world_size() > 1
-    engine.restore(shared(reading, engine) if is_shared else reading)
     # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
-    engine.updates = chosen.manifest.updates
+    fill(reading, chosen.manifest.updates)
 
     outcomes: list[tuple[CheckpointError | None, str]] = [(None, "")] * dist.get_world_size()
     dist.all_gather_object(outcomes, (reading.failure, socket.gethostname()))
@@ -157,27 +154,6 @@ class Reading:
             except OSError as error:
                 self.failure = cannot_read(error)
         return torch.zeros(count)
-
-
-def shared(read: ReadState, engine: Engine) -> ReadState:
-    """Return a collective function that gives every worker what `read` gives, of which each reads an equal part."""
-    world = dist.get_world_size()
-    rank = dist.get_rank()
-    device = next(engine.model.parameters()).device
-
-    def read_a_part(name: str, kind: str, start: int, count: int) -> Tensor:
-        part = math.ceil(count / world)
-        first = min(rank * part, count)
-        stop = min(first + part, count)
-        # The last parts may be shorter, and a collective wants all of one length.
-        mine = torch.zeros(part, device=device)
-        if first < stop:
-            mine[: stop - first] = read(name, kind, start + first, stop - first)
-        whole = torch.empty(part * world, device=device)
-        dist.all_gather_into_tensor(whole, mine)
-        return whole[:count]
-
-    return read_a_part
 
 
 def condemn(checkpoints: StageCheckpoints, chosen: Chosen, problem: str, attempt: int, log: Log) -> None:

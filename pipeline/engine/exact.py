@@ -28,8 +28,7 @@ from pipeline import config
 from pipeline.arithmetic import exact_gradient_bytes
 from pipeline.engine.engine import Engine
 from pipeline.engine.norm import clipping
-from pipeline.monitoring.metrics_index import MetricsIndex
-from pipeline.monitoring.telemetry import Telemetry
+from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
 
@@ -257,8 +256,7 @@ def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step:
     )
     now = conditions()
     # Read before this attempt's own record is written.
-    index = MetricsIndex(telemetry.directory)
-    earlier = index.records(index.of_kind("exact"))
+    earlier = read_metrics(telemetry.directory, "exact")
     telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
     if not earlier:
         return

@@ -4,16 +4,14 @@
 2. The reports' seconds are booked as waiting for data, checkpoints, evaluation and, what remains, compute.
 3. Steps that a later attempt did again count as lost; the time between two attempts counts as recovery.
 
-    account_rows(MetricsIndex(folder).rows).line()  →  "effective 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
+    account(read_metrics(folder, None)).line()  →  "effective 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
-from pipeline.monitoring.metrics_index import table
-from pipeline.monitoring.telemetry import Record, duration
+from pipeline.monitoring.telemetry import Record, altered, duration
 
 
 @dataclass
@@ -59,58 +57,61 @@ def account(records: Sequence[Record]) -> Account:
     """Book the time of all attempts. `records` are of all kinds, in the order written.
 
     A record's `time` is its end; the driver's claim of an attempt is `claimed` in the attempt's "start" record.
+    Raises DataError where a record lacks a value, or has one of another type.
     """
-    return account_rows(table(records))
+    starts: list[Record] = []
+    by_attempt: dict[int, list[Record]] = {}
+    for record in records:
+        by_attempt.setdefault(record["attempt"], []).append(record)
+        if record["kind"] == "start":
+            starts.append(record)
+    # An attempt keeps the steps up to where a later one began; the one that fell back furthest counts.
+    kept_steps: dict[int, float] = {}
+    furthest = math.inf
+    for number in reversed(range(len(starts))):
+        kept_steps[number] = furthest
+        furthest = min(furthest, starts[number]["step"])
 
-
-def account_rows(rows: np.ndarray) -> Account:
-    """Book the time of all attempts, as `account` does; `rows` are those of a MetricsIndex."""
     total = Account()
-    starts = rows[rows["kind"] == b"start"]
-    # The records of an attempt side by side, in the order written.
-    rows = rows[np.argsort(rows["attempt"], kind="stable")]
-    begins = np.searchsorted(rows["attempt"], starts["attempt"], "left")
-    ends = np.searchsorted(rows["attempt"], starts["attempt"], "right")
     previous_end = 0.0
     for number, start in enumerate(starts):
+        attempt = by_attempt[start["attempt"]]
+        reports = [record for record in attempt if record["kind"] == "train"]
         # An attempt that died leaves no record of its end: its last record of any kind stands for it.
-        attempt = rows[begins[number] : ends[number]]
-        windows = attempt[(attempt["kind"] == b"train") & ~np.isnan(attempt["seconds"])]
-        end = float(attempt["time"][-1])
+        end = attempt[-1]["time"]
         # A report's time is that of its end. An attempt that left no report is start or recovery as a whole.
         first_step_at = end
-        if len(windows):
-            first_step_at = float(windows["time"][0] - windows["seconds"][0])
+        if reports:
+            first_step_at = reports[0]["time"] - reports[0]["seconds"]
 
         # Until its first step an attempt starts or, after another one, recovers. Clocks of nodes may have jumped back.
         if number == 0:
-            total.start += max(0.0, first_step_at - float(start["claimed"]))
+            claimed = start.get("claimed") or start["time"]
+            total.start += max(0.0, first_step_at - claimed)
         else:
             total.recovery += max(0.0, first_step_at - previous_end)
-
-        # An attempt keeps the steps up to where a later one began; the one that fell back furthest counts.
-        kept = windows["step"]
-        if number + 1 < len(starts):
-            kept = np.minimum(kept, starts["step"][number + 1 :].min())
-        add(total, windows, kept)
-        total.other += max(0.0, end - first_step_at - float(windows["seconds"].sum()))
+        seconds = 0.0
+        for report in reports:
+            try:
+                add(total, report, kept_steps[number])
+                seconds += report["seconds"]
+            except (TypeError, ArithmeticError):
+                raise altered(report, "a value of another type") from None
+        total.other += max(0.0, end - first_step_at - seconds)
         previous_end = end
     return total
 
 
-def add(total: Account, windows: np.ndarray, kept: np.ndarray) -> None:
-    """Book the seconds of reports; of each, its steps after step `kept` are lost, each with its share."""
-    steps = windows["count"]
-    lost_steps = np.clip(windows["step"] - kept, 0, steps)
+def add(total: Account, report: Record, kept_step: float) -> None:
+    """Book the seconds of a report; its steps after `kept_step` are lost."""
+    steps = len(report["losses"])
     # A later attempt may begin amid a report's steps. Their single times are not known, so all count alike.
-    lost_share = lost_steps / steps
+    lost_share = min(max(report["step"] - kept_step, 0), steps) / steps
     kept_share = 1 - lost_share
-    seconds = windows["seconds"]
-    waited_s = windows["wait"] * seconds
-    stalled_s = windows["stalled_s"]
-    evaluated_s = windows["evaluated_s"]
-    total.lost += float((lost_share * seconds).sum())
-    total.data += float((kept_share * waited_s).sum())
-    total.checkpoint += float((kept_share * stalled_s).sum())
-    total.compute += float((kept_share * (seconds - waited_s - stalled_s - evaluated_s)).sum())
-    total.other += float((kept_share * evaluated_s).sum())
+    seconds = report["seconds"]
+    waited_s = report["wait"] * seconds
+    total.lost += lost_share * seconds
+    total.data += kept_share * waited_s
+    total.checkpoint += kept_share * report["stalled_s"]
+    total.other += kept_share * report["evaluated_s"]
+    total.compute += kept_share * (seconds - waited_s - report["stalled_s"] - report["evaluated_s"])
