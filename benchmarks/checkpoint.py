@@ -40,13 +40,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pipeline.checkpoints.checkpoint import Reader
 
 import models
 from data.files import write_durably
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints import checkpoint, restore
-from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine.engine import Engine, deepspeed_config

@@ -35,6 +35,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints.commit import records_of
 from safetensors.torch import save_file
 
 from data.files import write_durably
@@ -47,8 +49,6 @@ from jobs.recipe.changes import newest_attempt_name
 from jobs.workers.node_copies import ASKED_AT_A_LOOK
 from jobs.workers.node_files import Change, NodeActor, take_over
 from jobs.workers.worker_files import SeenRecords, records, worker_file
-from pipeline.checkpoints.checkpoint import Reader
-from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
     MANIFEST,

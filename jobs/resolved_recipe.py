@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.bucket import open_storage
 from data.errors import ConfigError
+from data.storage import Storage
 from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.monitor.trackers import TrackersConfig
@@ -55,7 +57,12 @@ class Campaign:
     @property
     def place(self) -> str:
         """Return where the run is kept, for people."""
-        return self.remote or str(self.run)
+        return self.storage.address()
+
+    @property
+    def storage(self) -> Storage:
+        """Return where the run keeps its files."""
+        return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
         """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""

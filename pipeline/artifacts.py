@@ -1,6 +1,7 @@
 """What a stage hands on, and the proof that it is still what the stage wrote: sealed records, digests of files.
 
-1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with the sha256 of itself: `write_record`.
+1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with the sha256 of itself
+   (`write_record`).
 2. A stage's done.json, or the provenance.json of imported or exported weights, holds bytes and sha256 of every file
    that is handed on: `digests`.
 3. Whoever reads such a file compares it first: `check_files` for all files of a finished stage, `check_weights` for

@@ -24,7 +24,7 @@ from data.index.document import load_index
 from data.index.index import Index
 from models import ModelConfig
 from pipeline import config
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import reader
 from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
 from pipeline.evaluation.async_evaluation import unreadable_line
 from pipeline.evaluation.evaluate import accuracy, watched
@@ -102,7 +102,7 @@ def model_of(cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest
     """
     model = models.from_config(model_config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model.load_state_dict(checkpoint.Reader(folder, manifest.files).weights(shapes), strict=False)
+    model.load_state_dict(reader.Reader(folder, manifest.files).weights(shapes), strict=False)
     # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
     if cfg.compile:
         models.compile_blocks(model)

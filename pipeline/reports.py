@@ -136,7 +136,7 @@ def asks_beside(worker: Worker, step: int) -> bool:
 
     The save of this step has begun: who judges it waits for its commit.
     """
-    if worker.cfg.evaluate_on == "training" or worker.job.remote is not None:
+    if worker.cfg.evaluate_on == "training" or not worker.job.storage.is_shared:
         return False
     is_asked = [False]
     if worker.rank == 0:
@@ -164,7 +164,7 @@ def end_in_loop(worker: Worker, step: int) -> None:
 def asks_later(worker: Worker, step: int) -> bool:
     """Leave word that a step is still to be evaluated; tell whether it is there. Rank 0 only."""
     # In an object store there is nothing that the next attempt would look at.
-    if worker.job.remote is not None:
+    if not worker.job.storage.is_shared:
         return False
     try:
         async_evaluation.request(Path(worker.job.directory), step, async_evaluation.IN_LOOP)
@@ -179,7 +179,7 @@ def make_up_for_evaluation(worker: Worker, progress: Progress) -> bool:
     Nothing where somebody beside training does it. Where nobody does, what else was left is skipped, and said.
     """
     cfg = worker.cfg
-    if worker.job.remote is not None or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
+    if not worker.job.storage.is_shared or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
         return True
     is_missing = [False]
     if worker.rank == 0:
@@ -233,7 +233,7 @@ def evaluate_at_the_end(worker: Worker, progress: Progress, remark: str = "") ->
         report_failure(worker, progress, error, "the stage ends, its last step is committed")
         raise EvaluationFailed(
             f"the evaluation of step {progress.step} failed: {error}\n"
-            f"  all {progress.step} steps are committed in {worker.saver.folder}; no training is lost\n"
+            f"  all {progress.step} steps are committed in {worker.saver.checkpoints.address}; no training is lost\n"
             "  repair the set, then run the same command again: it goes on with the evaluation",
             error.exit_code,
         ) from error

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.checkpoints.stored import StoredCheckpoints
 
 import models
 from data.decoder import Decoder
@@ -36,11 +38,9 @@ from jobs.workers import processes, worker_files
 from pipeline import judge, objectives, reports, start, train
 from pipeline.checkpoints import checkpoint, commit, restore, shared_storage_check
 from pipeline.checkpoints import saver as saving
-from pipeline.checkpoints.checkpoint import Chosen
 from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.shared_storage_check import WrittenFile
-from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, ReadState, deepspeed_config
 from pipeline.engine.fragments import Fragment
 from pipeline.evaluation import evaluate

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from safetensors.torch import save_file
 
 import models
@@ -36,7 +37,6 @@ from jobs.ownership import claim_attempt
 from pipeline import train
 from pipeline.checkpoints import checkpoint, commit, disk_space, fragment_file, saver, shared_storage_check
 from pipeline.checkpoints import manifest as manifests
-from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
 from pipeline.monitoring import watchdog
 from pipeline.optimization.optimizer import OptimConfig

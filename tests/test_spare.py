@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pipeline.checkpoints.checkpoint import prune
 
 from data.index.document import load_index
 from jobs.beside.evaluations import Evaluations
@@ -22,7 +23,6 @@ from jobs.commands import checkpoints
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import reports
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.evaluate import EvaluationStopped

@@ -18,11 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from data.store import Store, check_store_url
+from pipeline.checkpoints.checkpoint import Chosen, Reader
+from pipeline.checkpoints.stored import REFUSED, StoredCheckpoints, committed_steps
+from pipeline.checkpoints.stored_restore import choose_together, fetch_together
 
 from data import store as store_module
 from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
 from data.remote import urls
-from data.store import Store, check_store_url
 from jobs.__main__ import main
 from jobs.attempts import supervisor
 from jobs.cluster_config import ClusterConfig
@@ -33,9 +36,6 @@ from jobs.run.sync import synced
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import artifacts
 from pipeline.checkpoints import commit, saver, stored, stored_restore
-from pipeline.checkpoints.checkpoint import Chosen, Reader
-from pipeline.checkpoints.stored import REFUSED, StoredCheckpoints, committed_steps
-from pipeline.checkpoints.stored_restore import choose_together, fetch_together
 from tests import drives
 from tests.stores import Proxy, store
 

@@ -88,7 +88,7 @@ def plan(
         print(campaign.resolved(loaded), end="")
         return
     outlook = outlook_of(calibration, price=price, mtbf_hours=mtbf_hours, restart_s=restart_s)
-    with looked_at(loaded.run, loaded.remote) as folder:
+    with looked_at(loaded.storage) as folder:
         loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         check_unfinished(loaded, loaded.stages, fresh=fresh)

@@ -201,7 +201,7 @@ def storage_folder(campaigns: Sequence[Campaign]) -> str | None:
     """Return the folder whose storage is measured: where the first recipe's run lies; None of a run in a store."""
     if not campaigns:
         return str(Path.cwd())
-    if campaigns[0].remote is not None:
+    if not campaigns[0].storage.is_shared:
         return None
     folder = campaigns[0].run
     while not folder.exists():
@@ -279,6 +279,6 @@ def run_workers(
             cluster=cluster,
             seen=SeenRecords(group_folder),
             on_tick=do_nothing,
-            is_shared=not campaigns or campaigns[0].remote is None,
+            is_shared=not campaigns or campaigns[0].storage.is_shared,
         )
     return cast(Mapping[str, Any], report)

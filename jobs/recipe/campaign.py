@@ -21,12 +21,12 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.bucket import check_store_url
 from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
-from data.store import check_store_url
 from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
 from jobs.monitor.trackers import TrackersConfig

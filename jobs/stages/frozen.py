@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import models
+from data.bucket import open_storage
 from data.checks import printable_lines
 from data.errors import Preempted
 from data.evaluation import EvaluationBatch, EvaluationSet
@@ -182,6 +183,7 @@ def judge_of(task: Mapping[str, Any], cfg: FrozenConfig, load: Callable[[], mode
     from pipeline.start import fetch_init
     from pipeline.train import notice_sigterm
 
+    storage = open_storage(Path(task["run"]), task["remote"])
     asked_to_stop = threading.Event()
     notice_sigterm(asked_to_stop)
     phases = Phases(Path(task["folder"]), int(os.environ["RANK"]), cfg.stall_s)
@@ -195,12 +197,11 @@ def judge_of(task: Mapping[str, Any], cfg: FrozenConfig, load: Callable[[], mode
         code=task["code"],
         claimed=task["claimed"],
         device=device,
-        is_shared=task.get("remote") is None,
+        is_shared=storage.is_shared,
         say=partial(print, file=phases.log, flush=True),
     )
     phases.enter("build", 0)
-    if task.get("remote") is not None:
-        fetch_init(task["remote"], task["run"], task["init"])
+    fetch_init(storage, task["init"])
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
     return Judge(
         cfg=cfg,

@@ -45,8 +45,8 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
 def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> tuple[int, str]:
     """Return the bytes that a stage will still need for checkpoints and weights, and of what they are, in words.
 
-    At its fullest the disk holds one checkpoint more than are kept there: the oldest goes only when the newest is whole.
-    What the next start sweeps away before its first save is room already.
+    At its fullest the disk holds one checkpoint more than are kept there: the oldest goes only when the newest is
+    whole. What the next start sweeps away before its first save is room already.
     """
     kept = checkpoints.storage.sets_here(max(cfg.keep, LEAST_KEPT))
     # Of this disk alone: what lies in an object store needs no room here.
@@ -82,6 +82,4 @@ def shortage(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: in
     free = storage.free_bytes(staged)
     if free >= needed_bytes or free + sum(storage.list(staged).values()) >= needed_bytes:
         return ""
-    return (
-        f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"
-    )
+    return f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"

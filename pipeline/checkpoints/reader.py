@@ -2,7 +2,7 @@
 
 In a checkpoint's folder:
     rank-00000.safetensors   a worker's fragments, keys "name|kind|start"
-    MANIFEST.json            schema, step, ledger, attempt, world, zero, files with bytes, sha256 and digests of chunks, …
+    MANIFEST.json            schema, step, ledger, attempt, world, zero, files with their digests, …
 
 1. The head of a worker's file is read and checked, which says where each fragment lies (`FragmentFile`).
 2. A range of a fragment is read chunk by chunk into the memory that wants it; each chunk is compared with its digest

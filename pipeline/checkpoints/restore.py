@@ -36,7 +36,7 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
     """Collective: return the newest checkpoint that is whole as far as its sizes tell; None where there is none.
 
     Where its files had to be copied to the nodes, every byte was compared. Raises CheckpointError on every worker
-    alike, for the reasons of `StageCheckpoints.choose`, where the storage fails, and where one node alone cannot read it.
+    alike, for the reasons of `StageCheckpoints.choose`, where the storage fails, and where one node alone cannot read.
     """
     # One decision before anything is built on it: no worker may start anew while the others resume.
     while True:
@@ -88,9 +88,7 @@ def fetch_together(checkpoints: StageCheckpoints, name: str) -> str:
     return problem
 
 
-def load_together(
-    fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log
-) -> Chosen:
+def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log) -> Chosen:
     """Collective: fill the engine with the checkpoint, or with the newest before it that is whole; returns which.
 
     Raises CheckpointError on every worker alike: for the reasons of `choose_together`, where a worker reads other bytes

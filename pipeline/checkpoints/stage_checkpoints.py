@@ -65,12 +65,14 @@ class StageCheckpoints:
     `sends_metrics`: the metrics.jsonl of this node is the stage's, and a commit sends it where others see it.
     """
 
-    def __init__(self, storage: Storage, stage: str, *, sends_metrics: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, stage: str, folder: str = "checkpoints", *, sends_metrics: bool = False
+    ) -> None:
         self.storage = storage
         self.stage = stage
         self.sends_metrics = sends_metrics
-        self.folder = f"{stage}/checkpoints"  # in the storage
-        self.local = storage.local / stage / "checkpoints"  # on this node
+        self.folder = f"{stage}/{folder}"  # in the storage
+        self.local = storage.local / stage / folder  # on this node
         self.refused = 0  # by this start
 
     @property
