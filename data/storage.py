@@ -26,6 +26,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from data.files import create_exclusively, free_bytes, make_folder, sync, write_durably, write_whole
@@ -189,15 +190,20 @@ class Folder(Storage):
             return None
 
     def list(self, folder: str = "") -> dict[str, int]:
-        sizes = {}
-        top = self.local / folder
+        sizes: dict[str, int] = {}
         # What cannot be listed must not look as if it were not there: a checkpoint would be condemned for it.
-        for base, _, files in os.walk(top, onerror=raise_unless_missing):
-            for file in files:
-                path = Path(base, file)
-                # Temporary files may go while we look; to read from a pipe would be to wait for ever.
-                if path.is_file():
-                    sizes[path.relative_to(self.local).as_posix()] = path.stat().st_size
+        try:
+            with os.scandir(self.local / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    if entry.is_dir():
+                        sizes.update(self.list(name))
+                    elif entry.is_file():
+                        # A temporary file may go while we look.
+                        with suppress(FileNotFoundError):
+                            sizes[name] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
         return sizes
 
     def delete(self, names: Iterable[str]) -> None:
@@ -285,9 +291,3 @@ class Folder(Storage):
         # owner, should it wake up, does not find what it has staged, and publishes nothing.
         for leftover in (self.local / folder).glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def raise_unless_missing(error: OSError) -> None:
-    """Raise what stopped a listing, unless the folder is not there."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import models
+from data.errors import CheckpointError
 from jobs.__main__ import main
 from jobs.command_line import campaigns
 from jobs.recipe import campaign
 from models.weights import files
 from pipeline import artifacts, train
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import manifest
 from tests.conftest import RECIPE
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -232,7 +233,7 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
     progress: Any = SimpleNamespace(step=24)
     weights = (folder / "weights.safetensors").read_bytes()
     for file in sorted(newest.glob("*.safetensors")):
-        with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(checkpoint.CheckpointError, match=file.name):
+        with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(CheckpointError, match=file.name):
             train.hand_on(worker, progress)
     assert (folder / "weights.safetensors").read_bytes() == weights
 

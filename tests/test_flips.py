@@ -36,7 +36,7 @@ from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.ending import write_status
 from pipeline import health
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.monitoring.telemetry import Telemetry
 from tests.test_telemetry import REPORT
 
@@ -215,7 +215,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
         return calling(lambda: contents(load_index(file.parent)))
     if kind == "checkpoint":
         answer = run(["checkpoints", "verify", str(file.parents[2])])
-        chosen = calling(lambda: checkpoint.verify(file.parent))  # what a resume decides by
+        chosen = calling(lambda: checkpoint_reader.verify(file.parent))  # what a resume decides by
         assert (chosen.code == 0) == (answer.code == 0)
         return answer
     if kind == "record or weights of a stage":

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipeline.checkpoints.checkpoint import prune
 
 from data.index.document import load_index
 from jobs.beside.evaluations import Evaluations
@@ -22,8 +21,8 @@ from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import reports
-from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.evaluate import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
@@ -286,16 +285,16 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
-    removed = prune(tmp_path / "checkpoints", 2, 0, async_evaluation.due(tmp_path))
-    assert [step_of(path) for path in removed] == [20]
+    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.due(tmp_path))
+    assert removed == ["step-0000000020"]
 
 
 def test_nor_does_the_command_prune_it(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
-    monkeypatch.setattr(checkpoint, "verify", lambda folder: None)
-    assert list(checkpoints.prune(tmp_path, 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
+    monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
+    assert list(checkpoints.prune(str(tmp_path), 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
 
 
 def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:

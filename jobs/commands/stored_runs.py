@@ -17,7 +17,7 @@ from data.storage import MANIFEST, Folder, Storage
 from jobs.commands import status as status_command
 from jobs.ownership import OWNER_FILE
 from jobs.run.sync import fetch_small_files
-from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
 SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "task.json", "done.json", "metrics.jsonl")
@@ -48,12 +48,11 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
     path = Path(name).resolve()
     if (path / MANIFEST).exists():
-        stage_folder = path.parents[1]
-        checkpoints = StageCheckpoints(Folder(stage_folder.parent), stage_folder.name, path.parent.name)
+        checkpoints = checkpoints_in(path.parent)
         yield OpenedRun(name, checkpoints.storage, [checkpoints], path.name)
     elif (path / "checkpoints").is_dir():
-        storage = Folder(path.parent)
-        yield OpenedRun(name, storage, [StageCheckpoints(storage, path.name)])
+        checkpoints = checkpoints_in(path / "checkpoints")
+        yield OpenedRun(name, checkpoints.storage, [checkpoints])
     else:
         storage = Folder(path)
         yield OpenedRun(name, storage, [StageCheckpoints(storage, stage) for stage in stages_of(storage)])

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from data.errors import CheckpointError, StorageError
 from data.files import make_folder, refusal
-from data.storage import Storage
+from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     Manifest,
     NewerSchema,
@@ -222,6 +222,11 @@ class StageCheckpoints:
         kept = self.storage.set_aside(self.folder, name, attempt, problem)
         self.refused += 1
         log(f"checkpoint refused: {problem}; {kept}, trying the one before it")
+
+
+def checkpoints_in(folder: Path) -> StageCheckpoints:
+    """Return the checkpoints that lie in a folder of a disk, <run>/<stage>/checkpoints or a copy of it."""
+    return StageCheckpoints(Folder(folder.parents[1]), folder.parent.name, folder.name)
 
 
 def name_of(manifest: Manifest) -> str:
