@@ -35,13 +35,15 @@ from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine, say_price
+from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight.identity import device_name
+from pipeline.preflight.machine import processor
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
@@ -319,6 +321,8 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: Manifest | N
         "step": progress.step,
         "text": text,
         "world": worker.world,
+        # For `trial`, whose driver may run on another machine.
+        "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.

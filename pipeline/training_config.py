@@ -14,8 +14,7 @@ from data.checks import at_least, check_name, more_than_0
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
-from data.index.joined import join
-from data.index.left_out import without
+from data.index.joined import exclude, join
 from data.mixture import Mixture
 from data.mixture import shares as check_shares  # raises ValueError where a set would get none
 from data.order import Order
@@ -327,7 +326,7 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
     It is the sets of `cfg.data.sets()` joined to one, where the shards of `cfg.data.drop` are empty.
     """
     # Before anything else: a dropped shard counts as empty, and the numbers of the others stay as they were.
-    sets = without(sets, cfg.data.drop)
+    sets = exclude(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
     # What the recipe leaves open has its default in data.Order, which depends on the batch size.
     if cfg.data.lanes is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.shards.packing import pack
-from data.shards.sources import digits
+from data.sources.samples import digits
 from pipeline.plan.memory_traces import Moment, Trace
 
 RECIPE = """

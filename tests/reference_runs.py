@@ -21,7 +21,7 @@ import models
 from data.images.augment import AugmentConfig
 from data.order import Order
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
 from pipeline.evaluation.evaluate import ProbeConfig

@@ -18,7 +18,7 @@ import models
 from data.images import preprocess
 from data.index.document import load_index
 from data.shards import packing
-from data.shards.sources import DIGITS, Sample, digits
+from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.command_line import campaigns
 from jobs.commands.plan import GPU_FLOPS

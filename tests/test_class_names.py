@@ -19,7 +19,7 @@ from data.index.names import number, read_class_list
 from data.shards.doctor import check, repair
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
 from jobs.recipe.campaign import load
@@ -144,7 +144,7 @@ def features(names: list[str], nested: bool = False) -> dict[bytes, bytes]:
         ("table", ("goldfish, Carassius auratus", "tench")),
         ("imagenet-train", ("n01440764", "n01443537")),
         ("imagenet-validation", ("n01440764", "n01443537")),
-        ("cifar", ("airplane", "automobile")),
+        ("cifar10", ("airplane", "automobile")),
         ("tars", ("tench", "goldfish")),
         ("digits", tuple("0123456789")),
     ],
@@ -174,7 +174,7 @@ def test_sources_know_their_class_names(tmp_path, source, names):
         write_tar(path, [("v0.JPEG", picture(1)), ("v1.JPEG", picture(2))])
         (tmp_path / "wnids.txt").write_text("n01443537\nn01440764\n")
         options["wnids"] = str(tmp_path / "wnids.txt")
-    elif source == "cifar":
+    elif source == "cifar10":
         path.mkdir()
         (path / "data_batch_1.bin").write_bytes(bytes(3073))
         (path / "batches.meta.txt").write_text("airplane\nautomobile\n\n")

@@ -16,7 +16,7 @@ from data.evaluation import EvaluationSet
 from data.images import preprocess
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.shards.sources import DIGITS, digits
+from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig

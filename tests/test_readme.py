@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import models
-from data.shards.sources import digits
+from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.conftest import RECIPE
 

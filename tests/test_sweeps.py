@@ -20,7 +20,6 @@ from jobs.__main__ import main
 from jobs.attempts.restarts import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
-from jobs.planning.outlook import Outlook
 from jobs.recipe import campaign, changes, choices
 from jobs.recipe.carried_recipe import carried
 from jobs.recipe.sweeps import Written, expand
@@ -252,7 +251,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
 
 def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
     before = campaign.load(protocol, [])
-    planned = "\n".join(plan(before, Outlook(None)))
+    planned = "\n".join(plan(before))
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in campaign.resolved(before)
@@ -271,7 +270,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     assert asdict(choices.settled(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
-    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after, Outlook(None)))
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after))
     assert changes.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.

@@ -21,7 +21,6 @@ from data.index.document import load_index
 from data.loader import TrainLoader
 from jobs.commands.plan import plan
 from jobs.commands.replay import replay
-from jobs.planning.outlook import Outlook
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models import positions
@@ -311,7 +310,7 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
 
 def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
     loaded = campaign.load(recipe, list(THINNED))
-    text = "\n".join(plan(loaded, Outlook(None)))
+    text = "\n".join(plan(loaded))
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
     flops = thinning.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)

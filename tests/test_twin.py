@@ -18,7 +18,7 @@ import torch
 import models
 from data.errors import Preempted
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.workers.worker_group import WorkerGroupError

@@ -32,10 +32,10 @@ from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
-from jobs.planning.passing import folder_in
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.readiness import missing_inputs
 from jobs.run.session import warn_of_unused_gpus
+from jobs.run.temporary_run import temporary_run
 from jobs.stages import pack
 from jobs.workers.worker_files import SeenRecords
 from jobs.workers.worker_group import WorkerGroupError, do_nothing
@@ -196,7 +196,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     disk_bytes, _ = bytes_to_come(cfg, stage.model, StageCheckpoints(campaign.storage, campaign.directory(stage).name))
     return StageNeed(
         name=stage.name,
-        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.engine)
+        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,
@@ -216,7 +216,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
     largest = max((stage.gradient_bytes for stage in needs.stages), default=0)
-    with folder_in(campaign.run) as folder:
+    with temporary_run(campaign.run) as folder:
         shared = folder / "shared"
         # Ray Train names its own run after the group's folder and the one two above it.
         group_folder = folder / "workers" / "preflight"

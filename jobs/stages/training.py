@@ -16,18 +16,16 @@ import models
 from data.errors import DataError
 from data.index.document import load_index
 from data.index.index import Index
-from data.index.left_out import without
+from data.index.joined import exclude
 from data.shards.reader import check_sizes
 from jobs.attempts.attempt import alone
 from jobs.attempts.supervisor import supervise
 from jobs.beside.evaluations import Evaluations
 from jobs.context import Context
-from jobs.planning.outlook import keep_forecast
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.checkpoints.disk_space import check_disk_space
-from pipeline.plan.kept_forecast import beside_measured
 from pipeline.plan.memory import need_if_traced, with_blocks
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
@@ -49,7 +47,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
     evaluations = evaluations_beside(cfg, context)
-    keeping = keep_forecast(cfg, context)
     outcome = supervise(
         train,
         make_task,
@@ -61,11 +58,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     )
     if evaluations is not None:
         evaluations.finish()
-    if keeping is not None:
-        keeping.join()
-    compared = beside_measured(context.directory)
-    if compared:
-        context.say(f"{context.name}: {compared}")
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
         artifacts.bring(context.storage, f"{context.directory.name}/{name}", record)
@@ -91,7 +83,7 @@ def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = 
     whole_sets = loaded_sets(training_sets(cfg, resolve), load)
     # Without all of them nobody knows which shard `data.drop` means.
     if len(whole_sets) == len(cfg.data.sets()):
-        sets = without(whole_sets, cfg.data.drop)
+        sets = exclude(whole_sets, cfg.data.drop)
         check_usable(sets, cfg.data.drop, f"{name}.data.drop")
     evaluation_paths = [resolve(value) for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test)]
     check_usable(loaded_sets(evaluation_paths, load))
@@ -121,7 +113,7 @@ def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
         return
     whole_sets = [load_index(path) for path in training_sets(cfg, context.resolve)]
     samples = sum(index.samples for index in whole_sets)
-    samples_left = sum(index.samples for index in without(whole_sets, cfg.data.drop))
+    samples_left = sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
     dropped = f"{samples - samples_left:,} of {samples:,} samples"
     context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 

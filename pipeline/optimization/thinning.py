@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import models
-from data.permutation import key_of, mix
+from data.draws import key_of, mix
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 
