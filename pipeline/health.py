@@ -10,13 +10,11 @@ In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of 
 Out: left-out.json holds the stretches [[10, 17]]: the next attempt loads step 10 and goes on with step 17
 """
 
-import json
 import math
 import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -194,20 +192,10 @@ def read_left_out(directory: Path) -> list[range]:
     path = directory / LEFT_OUT
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():
-        stretches = [left_out_of(path)]
+        # One changed bit would leave out other steps, and train other weights than the run that wrote it.
+        stretches = [read_record(path)["stretches"]]
     dist.broadcast_object_list(stretches, src=0)
     return [range(first, stop) for first, stop in stretches[0]]
-
-
-def left_out_of(path: Path) -> list[list[int]]:
-    """Return the stretches [first, stop) that the file holds. Raises DataError where it is torn or altered."""
-    with suppress(ValueError):
-        content = json.loads(path.read_bytes())
-        # A list is of a version that wrote no digest with it.
-        if isinstance(content, list):
-            return content
-    # One changed bit would leave out other steps, and train other weights than the run that wrote it.
-    return read_record(path)["stretches"]
 
 
 def write_left_out(directory: Path, stretches: Sequence[range]) -> None:

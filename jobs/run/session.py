@@ -112,7 +112,7 @@ def run_campaign(
         loaded = with_new_evaluations(settled(loaded))
         names = names_of_stages(loaded, only)
         stages = [loaded.stage(name) for name in names]
-        unverified = check_stages(loaded, stages, say, fresh=fresh)
+        check_stages(loaded, stages, say, fresh=fresh)
         start_what_stages_need(loaded, stages, displays)
 
         rows = []
@@ -125,7 +125,7 @@ def run_campaign(
             outcome = loaded.done(stage)
             is_skipped = outcome is not None
             if outcome is not None:
-                say_skipped(loaded, stage, name not in unverified, say)
+                say_skipped(loaded, stage, say)
             elif stopper.asked:
                 raise Preempted(f"stopped before {name}; run the same command again to go on")
             else:
@@ -174,12 +174,12 @@ def displayed(loaded: Campaign, also: Tick | None, *, quiet: bool) -> Iterator[D
             backends.disconnect()
 
 
-def check_stages(loaded: Campaign, stages: list[Stage], say: Callable[[str], None], *, fresh: bool) -> set[str]:
-    """Refuse now what would be refused later; return the finished stages in which nobody would see a change."""
+def check_stages(loaded: Campaign, stages: list[Stage], say: Callable[[str], None], *, fresh: bool) -> None:
+    """Refuse now what would be refused later."""
     check_inputs(loaded, stages)
     check_unfinished(loaded, stages, fresh=fresh)
     check_memory(loaded, stages, say)
-    return check_finished(loaded, stages, say)
+    check_finished(loaded, stages, say)
 
 
 def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Displays) -> None:
@@ -201,9 +201,9 @@ def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Disp
         displays.follower.skip(loaded.directory(stage))
 
 
-def say_skipped(loaded: Campaign, stage: Stage, is_verified: bool, say: Callable[[str], None]) -> None:
+def say_skipped(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
     """Say why a finished stage is not run again, and which stages judge it anew."""
-    say(skip_line(loaded, stage, is_verified))
+    say(skip_line(loaded, stage))
     for judging in stages_behind(loaded, stage):
         say(f"{stage.name}: asked to be judged otherwise than it was: {judging.name} does it")
 
@@ -279,14 +279,12 @@ def order_of_tracking(loaded: Campaign, stages: list[Stage]) -> dict[str, Any]:
     return {"run": loaded.run.name, "stages": told}
 
 
-def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
+def skip_line(loaded: Campaign, stage: Stage) -> str:
     """Why a finished stage is not run again, and what it did otherwise than is asked now."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
     if DIVERGED in (loaded.done(stage) or {}):
         line = f"{stage.name}: skipped, diverged with the same config and inputs (key {stage.key[:8]})"
-    if not is_verified:
-        line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
     if stages_behind(loaded, stage):
         judged = (*ACCURACY_FIELDS, *PROBE_FIELDS)
