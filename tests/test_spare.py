@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from data.index.document import load_index
+from data.storage import Folder
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
 from jobs.cluster_config import ClusterConfig
@@ -197,6 +198,7 @@ class Stage:
         self.said: list[str] = []
         no = lambda *args: None  # noqa: E731
         context: Any = SimpleNamespace(directory=folder, run=folder, say=self.said.append, tick=no, stopping=no)
+        context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
         self.evaluations = Evaluations(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
@@ -372,7 +374,7 @@ def alone(tmp_path, monkeypatch) -> Any:
         said.append(line)
         return True
 
-    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, remote=None)
+    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, storage=Folder(tmp_path))
     telemetry = SimpleNamespace(say=said.append, report=report)
     cfg = TrainConfig(steps=100, evaluate_every=10)
     price = async_evaluation.LoopPrice(is_reported=True)
