@@ -289,8 +289,8 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 def check_stopped(partial: Path) -> None:
     """Raise DataError where a packing was stopped: not all of its tars are there."""
     setting = ""
-    with suppress(OSError, ValueError), open(partial) as file:
-        setting = json.loads(file.readline())[2]
+    with suppress(OSError, ValueError, KeyError), open(partial) as file:
+        _, setting = json.loads(file.readline())["setting"]
     if re.fullmatch(PACKING_SETTING, setting):
         raise DataError(
             f"{partial}: a packing was stopped here; run the same `jobs pack` again to its end, "
