@@ -22,6 +22,7 @@ from jobs.recipe import campaign
 from models.weights import files
 from pipeline import artifacts, train
 from pipeline.checkpoints import manifest
+from pipeline.checkpoints.stage_checkpoints import Chosen
 from tests.conftest import RECIPE
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -212,7 +213,7 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
-        saver=SimpleNamespace(newest=lambda: newest),
+        saver=SimpleNamespace(newest=lambda: Chosen(newest.name, newest, manifest.read_manifest(newest))),
         model_config=loaded.stage("pretrain").model,
     )
     progress: Any = SimpleNamespace(step=24)

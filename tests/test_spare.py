@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from data.bucket import Bucket
 from data.index.document import load_index
 from data.storage import Folder
 from jobs.beside.evaluations import Evaluations
@@ -392,10 +393,10 @@ def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_i
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on)
     progress: Any = SimpleNamespace(step=10)
     monkeypatch.setattr(reports, "evaluate", stop)
-    alone.job.remote = "s3://bucket/run"
+    alone.job.storage = Bucket("s3://bucket/run", tmp_path)
     assert not reports.evaluate_between(alone, progress)
     assert alone.said == ["evaluate step 10: stopped, it is left out"] and not async_evaluation.due(tmp_path)
-    alone.job.remote = None
+    alone.job.storage = Folder(tmp_path)
     assert not reports.evaluate_between(alone, progress)
     assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and async_evaluation.due(tmp_path) == {10}
 
