@@ -41,7 +41,7 @@ from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, r
 from pipeline.checkpoints.reader import MOST_OPEN, Reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring import watchdog
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
 from tests import drives, hosts
 

@@ -15,7 +15,7 @@ from data.storage import Folder
 from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
-from pipeline.optimization.optimizer import STATE
+from pipeline.optimization import STATE
 from pipeline.training_config import TrainConfig
 
 BYTES_FP32 = 4
