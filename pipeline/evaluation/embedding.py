@@ -22,7 +22,7 @@ from data.journal import Journal
 from data.leaks.search import Embeddings, Match, ShardMatches, key_of, matches_of
 from data.remote.cache import CacheConfig
 from data.shards.reader import Reader
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 
 # T test images, D features
 
