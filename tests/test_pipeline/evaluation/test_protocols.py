@@ -22,16 +22,29 @@ from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
+from data.shards.subset import few_shot_rows
 from data.sources.samples import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
 from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.probe import fit, fit_all, linear_probe
-from pipeline.evaluation.protocols import FewShotConfig, Inputs, Outcome, ProbeConfig, Protocol, protocols_of
-from pipeline.evaluation.worker import Request, result_of
+from pipeline.evaluation.group import EvaluationGroup
+from pipeline.evaluation.probe import fit, fit_all
+from pipeline.evaluation.protocols import (
+    PROTOCOLS,
+    FewShotConfig,
+    Inputs,
+    Outcome,
+    ProbeConfig,
+    Protocol,
+    ProtocolKind,
+    check_names,
+    protocols_of,
+)
+from pipeline.evaluation.worker import Evaluator, Request, result_of
+from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
 
@@ -193,8 +206,10 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
     shares = []
     for place in (0, 1):
-        rows = (arrays["train"], arrays["train_labels"], arrays["test"], labels[:, place])
-        shares.append(linear_probe(*rows, shots=10, seed=0))
+        picked = few_shot_rows(arrays["train_labels"], 10, 0)
+        fitted = fit(torch.from_numpy(arrays["train"][picked]), torch.from_numpy(arrays["train_labels"][picked]))
+        predicted = fitted.predict(torch.from_numpy(arrays["test"])).numpy()
+        shares.append((predicted == labels[:, place]).mean())
     assert metrics["10shot"] == metrics["10shot-seed-0"] == pytest.approx(shares[0], abs=1e-9)
     assert of_any.mean() == pytest.approx(shares[0] + shares[1], abs=1e-9) and shares[1] > 0.3
 
@@ -347,6 +362,35 @@ def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index,
     assert result["values"]["top-1"]["value"] == 4 / 149
     without = result["leaks"]["values"]["top-1"]
     assert (result["leaks"]["leaked"], without["value"], without["samples"]) == (4, 0.0, 145)
+
+
+def test_a_new_protocol_is_a_function_and_a_row(
+    with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most_common(inputs: Inputs, settings: None) -> Outcome:
+        common = np.bincount(inputs.training_set().first_labels).argmax()
+        return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
+
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
+    check_names(("most-common",))
+    (protocol,) = protocols_of(("most-common",), None, {})
+    phases = Phases(tmp_path, 0, 60.0)
+    evaluator = Evaluator(
+        group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
+        model=Sums(),
+        dtype=torch.float32,
+        folder=tmp_path,
+        preprocess="resize(16)",
+        micro_batch=16,
+        indexes={"set": with_a_bad_one},
+    )
+    (result,) = evaluator.evaluate([Request("set", "set", protocol)])
+    phases.close()
+    labels = [s.labels[0] for n, s in enumerate(islice(digits(True, image_size=16), 150)) if n != 77]
+    (entry,) = result["values"].values()
+    assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
+    assert (entry["low"], entry["high"]) == document.wilson(round(entry["value"] * 149), 149)
+    assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
 
 
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:

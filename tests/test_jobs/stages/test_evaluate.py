@@ -32,7 +32,7 @@ from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks
 from tests.conftest import RECIPE
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 
