@@ -45,7 +45,7 @@ class Acknowledgements:
     def sync(self) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.tell("not-pruned", text)
 
 

@@ -176,7 +176,7 @@ class Saver:
         decision = [Decision(None)]
         if dist.get_rank() == 0:
             if self.remote is None:
-                decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
+                decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.log)]
             else:
                 decision = [commit_in_store(self.remote, self.manifest, results)]
         now = time.monotonic()
@@ -261,7 +261,7 @@ class Saver:
             return
         self.deleting.join(DELETING_S)
         if self.deleting.is_alive():
-            self.telemetry.say(
+            self.telemetry.log(
                 f"old checkpoints are still being deleted under {self.folder} after {DELETING_S:.0f} s; "
                 "the run goes on, and does not have their room yet"
             )
@@ -276,9 +276,9 @@ class Saver:
             else:
                 self.remote.prune(self.keep, self.keep_every)
         except (OSError, StorageError) as error:
-            self.telemetry.say(f"old checkpoints stay: {error}")
+            self.telemetry.log(f"old checkpoints stay: {error}")
         except Exception as error:  # of a thread nobody else would hear it
-            self.telemetry.say(f"old checkpoints stay: {type(error).__name__}: {error}")
+            self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
     def newest(self) -> Path:
         """Return the folder of the newest checkpoint, or of a copy of it; rank 0 alone."""
