@@ -425,7 +425,7 @@ def test_a_client_whose_retries_are_not_where_they_were_is_named(scheme, package
 
 
 def test_the_clients_that_are_named_as_tested_are_those_of_the_constraints():
-    pinned = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    pinned = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 
 
