@@ -21,7 +21,7 @@ import torch
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import DROPOUT, seed_of_micro_batch
 from pipeline.token_dropping import phases
 from pipeline.worker import Worker

@@ -23,7 +23,7 @@ from data.remote.cache import CacheConfig
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation.evaluate import ProbeConfig, check_ops
+from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 

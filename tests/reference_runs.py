@@ -24,7 +24,7 @@ from data.shards.packing import pack
 from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
-from pipeline.evaluation.evaluate import ProbeConfig
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
 from pipeline.versions import code_version

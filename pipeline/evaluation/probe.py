@@ -10,7 +10,6 @@
 `fit_all` is the same map fitted to every row of the training set, which is read block by block.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +17,12 @@ import torch
 from torch import Tensor
 
 from data.shards.subset import few_shot_rows
-from pipeline.evaluation.evaluate import L2
 from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.group import Beat
 
 # N rows, D features, C classes
 
-Beat = Callable[[], None]  # called between two blocks of a long computation: what it raises ends the computation
-
+L2 = 2.0**10  # of the penalty (configs/common_fewshot.py): fixed, never selected on validation data
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 
 
