@@ -1,4 +1,4 @@
-"""How tests/test_reference_loop.py runs the product: its sets, its cases, and what the workers do.
+"""How test_reference_loop.py runs the product: its sets, its cases, and what the workers do.
 
 A module of its own, because workers import it by name. Nothing of the product is replaced: shards, order, loader,
 engine, evaluation and probe are real. Training crops nothing, so that a sample's pixels are those that were packed.

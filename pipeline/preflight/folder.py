@@ -131,8 +131,9 @@ def ask(folder: Path, question: str) -> tuple[float, float] | None:
     """Ask the driver; return (skew of this clock, how far off that may be) in seconds, None without an answer."""
     token = secrets.token_hex(16)
     name = question.replace(ASK, ANSWER)
-    write_whole(folder / question, json.dumps({"token": token}))
+    # Before it is written: the driver may answer while this node still waits for its own fsync.
     asked = time.time()
+    write_whole(folder / question, json.dumps({"token": token}))
     deadline = time.monotonic() + ANSWERED_WITHIN_S
     while time.monotonic() < deadline:
         if name in names_in(folder):
