@@ -23,7 +23,7 @@ from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "real_eval.json"
 CLASSES = 1000
 
 

@@ -17,21 +17,35 @@ from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 from torch import nn
 
-from data.errors import ConfigError
+from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
+from data.shards.subset import few_shot_rows
 from data.sources.samples import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
 from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.probe import fit, fit_all, linear_probe
-from pipeline.evaluation.protocols import FewShotConfig, Inputs, Outcome, ProbeConfig, Protocol, protocols_of
-from pipeline.evaluation.worker import Request, result_of
+from pipeline.evaluation.group import EvaluationGroup
+from pipeline.evaluation.probe import fit, fit_all
+from pipeline.evaluation.protocols import (
+    PROTOCOLS,
+    FewShotConfig,
+    Inputs,
+    LinearConfig,
+    Outcome,
+    ProbeConfig,
+    Protocol,
+    ProtocolKind,
+    check_names,
+    protocols_of,
+)
+from pipeline.evaluation.worker import Evaluator, Request, result_of
+from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
 
@@ -193,8 +207,10 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
     shares = []
     for place in (0, 1):
-        rows = (arrays["train"], arrays["train_labels"], arrays["test"], labels[:, place])
-        shares.append(linear_probe(*rows, shots=10, seed=0))
+        picked = few_shot_rows(arrays["train_labels"], 10, 0)
+        fitted = fit(torch.from_numpy(arrays["train"][picked]), torch.from_numpy(arrays["train_labels"][picked]))
+        predicted = fitted.predict(torch.from_numpy(arrays["test"])).numpy()
+        shares.append((predicted == labels[:, place]).mean())
     assert metrics["10shot"] == metrics["10shot-seed-0"] == pytest.approx(shares[0], abs=1e-9)
     assert of_any.mean() == pytest.approx(shares[0] + shares[1], abs=1e-9) and shares[1] > 0.3
 
@@ -347,6 +363,60 @@ def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index,
     assert result["values"]["top-1"]["value"] == 4 / 149
     without = result["leaks"]["values"]["top-1"]
     assert (result["leaks"]["leaked"], without["value"], without["samples"]) == (4, 0.0, 145)
+
+
+def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
+    """The results of one process for the set "set"."""
+    phases = Phases(folder, 0, 60.0)
+    evaluator = Evaluator(
+        group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
+        model=model,
+        dtype=torch.float32,
+        folder=folder,
+        preprocess="resize(16)",
+        micro_batch=16,
+        indexes={"set": index},
+    )
+    results = evaluator.evaluate(requests)
+    phases.close()
+    return results
+
+
+def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one: Index, tmp_path: Path) -> None:
+    model = Sums()
+    passed = []
+    model.mix.register_forward_hook(lambda *args: passed.append(1))
+    settings = SimpleNamespace(knn=neighbours.NeighboursConfig((3,)), linear=LinearConfig())
+    top_1, knn, linear = protocols_of(("top-1", "knn", "linear"), settings, {})
+    requests = [Request("set", None, top_1), Request("set", "set", knn), Request("set", "set", linear)]
+    results = evaluate(model, with_a_bad_one, tmp_path, *requests)
+    assert [list(result["values"]) for result in results] == [["top-1"], ["knn-3"], ["linear"]]
+    assert len(passed) == 10, "150 samples in batches of 16"
+
+
+def test_a_set_of_which_nothing_can_be_read_has_no_value(tmp_path: Path) -> None:
+    index = Index((Shard("a.tar", 5, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
+    (protocol,) = protocols_of(("top-1",), None, {})
+    with pytest.raises(DataError, match="set: none of 5 samples could be read"):
+        result_of(Request("set", None, protocol), {"set": FeatureStore(index, tmp_path)}, CPU, no_beat)
+
+
+def test_a_new_protocol_is_a_function_and_a_row(
+    with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most_common(inputs: Inputs, settings: None) -> Outcome:
+        common = np.bincount(inputs.training_set().first_labels).argmax()
+        return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
+
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
+    check_names(("most-common",))
+    (protocol,) = protocols_of(("most-common",), None, {})
+    (result,) = evaluate(Sums(), with_a_bad_one, tmp_path, Request("set", "set", protocol))
+    labels = [s.labels[0] for n, s in enumerate(islice(digits(True, image_size=16), 150)) if n != 77]
+    (entry,) = result["values"].values()
+    assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
+    assert (entry["low"], entry["high"]) == document.wilson(round(entry["value"] * 149), 149)
+    assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
 
 
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:
