@@ -322,9 +322,10 @@ class TrainedStage:
             self.lines.append("model   not known: the weights that it starts from are missing")
             return
         whole = models.training_flops(self.stage.model, self.steps * cfg.batch_size)
-        in_order = phases(cfg.thinning, self.steps, self.stage.model)
-        self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
+        self.flops = whole
         if cfg.thinning.is_on:
+            in_order = phases(cfg.thinning, self.steps, self.stage.model)
+            self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
             share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
             self.lines.append(f"compute {self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
             for phase in in_order:
@@ -433,7 +434,7 @@ class TrainedStage:
         elif not self.is_gpu and self.campaign.cluster.backend == "processes":
             self.limit = memory_free() // self.fewest
             self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
-        self.log(f"{self.name}: what a step needs of memory …")
+        self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
         try:
             self.cfg = cfg = memory.with_blocks(cfg, self.stage.model, is_gpu=has_gpu)
             need = memory.memory_need(cfg, self.stage.model, self.fewest, is_gpu=has_gpu)
