@@ -39,11 +39,13 @@ import models
 from benchmarks import train_step
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb, peak_flops
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from pipeline.plan.memory import memory_need
-from pipeline.process_group import import_deepspeed, join_group
+from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -83,7 +83,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
     "pipeline/optimization/losses.py": (*SHORT, "tests/test_twin.py"),
     "pipeline/optimization/optimizer.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
-    "pipeline/engine/fragments.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/engine/deepspeed.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
 }
 
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 import models
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 

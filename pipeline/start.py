@@ -35,8 +35,9 @@ from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine, say_price
+from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window

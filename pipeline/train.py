@@ -33,8 +33,8 @@ from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
+from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.norm import on_device
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import OBJECTIVES

@@ -23,6 +23,7 @@ from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
 from jobs.recipe.campaign import load
+from jobs.resolved_recipe import Available
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
 from tests.tars import write_tar
@@ -390,8 +391,8 @@ def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_
     recipe = Path(campaign(three_sets, c=train, new_head=new_head))
     recipe.write_text(recipe.read_text().partition("fewshot:")[0])
     loaded = load(recipe, [])
-    assert class_names.of_stage(loaded, loaded.stage("more")) == tuple(expected.split())
-    assert class_names.of_stage(loaded, loaded.stage("resize")) == ("airplane", "bird", "cat")
+    assert class_names.of_stage(loaded.stage("more"), Available(loaded)) == tuple(expected.split())
+    assert class_names.of_stage(loaded.stage("resize"), Available(loaded)) == ("airplane", "bird", "cat")
 
 
 def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets, tmp_path, capsys):

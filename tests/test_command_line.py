@@ -69,12 +69,13 @@ print("torch" in sys.modules)
 import models
 assert 4.5e9 < models.macs_of(models.config_of("S/16")) < 4.7e9
 print("torch._dynamo" in sys.modules)
-from pipeline.process_group import import_deepspeed
+from pipeline.engine.deepspeed import import_deepspeed
 import_deepspeed()
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # whose functions torch.compile would wrap
 print("torch._dynamo" in sys.modules)
 import torch
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.process_group import join_group
 sys.stdout.flush()

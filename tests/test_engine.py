@@ -19,7 +19,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.workers.environment import MALLOC
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import process_group
-from pipeline.engine.deepspeed_file import TUNING
+from pipeline.engine.settings import TUNING
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer
 from tests import ranks
 
@@ -217,11 +217,13 @@ import threading
 import torch
 
 from pipeline import process_group
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization.optimizer import OptimConfig
 from tests.ranks import digest, whole_state
 
-process_group.import_deepspeed()
+import_deepspeed()
 torch.set_num_threads(1)
 for way in ("given back", "kept"):
     if os.fork():

@@ -26,8 +26,8 @@ from jobs.cluster.ray_refusals import explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata
-from jobs.recipe.campaign import KINDS
-from jobs.recipe.carried_recipe import VARIABLE, carried
+from jobs.recipe.portable_recipe import VARIABLE, carried
+from jobs.stages.kinds import KINDS
 from jobs.submit import submission
 from jobs.workers.worker_group import LOOPBACK
 from pipeline.config import section_kind
@@ -335,9 +335,9 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_path_that_a_kind_of_stage_names_is_a_field_of_its_config(kind) -> None:
-    module = KINDS[kind]
-    for pattern in (*module.INPUTS, *module.FILES):
-        section: type = module.Config
+    stage_kind = KINDS[kind]
+    for pattern in (*stage_kind.inputs, *stage_kind.files):
+        section: type = stage_kind.config
         for part in pattern.split("."):
             if part == "*":
                 continue

@@ -75,31 +75,33 @@ def plan(
     # To import torch takes seconds, and so may what follows.
     with Waiting(f"plan: reading {recipe} …") as waiting:
         from jobs.commands import plan
-        from jobs.recipe import campaign
-        from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
+        from jobs.recipe import render
+        from jobs.recipe.validate import refuse, validate_all
+        from jobs.resolved_recipe import INPUTS, MEMORY
         from jobs.run.reevaluation import with_new_evaluations
         from jobs.run.sync import looked_at
 
         loaded = load_campaign(recipe, overrides)
         if resolved:
             # YAML ends its last line itself.
-            print(campaign.resolved(loaded), end="")
+            print(render.resolved(loaded), end="")
             return
         assumed = plan.Assumptions(gpu, price, mtbf)
         with looked_at(loaded.run, loaded.remote) as folder:
             loaded = with_new_evaluations(replace(loaded, run=folder))
             # As `run` does before its first stage: a plan promises nothing that would be refused.
-            check_unfinished(loaded, loaded.stages, fresh=fresh)
-            check_finished(loaded, loaded.stages, print)
+            results = validate_all(loaded, loaded.stages, fresh=fresh)
+            refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
             show(plan.plan(loaded, assumed, waiting.now))
-            check_memory(loaded, loaded.stages, print)
-            # What is missing is refused last, because all but a few lines of the plan can be told without it.
-            missing = missing_inputs(loaded, loaded.stages)
+            show([result.text for result in results if result.level != "FAIL"])
+            # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+            missing = [result for result in results if result.subject == INPUTS]
             if missing and without_data:
+                refuse(result for result in results if result not in missing)
                 absent = f"{len(missing)} missing inputs"
                 show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
             else:
-                check_inputs(loaded, loaded.stages)
+                refuse(results)
 
 
 @commands.command()
@@ -185,7 +187,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/recipe/carried_recipe.py).
+    # A submitted job has it in its environment (jobs/recipe/portable_recipe.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()
@@ -208,7 +210,7 @@ def stage_of_kind(loaded: "Campaign", kind: str) -> str:
     from pipeline.config import require
 
     # All runs of a sweep are one section of the recipe, which is run whole.
-    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind == kind))
+    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind.name == kind))
     require(
         len(names) == 1,
         f"the recipe has {len(names)} stages of kind {kind}: {', '.join(names)}; --stage names one",

@@ -28,16 +28,17 @@ from data.index.index import Index
 from data.mixture import shares as shares_of
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.trial import trial_key
-from jobs.context import reference
+from jobs.context import index_if_made, reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
-from jobs.recipe.choices import choice_text, settled
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.render import choice_text
+from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
 from pipeline.arithmetic import batch_arithmetic, steps_of
-from pipeline.engine.buckets import reduction_line
+from pipeline.engine.settings import reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.optimization.thinning import describe, flops_of, phases
 from pipeline.plan import memory
@@ -87,7 +88,7 @@ def plan(
     campaign: Campaign, assumed: Assumptions = Assumptions(), log: Callable[[str], None] | None = None
 ) -> list[str]:
     """Return the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
-    campaign = settled(campaign)
+    campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
     lines = [
         "",
@@ -100,9 +101,9 @@ def plan(
     for stage in campaign.stages:
         if campaign.done(stage) is None:
             would_run.add(stage.name)
-        lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
+        lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
         lines += stage_lines(campaign, stage)
-        if isinstance(stage.config, TrainConfig):
+        if stage.kind.trains:
             trained = TrainedStage(campaign, stage, assumed, log or (lambda _: None))
             trained.work_out()
             lines += [f"  {line}" for line in trained.lines]
@@ -184,7 +185,7 @@ def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
     lines = []
     for part, value in stage.parents.items():
         # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-        if stage.kind != "sweep" and part not in stage.chosen:
+        if stage.kind is not sweep.KIND and part not in stage.chosen:
             lines.append(f"  reads   {part} = {value}")
     if stage.model is not None:
         lines.append(f"  model   {model_line(stage)}")
@@ -196,9 +197,9 @@ def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
         lines.append(f"  chosen  {part}: {choice_text(campaign, stage, part)}")
     if len(stage.known) < len(stage.chosen):
         lines.append("  chosen  until then the lines below have the first of these values")
-    if isinstance(stage.config, sweep.Config):
+    if stage.kind is sweep.KIND:
         lines.append(f"  table   {table_line(stage.config)}")
-    for line in class_names.lines(campaign, stage):
+    for line in class_names.lines(stage, Available(campaign)):
         lines.append(f"  {line}")
     return lines
 
@@ -215,7 +216,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.run.readiness.check_unfinished).
+    # Without --fresh the command has ended before this (jobs/recipe/validate.py).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.
@@ -286,7 +287,7 @@ class TrainedStage:
         self.fewest = self.worlds[-1]
         self.sets: list[TrainingSet] = []
         for name, (path, weight) in self.cfg.data.sets().items():
-            self.sets.append(TrainingSet(name, class_names.set_at(self.campaign, path), weight))
+            self.sets.append(TrainingSet(name, index_if_made(self.campaign.resolve(path) or ""), weight))
         self.indexes = [part.index for part in self.sets if part.index is not None]
         self.all_there = len(self.indexes) == len(self.sets)
 
@@ -442,7 +443,7 @@ class TrainedStage:
             self.lines.append(f"memory  not known: {error}")
             return
         except memory.BudgetTooSmall as error:
-            # After all lines the command ends as `run` would, with what to type (check_memory).
+            # After all lines the command ends as `run` would, with what to type (jobs/stages/training.py).
             self.lines.append(f"memory  does not fit {error}")
             self.fits = False
             return
@@ -546,7 +547,7 @@ class TrainedStage:
         """Return the images that the workers evaluate in all, of the sets that are there."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
-            index = class_names.set_at(self.campaign, path) if path else None
+            index = index_if_made(self.campaign.resolve(path) or "") if path else None
             if index is not None:
                 images += index.samples
         times = 1  # at the end

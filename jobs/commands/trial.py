@@ -22,9 +22,8 @@ from data.store import Store
 from jobs.cluster import backends
 from jobs.context import Context, index_if_made
 from jobs.recipe import class_names
-from jobs.recipe.campaign import KINDS
-from jobs.recipe.choices import settled
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.choices import resolve_sweep
+from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.run.temporary_run import temporary_run
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
@@ -38,7 +37,7 @@ def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> N
 
     Raises ConfigError where no stage is to be tried, DataError where none can be; as a run's stage otherwise.
     """
-    campaign = settled(campaign)
+    campaign = resolve_sweep(campaign)
     stages = stages_to_try(campaign, only)
     problems = {}
     for stage in stages:
@@ -64,13 +63,15 @@ def stages_to_try(campaign: Campaign, only: str | None) -> Sequence[Stage]:
     """Return the trained stages, or the one that is named. Raises ConfigError where there is none."""
     if only is not None:
         stage = campaign.stage(only)
-        if not isinstance(stage.config, TrainConfig):
-            raise ConfigError(f"{only} is a stage of kind {stage.kind}, which takes no steps\n  name one that trains")
+        if not stage.kind.trains:
+            raise ConfigError(
+                f"{only} is a stage of kind {stage.kind.name}, which takes no steps\n  name one that trains"
+            )
         return [stage]
     # Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
     stages: dict[str, Stage] = {}
     for stage in campaign.stages:
-        if isinstance(stage.config, TrainConfig):
+        if stage.kind.trains:
             stages.setdefault(trial_key(campaign, stage) or stage.name, stage)
     if not stages:
         raise ConfigError("the recipe trains nothing: there are no steps to try")
@@ -140,12 +141,12 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
             say=say,
             tick=steps_said(stage.name, say),
             stopping=lambda: False,
-            class_names=class_names.of_stage(campaign, stage),
+            class_names=class_names.of_stage(stage, Available(campaign)),
             remote=remote,
         )
         directory.mkdir()
         try:
-            KINDS[stage.kind].run(cfg, context)
+            stage.kind.run(cfg, context)
             records = read_metrics(directory, kind=None)
         finally:
             if remote is not None:

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from pipeline import config
 from pipeline.arithmetic import exact_gradient_bytes
-from pipeline.engine.engine import Engine
-from pipeline.engine.norm import clipping
+from pipeline.engine.engine import Engine, clipping
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.training_config import TrainConfig
@@ -120,10 +119,9 @@ class ExactEngine(Engine):
         # Fragments are views; the storage that a view lies in tells which flat it belongs to. Its own address does, and
         # not that of its numbers: fake tensors, with which a step's memory is planned, have none.
         plans: dict[int, FlatPlan] = {}
-        for flat in self._flats:
+        for flat in self.state.flats:
             plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
-        fragments = self.whole(("master",)) if self.zero == 0 else self.fragments(("master",))
-        for fragment in fragments:
+        for fragment in self.held(("master",)):
             view = fragment.tensors["master"]
             plan = plans[view.untyped_storage()._cdata]
             in_flat = view.storage_offset() - plan.flat.storage_offset()
@@ -208,13 +206,10 @@ class ExactEngine(Engine):
             for in_flat, in_whole in plan.places:
                 flat_gradient.view(-1)[in_flat] = gradient[in_whole]
             plan.flat.grad = flat_gradient
-            if self.zero:
-                self.engine.optimizer._optimizer_step(number)
-        if not self.zero:
-            self._optimizer.step()
+            self.state.step_flat(number)
         for plan in self._plans:
             plan.flat.grad = None
-        self._refresh()
+        self.state.refresh()
         self._count_update()
         return sums
 

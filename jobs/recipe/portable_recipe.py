@@ -20,7 +20,7 @@ from typing import Any
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe import sweeps
-from jobs.recipe.campaign import KINDS
+from jobs.stages.kinds import KINDS
 from pipeline import config
 
 VARIABLE = "PATCHLINE_RECIPE"
@@ -38,7 +38,7 @@ def carried(recipe: Path, overrides: list[str], run: str, folder: Path) -> tuple
         if name in ("run", "cluster", "trackers"):
             continue
         kind = KINDS[section.get("kind", name)]
-        patterns = (*kind.INPUTS, *kind.FILES)
+        patterns = (*kind.inputs, *kind.files)
         for pattern in patterns:
             make_absolute(section, pattern.split("."), name, folder, changed)
         # What varies may be a path too: at any depth of these three, with and without dots in a key.
