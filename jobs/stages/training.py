@@ -34,8 +34,15 @@ from pipeline.config import require
 from pipeline.evaluation.evaluate import ProbeConfig, check_shape
 from pipeline.optimization.optimizer import OptimConfig
 from pipeline.optimization.schedule import ScheduleConfig
-from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, need_if_traced, with_blocks
-from pipeline.plan.memory_remedies import check_fits, smaller_micro_batches
+from pipeline.plan.memory import (
+    GIB,
+    BudgetTooSmall,
+    blocks_of,
+    check_fits,
+    need_if_traced,
+    smaller_micro_batches,
+    with_blocks,
+)
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.train import train
 from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
