@@ -52,7 +52,7 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 CHANGES = ((2, 1), (1, 2), (2, 4))  # (workers that saved, workers that load)

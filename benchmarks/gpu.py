@@ -43,7 +43,7 @@ from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb, peak_flops
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization import OptimConfig, build_optimizer
 from pipeline.plan.memory import memory_need
 from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig

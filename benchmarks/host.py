@@ -186,7 +186,7 @@ def our_step(zero: int, precision: str, accumulation: int) -> Step:
     import models
     from pipeline.engine.engine import Engine
     from pipeline.engine.settings import deepspeed_config
-    from pipeline.optimization.optimizer import OptimConfig
+    from pipeline.optimization import OptimConfig
 
     model, images, labels = parts(precision)
     settings = deepspeed_config(

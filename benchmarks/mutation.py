@@ -81,8 +81,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
     "pipeline/monitoring/telemetry.py": (*SHORT, f"{RUNS}a_commit_implies", f"{RUNS}a_log_that", *CAMPAIGN),
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
-    "pipeline/optimization/losses.py": (*SHORT, "tests/test_twin.py"),
-    "pipeline/optimization/optimizer.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/optimization.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
     "pipeline/engine/deepspeed.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
 }
 

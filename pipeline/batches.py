@@ -23,7 +23,7 @@ from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
 from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import DROPOUT, seed_of_micro_batch
-from pipeline.optimization.thinning import phases
+from pipeline.token_dropping import phases
 from pipeline.worker import Worker
 
 SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there

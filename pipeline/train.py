@@ -38,7 +38,7 @@ from pipeline.engine.exact import ExactEngine
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import OBJECTIVES
-from pipeline.optimization.schedule import learning_rate
+from pipeline.optimization import learning_rate
 from pipeline.reports import (
     asks_beside,
     end_in_loop,

@@ -24,8 +24,8 @@ from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import ProbeConfig, check_ops
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.thinning import ThinningConfig, check_thinning
+from pipeline.optimization import OptimConfig
+from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -113,7 +113,8 @@ class TrainConfig:
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
     mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
-    thinning: ThinningConfig = field(default_factory=ThinningConfig)  # of what a step computes (fewer-flops.md)
+    # of what a step computes (fewer-flops.md)
+    thinning: TokenDroppingConfig = field(default_factory=TokenDroppingConfig)
     polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or `passes` instead
     passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
@@ -280,7 +281,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     """
     height, width = model.image_size
     require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
-    check_thinning(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
+    check_token_dropping(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
     if cfg.objective == "masked":  # labels are not used
         return
     for path, number in classes.items():

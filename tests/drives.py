@@ -45,7 +45,7 @@ from pipeline.engine.engine import Engine, Fragment, ReadState
 from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.health import Health
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 RECIPE = """

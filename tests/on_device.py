@@ -15,7 +15,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 BATCH = 8  # images a step, of all workers together

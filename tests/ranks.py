@@ -25,7 +25,7 @@ from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 LINEAR = F.linear

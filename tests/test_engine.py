@@ -20,7 +20,7 @@ from jobs.workers.environment import MALLOC
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import process_group
 from pipeline.engine.settings import TUNING
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization import OptimConfig, build_optimizer
 from tests import ranks
 
 ROOT = Path(__file__).parents[1]
@@ -220,7 +220,7 @@ from pipeline import process_group
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from tests.ranks import digest, whole_state
 
 import_deepspeed()

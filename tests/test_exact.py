@@ -12,7 +12,7 @@ from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.engine.exact import say_price
 from pipeline.monitoring.telemetry import Telemetry
-from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
+from pipeline.optimization import STATE, OptimConfig, build_optimizer
 from pipeline.training_config import TrainConfig
 from tests import ranks
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import mse_loss
 
 import models
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.plan import memory, memory_traces
 from pipeline.plan.memory import GIB, memory_need, need_if_traced, recomputed_blocks
 from pipeline.plan.memory_traces import Kind, Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in

@@ -23,7 +23,7 @@ from jobs.workers.worker_group import WorkerGroupError
 from models.layers import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization import OptimConfig, build_optimizer
 from tests import on_device
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

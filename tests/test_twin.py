@@ -25,8 +25,7 @@ from jobs.workers.worker_group import WorkerGroupError
 from models.weights import npz
 from pipeline import config
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
 from pipeline.worker import Job

@@ -40,7 +40,6 @@ from models.checks import did_you_mean
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
-from pipeline.optimization.thinning import describe, flops_of, phases
 from pipeline.plan import memory
 from pipeline.plan.cost import (
     GPUS,
@@ -57,6 +56,7 @@ from pipeline.plan.memory_traces import TraceFailed
 from pipeline.plan.trial import read_trials
 from pipeline.preflight.machine import memory_free
 from pipeline.start import engine_settings
+from pipeline.token_dropping import describe, flops_of, phases
 from pipeline.training_config import TrainConfig, cache_line, training_order
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one

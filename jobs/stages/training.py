@@ -32,8 +32,7 @@ from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.config import require
 from pipeline.evaluation.evaluate import ProbeConfig, check_shape
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.plan.memory import (
     GIB,
     BudgetTooSmall,

@@ -80,6 +80,8 @@ def import_deepspeed() -> ModuleType:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
 
+    # Torch's optimizers import it at their first step, for a CPU-second of every worker; a fork server pays it once.
+
     for name in NAMES:
         if not name.startswith("deepspeed."):
             continue  # of what there is only with an engine

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from pipeline.engine.deepspeed import Part, import_deepspeed, one_optimizer_class, state_of
 from pipeline.engine.flat_blocks import FlatBlocks
 from pipeline.engine.settings import bucket_size
-from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
+from pipeline.optimization import STATE, OptimConfig, build_optimizer
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]

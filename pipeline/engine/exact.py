@@ -28,7 +28,7 @@ from pipeline import config
 from pipeline.arithmetic import exact_gradient_bytes
 from pipeline.engine.engine import Engine, clipping
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
 
 

@@ -17,7 +17,7 @@ from data.errors import DataError
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.monitoring.telemetry import Record
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import ScheduleConfig
 from pipeline.training_config import ProbeConfig, TrainConfig
 
 FOLDER = "trials"  # in the run directory

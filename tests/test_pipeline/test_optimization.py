@@ -10,13 +10,20 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.errors import ConfigError
-from pipeline.optimization.losses import LOSSES, dense_targets, hits, mixup
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.optimization.schedule import ScheduleConfig, learning_rate
+from pipeline.optimization import (
+    LOSSES,
+    OptimConfig,
+    ScheduleConfig,
+    build_optimizer,
+    dense_targets,
+    hits,
+    learning_rate,
+    mixup,
+)
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 
 def golden(name: str):

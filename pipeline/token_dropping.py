@@ -33,7 +33,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's
 
 
 @dataclass(frozen=True)
-class ThinningConfig:
+class TokenDroppingConfig:
     """What training leaves out, so that it costs less; nothing by default. Evaluation always sees whole images."""
 
     patch_dropout: float = 0.0  # share of an image's patches that training leaves out (Li et al. 2023: 0.5); 0: none
@@ -92,7 +92,7 @@ class Phase:
         return models.training_flops(smaller, images, self.kept)
 
 
-def phases(cfg: ThinningConfig, steps: int, model: ModelConfig) -> list[Phase]:
+def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig) -> list[Phase]:
     """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
     size_ends = [round(share * steps) for share in cfg.image_sizes_until]
     dropout_end = round(cfg.patch_dropout_until * steps)
@@ -134,7 +134,7 @@ def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_
     return total
 
 
-def share_of_operations(cfg: ThinningConfig, model: ModelConfig) -> float:
+def share_of_operations(cfg: TokenDroppingConfig, model: ModelConfig) -> float:
     """Return the operations of a stage as a share of those on whole images, whatever its number of steps."""
     if not cfg.is_on:
         return 1.0
@@ -142,7 +142,7 @@ def share_of_operations(cfg: ThinningConfig, model: ModelConfig) -> float:
     return flops_of(phases(cfg, len(many), model), model, many, 1) / models.training_flops(model, len(many))
 
 
-def check_thinning(cfg: ThinningConfig, model: ModelConfig, objective: str, key: str) -> None:
+def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:
     """Raise ConfigError where the model cannot train with less; `key` is what a user types to reach the section."""
     if not cfg.is_on:
         return

@@ -24,11 +24,10 @@ from jobs.commands.replay import replay
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models import positions
-from pipeline import batches, config
+from pipeline import batches, config, token_dropping
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization import thinning
-from pipeline.optimization.thinning import ThinningConfig, kept_patches, phase_at, phases
+from pipeline.token_dropping import TokenDroppingConfig, kept_patches, phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 
 # ------------------------------------------------------------------------------------------------ small images
@@ -167,21 +166,23 @@ def test_every_patch_is_kept_equally_often_and_so_is_every_pair():
 
 # ------------------------------------------------------------------------------------------------ phases and FLOPs
 
-BOTH = ThinningConfig(patch_dropout=0.5, patch_dropout_until=0.9, image_sizes=(128, 160), image_sizes_until=(0.4, 0.7))
+BOTH = TokenDroppingConfig(
+    patch_dropout=0.5, patch_dropout_until=0.9, image_sizes=(128, 160), image_sizes_until=(0.4, 0.7)
+)
 
 
 def test_the_phases_of_a_stage_follow_one_another_without_a_gap():
     model = models.config_of("B/16")
     found = [(p.steps.start, p.steps.stop, p.image_size, p.kept) for p in phases(BOTH, 1000, model)]
     assert found == [(0, 400, 128, 32), (400, 700, 160, 50), (700, 900, 224, 98), (900, 1000, 224, None)]
-    assert [(p.steps, p.image_size, p.kept) for p in phases(ThinningConfig(), 1000, model)] == [
+    assert [(p.steps, p.image_size, p.kept) for p in phases(TokenDroppingConfig(), 1000, model)] == [
         (range(1000), 224, None)
     ]
     # Too few steps for all of them.
     assert [(p.steps.stop, p.image_size) for p in phases(BOTH, 2, model)] == [(1, 128), (2, 224)]
     assert phase_at(399, phases(BOTH, 1000, model)).image_size == 128
     assert phase_at(400, phases(BOTH, 1000, model)).image_size == 160
-    assert phases(ThinningConfig(), 5, models.config_of("BiT-R50x1"))[0].kept is None
+    assert phases(TokenDroppingConfig(), 5, models.config_of("BiT-R50x1"))[0].kept is None
 
 
 def macs_by_hand(model: models.ViTConfig, patches: int, kept: int) -> int:
@@ -196,11 +197,11 @@ def test_the_operations_of_a_stage_are_those_counted_by_hand():
     for steps, patches, kept in [(400, 64, 32), (300, 100, 50), (200, 196, 98), (100, 196, 196)]:
         by_hand += steps * 256 * 6 * macs_by_hand(model, patches, kept)
     in_order = phases(BOTH, 1000, model)
-    assert thinning.flops_of(in_order, model, range(1000), 256) == by_hand
+    assert token_dropping.flops_of(in_order, model, range(1000), 256) == by_hand
     whole = 1000 * 256 * 6 * macs_by_hand(model, 196, 196)
-    assert thinning.share_of_operations(BOTH, model) == pytest.approx(by_hand / whole, rel=1e-9)
-    assert thinning.share_of_operations(ThinningConfig(), model) == 1.0
-    first = thinning.flops_of(in_order, model, range(390, 410), 256)
+    assert token_dropping.share_of_operations(BOTH, model) == pytest.approx(by_hand / whole, rel=1e-9)
+    assert token_dropping.share_of_operations(TokenDroppingConfig(), model) == 1.0
+    first = token_dropping.flops_of(in_order, model, range(390, 410), 256)
     assert first == 10 * 256 * 6 * (macs_by_hand(model, 64, 32) + macs_by_hand(model, 100, 50))
 
 
@@ -313,7 +314,7 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
     text = "\n".join(plan(loaded))
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
-    flops = thinning.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)
+    flops = token_dropping.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)
     assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} of whole images" in text
     assert "thinned steps 0 … 9: 16 px, 2 of 4 patches\n" in text
     assert "thinned steps 10 … 17: 24 px, 4 of 9 patches\n" in text
@@ -323,7 +324,7 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
 def test_a_recipe_without_it_keeps_its_key_and_one_with_it_does_not():
     plain = TrainConfig(steps=10)
     assert not any("thinning" in name for name in config.tagged(plain, "forbid"))
-    thinned = TrainConfig(steps=10, thinning=ThinningConfig(patch_dropout=0.5))
+    thinned = TrainConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
     assert config.tagged(thinned, "forbid")["thinning.patch_dropout"] == 0.5
 
 
@@ -371,7 +372,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
 
     monkeypatch.setattr(batches, "TrainLoader", Loader)
     monkeypatch.setattr(batches, "moved_ahead", lambda iterated, device: iterated)
-    thinned = ThinningConfig(image_sizes=(16,), image_sizes_until=(0.5,))
+    thinned = TokenDroppingConfig(image_sizes=(16,), image_sizes_until=(0.5,))
     worker: Any = SimpleNamespace(
         cfg=TrainConfig(steps=4, thinning=thinned),
         steps=4,
