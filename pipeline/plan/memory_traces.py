@@ -131,33 +131,49 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
 
     Raises TraceFailed.
     """
-    traces = [kept(path_of(step)) for step in steps]
-    if None not in traces:
-        return [trace for trace in traces if trace is not None]
-    with ExitStack() as around:
-        # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
-        # Where the home is read-only or has no locks, each traces for itself.
-        with suppress(OSError, StorageError):
-            traces_folder().mkdir(parents=True, exist_ok=True)
-            around.enter_context(locked(traces_folder() / "lock"))
-        known = {path_of(step): kept(path_of(step)) for step in steps}
-        missing = {path_of(step): step for step in steps if known[path_of(step)] is None}
-        answers = dict(zip(missing, run_tracer(list(missing.values())), strict=True))
+    known: dict[Path, Trace | None] = {}
+    for step in steps:
+        known[path_of(step)] = kept(path_of(step))
+    if None in known.values():
+        with ExitStack() as around:
+            # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
+            # Where the home is read-only or has no locks, each traces for itself.
+            with suppress(OSError, StorageError):
+                traces_folder().mkdir(parents=True, exist_ok=True)
+                around.enter_context(locked(traces_folder() / "lock"))
+            known |= make_missing(steps)
+    traces = []
+    for step in steps:
+        trace = known[path_of(step)]
+        assert trace is not None
+        traces.append(trace)
+    return traces
+
+
+def make_missing(steps: Sequence[StepToTrace]) -> dict[Path, Trace | None]:
+    """Return the traces of these steps by their files; those that are still missing are made and kept."""
+    known: dict[Path, Trace | None] = {}
+    missing = {}
+    for step in steps:
+        known[path_of(step)] = kept(path_of(step))
+        if known[path_of(step)] is None:
+            missing[path_of(step)] = step
+    answers = dict(zip(missing, run_tracer(list(missing.values())), strict=True))
+    for path, answer in answers.items():
+        known[path] = trace_in(answer)
+        if known[path] is None:
+            raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
+    try:
         for path, answer in answers.items():
-            known[path] = trace_in(answer)
-            if known[path] is None:
-                raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
-        try:
-            for path, answer in answers.items():
-                write_whole(path, answer)
-            # Those that were not used for longest go.
-            by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in by_use[MOST_KEPT:]:
-                path.unlink(missing_ok=True)
-        except (OSError, StorageError) as error:
-            message = "%s: traced steps cannot be kept, each plan traces anew: %s"
-            logging.getLogger(__name__).warning(message, traces_folder(), error)
-    return [trace for trace in (known[path_of(step)] for step in steps) if trace is not None]
+            write_whole(path, answer)
+        # Those that were not used for longest go.
+        by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_use[MOST_KEPT:]:
+            path.unlink(missing_ok=True)
+    except (OSError, StorageError) as error:
+        message = "%s: traced steps cannot be kept, each plan traces anew: %s"
+        logging.getLogger(__name__).warning(message, traces_folder(), error)
+    return known
 
 
 def traces_folder() -> Path:
