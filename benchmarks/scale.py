@@ -436,9 +436,9 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.order import Order
 try:
+    from data.shards.index import load_index  # where it was before
+except ModuleNotFoundError:
     from data.index.document import load_index
-except ModuleNotFoundError:  # where it was before
-    from data.shards.index import load_index
 from data.shards.reader import Reader
 
 def private_mib(pid="self"):
@@ -477,14 +477,16 @@ print(loaded - start, 1000 * (first - loaded), 10 * (done - first), held, in_dec
 """
 
 
-def write_large_index(path: Path, shards: int) -> None:
-    """Write an index of so many shards of 10,000 samples, which are not there."""
+def write_large_index(path: Path, shards: int, schema: int) -> None:
+    """Write an index of so many shards of 10,000 samples, which are not there; schema 2 is that of the code before."""
     rows = []
     for number in range(shards):
         digests = [sha256(f"{kind} {number}".encode()).hexdigest() for kind in ("tar", "table")]
         rows.append([f"train-{number:06d}.tar", 10_000, 1_100_000_000, *digests])
     counts = [shards * 10_000]
-    content: dict[str, object] = {"schema": 2, "directory": ".", "class_counts": counts}
+    content: dict[str, object] = {"schema": schema, "directory": ".", "class_counts": counts}
+    if schema == 1:
+        content |= {"names": [], "origin": None, "refused": {}, "first_refused": {}}
     content |= {"digest": digest_of([Shard(*values) for values in rows], counts), "shards": rows}
     path.write_text(json.dumps(content | {"seal": seal_of(content)}, indent=1))
 
@@ -499,23 +501,26 @@ def measure_index(folder: Path) -> None:
     trees["before"].mkdir()
     archive = subprocess.run(["git", "archive", BEFORE_COLUMNS, "data"], check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(trees["before"])], check=True, input=archive)
-    small = folder / f"small{SUFFIX}"
-    write_large_index(small, 1)
+    schemas = {"before": 2, "after": 1}
+    small = {name: folder / f"small-{name}{SUFFIX}" for name in trees}
+    for name, path in small.items():
+        write_large_index(path, 1, schemas[name])
     row(
         "samples", "shards", "JSON, MB", "", "load, CPU s", "first batch, ms", "next, ms",
         "private MiB of a worker", "of a decoding process",
     )  # fmt: skip
     for shards in (3_000, 30_000, 300_000):
-        path = folder / f"s{shards}{SUFFIX}"
-        write_large_index(path, shards)
+        paths = {name: folder / f"s{shards}-{name}{SUFFIX}" for name in trees}
+        for name, path in paths.items():
+            write_large_index(path, shards, schemas[name])
         began = time.process_time()
-        mapped = load_index(path)
+        mapped = load_index(paths["after"])
         made_s = time.process_time() - began
         assert mapped.samples == sum(shard.samples for shard in mapped.shards), "which touches all that is mapped"
         measured: dict[str, list[list[float]]] = {name: [] for name in trees}
         for turn in range(3):
             for name in sorted(trees, reverse=turn % 2 == 0):
-                words = [sys.executable, "-P", "-c", INDEX_COSTS, str(path), str(small)]
+                words = [sys.executable, "-P", "-c", INDEX_COSTS, str(paths[name]), str(small[name])]
                 environment = {**os.environ, "PYTHONPATH": str(trees[name])}
                 output = subprocess.run(words, check=True, capture_output=True, text=True, env=environment).stdout
                 measured[name].append([float(value) for value in output.split()])
@@ -524,7 +529,7 @@ def measure_index(folder: Path) -> None:
             load_s, first_ms, next_ms, worker_mib, decoder_mib = medians
             what = name if name == "before" else f"after (made once a node, in {made_s:.1f} CPU s)"
             cells = (f"{load_s:.2f}", f"{first_ms:.0f}", f"{next_ms:.2f}", f"{worker_mib:.1f}", f"{decoder_mib:.1f}")
-            row(f"{shards * 10_000:,}", f"{shards:,}", f"{path.stat().st_size / 1e6:.0f}", what, *cells)
+            row(f"{shards * 10_000:,}", f"{shards:,}", f"{paths[name].stat().st_size / 1e6:.0f}", what, *cells)
 
 
 MEASUREMENTS: dict[str, Callable[[Path], None]] = {

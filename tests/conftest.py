@@ -5,6 +5,13 @@ from pathlib import Path
 
 import pytest
 
+# Ray reads both when it is imported. Tests of one process start, join and leave clusters of either kind: for all of
+# them it stays on the loopback, and sends a token. The processes that tests start see neither.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    patch.setenv("RAY_AUTH_MODE", "token")
+    import ray  # noqa: F401
+
 from data.shards.packing import pack
 from data.sources.samples import digits
 from pipeline.plan.memory_traces import Moment, Trace
@@ -59,7 +66,7 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is traced to learn what memory it needs, which takes ten seconds: every step needs 1 GiB and its images.
 
-    tests/test_memory.py, which is about that, has a fixture of this name that changes nothing.
+    tests/test_pipeline/plan/test_memory.py, which is about that, has a fixture of this name that changes nothing.
     """
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = Trace(2**30, (moment,), (moment,))

@@ -5,6 +5,7 @@ deepspeed already, and fork their workers, so that a run costs seconds.
 """
 
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import multiprocessing
@@ -33,7 +34,7 @@ from data.loader import Batch
 from jobs import terminal
 from jobs.ownership import owned
 from jobs.workers import processes, worker_files
-from pipeline import judge, objectives, reports, start, train
+from pipeline import objectives, start, train
 from pipeline.checkpoints import checkpoint, commit, restore, shared_storage_check
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.checkpoint import Chosen
@@ -43,7 +44,8 @@ from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, Fragment, ReadState
 from pipeline.engine.settings import deepspeed_config
-from pipeline.evaluation import evaluate
+from pipeline.evaluation import features, protocols
+from pipeline.evaluation import worker as evaluation
 from pipeline.health import Health
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
@@ -253,7 +255,7 @@ def hanging(places: str) -> None:
     before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
-    batches, samples = train.micro_batches, reports.samples_of
+    batches, agreed = train.micro_batches, evaluation.Evaluator.with_progress
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
@@ -261,13 +263,14 @@ def hanging(places: str) -> None:
                 sleep()
             yield batch
 
-    def samples_of(worker: start.Worker, step: int, path: str) -> Any:
-        for batch in samples(worker, step, path):
-            if at(attempts.get("evaluate", 0), rank=1)(worker):
+    def with_progress(evaluator: evaluation.Evaluator, *args: Any) -> Any:
+        for batch in agreed(evaluator, *args):
+            if evaluator.folder.name == f"attempt-{attempts.get('evaluate', 0):06d}" and on_rank_1():
                 sleep()
             yield batch
 
-    train.micro_batches, reports.samples_of = micro_batches, samples_of  # type: ignore[assignment]
+    train.micro_batches = micro_batches  # type: ignore[assignment]
+    evaluation.Evaluator.with_progress = with_progress  # type: ignore[method-assign]
 
 
 def on_rank_1() -> bool:
@@ -285,10 +288,10 @@ def killed_amid_a_window() -> None:
 
 def stopped_in_an_evaluation() -> None:
     """Every batch that a worker judges adds its rank to the file "judged"; in the third, rank 0 waits for the stop."""
-    original = evaluate.hits
+    original = features.normalise
     judged = [0]
 
-    def hits(*args: Any) -> torch.Tensor:
+    def normalise(*args: Any) -> torch.Tensor:
         judged[0] += 1
         with open("judged", "a") as file:
             file.write(os.environ["RANK"])
@@ -296,7 +299,7 @@ def stopped_in_an_evaluation() -> None:
             time.sleep(0.02)
         return original(*args)
 
-    evaluate.hits = hits  # type: ignore[assignment]
+    features.normalise = normalise  # type: ignore[assignment]
 
 
 def spare_core() -> None:
@@ -314,7 +317,7 @@ def evaluator_dies(how: str = "SIGKILL", times: int = 1) -> None:
             Path(f"struck-{struck}").touch()
             os.kill(os.getpid(), getattr(signal, how))
 
-    before(judge, "few_shot_metrics", lambda *args: True, strike)
+    in_commits(strike)
 
 
 def slow_evaluator() -> None:
@@ -326,7 +329,19 @@ def slow_evaluator() -> None:
         while not Path("go").exists():
             time.sleep(0.02)
 
-    before(judge, "few_shot_metrics", lambda *args: True, wait)
+    in_commits(wait)
+
+
+def in_commits(act: Callable[[], None]) -> None:
+    """Whoever evaluates a commit does this before the few-shot probe."""
+    row = protocols.PROTOCOLS["fewshot"]
+
+    def compute(*args: Any) -> Any:
+        if not dist.is_initialized():  # the workers that train are a group
+            act()
+        return row.compute(*args)
+
+    protocols.PROTOCOLS["fewshot"] = dataclasses.replace(row, compute=compute)
 
 
 def no_first_batch() -> None:
@@ -396,14 +411,14 @@ def troubled_probe() -> None:
 
 def slow_probe() -> None:
     """Few-shot: every batch takes a while."""
-    original = evaluate.watched
+    original = evaluation.watched
 
     def watched(samples: Any, phases: Any, step: int = 0) -> Any:
         for batch in original(samples, phases, step):
             time.sleep(0.2)
             yield batch
 
-    evaluate.watched = watched  # type: ignore[assignment]
+    evaluation.watched = watched  # type: ignore[assignment]
 
 
 def poison(steps: range, factor: float = torch.nan) -> None:

@@ -1,4 +1,4 @@
-"""What the workers of tests/test_on_gpu.py run, on GPUs or, to rehearse it, on CPUs; workers import it by name."""
+"""What the workers of test_on_gpu.py run, on GPUs or, to rehearse it, on CPUs; workers import it by name."""
 
 import hashlib
 from pathlib import Path

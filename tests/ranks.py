@@ -21,8 +21,7 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
-from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
-from pipeline.evaluation.rank_zero import at_rank_0_alone
+from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
@@ -307,7 +306,7 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
     heard: list[str] = []
     for work, stop in ((lambda beat: "done", bool), (fail, bool), (work_for_ever, wants_stop)):
         try:
-            value = at_rank_0_alone(work, "probe", phases=phases, wants_stop=stop, device=device, log=phases.log)
+            value = EvaluationGroup(phases, device, stop).at_rank_0_alone(work, "protocol")
             heard.append(str(value))
         except (EvaluationFailed, EvaluationStopped) as error:
             heard.append(f"{type(error).__name__}: {error}")

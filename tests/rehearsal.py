@@ -43,7 +43,7 @@ from models import layers, vit
 from models.catalog import FAMILIES
 from pipeline import config
 from pipeline.checkpoints.snapshot import host_memory
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.memory_traces import Kind
 from pipeline.plan.tracer import LiveBytes, TracedWorker, fake_workers, fused_attention

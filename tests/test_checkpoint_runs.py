@@ -437,7 +437,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> Non
     assert "it goes on with the evaluation" in said(run) and "restarting" not in said(run)
     (incident,) = incidents(stage(run))
     assert f"EvaluationFailed: the evaluation of step 40 failed: {evaluated}" in incident
-    assert "in batches_of" in worker_log(run, 1), "where it failed"
+    assert "in batches" in worker_log(run, 1), "where it failed"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == 40
 
     shard.write_bytes(whole)

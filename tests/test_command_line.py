@@ -19,6 +19,7 @@ from jobs.cluster import embedded
 from jobs.recipe import campaign
 from jobs.run import early_start, session
 from jobs.workers import processes
+from pipeline.config import read_recipe
 
 pytestmark = pytest.mark.quick
 
@@ -129,7 +130,7 @@ import tempfile
 
 def look(process, command, **options):
     heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
-    print("reaper", sorted(heavy), command[1].endswith("reaper.py"), command[-1], flush=True)
+    print("guard", sorted(heavy), command[3], command[-1], flush=True)
     os._exit(0)
 
 subprocess.Popen.__init__ = look
@@ -144,13 +145,13 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
     script = [sys.executable, "-c", EMBEDDED_SEEN, "run", str(recipe), "cluster.backend=ray", "cluster.workers=99"]
     environment = os.environ | {"RAY_ADDRESS": address}
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "reaper [] True 99\n", done.stderr
+    assert done.stdout == "guard [] jobs.cluster.embedded 99\n", done.stderr
 
 
 def test_a_cluster_that_is_joined_is_not_touched_early(recipe, monkeypatch):
-    monkeypatch.setattr(embedded.reaper, "start", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(embedded, "start_guard", Mock(side_effect=AssertionError))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    early_start.start_early(recipe, ["cluster.backend=ray"])
+    early_start.start_early(read_recipe(recipe, ["cluster.backend=ray"]))
     assert not embedded.is_started()
 
 
@@ -182,7 +183,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
 def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, monkeypatch, overrides, kind, expected):
     asked = []
     monkeypatch.setattr(early_start.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
-    early_start.start_early(recipe, overrides, kind)
+    early_start.start_early(read_recipe(recipe, overrides), kind)
     assert asked == expected
     # The same as the session finds, which knows the typed stages.
     if kind is None and expected:
@@ -206,7 +207,7 @@ def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, 
     if status is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "status.json").write_text(status)
-    early_start.start_early(recipe, [])
+    early_start.start_early(read_recipe(recipe))
     assert bool(asked) == is_started
 
 
@@ -221,10 +222,11 @@ def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, 
 )
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
-    monkeypatch.setattr("jobs.recipe.campaign.load", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document: document)
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
-    assert calls == [((recipe, ["a=1", "b=2"]), True)]
+    ((document, fresh),) = calls
+    assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from jobs.run.ending import write_status
 from pipeline import health
 from pipeline.checkpoints import checkpoint
 from pipeline.monitoring.telemetry import Telemetry
-from tests.test_telemetry import REPORT
+from tests.test_pipeline.monitoring.test_telemetry import REPORT
 
 FLIPS = 300
 SEED = int(os.environ.get("FAULT_SEED", "20261122"))

@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-import ray
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
 from jobs.cluster.backends import connect, disconnect
-from jobs.cluster.ray_access import ROOT
-from jobs.cluster.ray_refusals import explain
+from jobs.cluster.ray import ROOT, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata
-from jobs.recipe.portable_recipe import VARIABLE, carried
+from jobs.recipe.portable_recipe import VARIABLE, portable
 from jobs.stages.kinds import KINDS
 from jobs.submit import submission
 from jobs.workers.worker_group import LOOPBACK
-from pipeline.config import section_kind
+from pipeline.config import read_recipe, section_kind
 from pipeline.versions import COMMIT_VARIABLE
 
 TRAIN = """
@@ -64,9 +62,6 @@ def dashboard() -> Iterator[str]:
                 stack.enter_context(socket.create_server((LOOPBACK, port)))
         patch.delenv("RAY_ADDRESS", raising=False)
         info = connect(ClusterConfig())
-        # As `ray start --head` does: where other Rays run on this machine, a job takes any of them for its own.
-        temporary = ray._private.worker._global_node._ray_params.temp_dir
-        ray._private.utils.write_ray_address(info.address, temporary)
         patch.setenv("RAY_ADDRESS", info.dashboard)
         yield info.dashboard
         disconnect()
@@ -328,7 +323,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
     secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
-        carried(home / "mine.yaml", secret, str(here.run), home)
+        portable(read_recipe(home / "mine.yaml", secret), str(here.run), home)
     assert main(["plan", "env:NOTHING"]) == 78
     assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 

@@ -31,7 +31,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupErro
 
 from data.errors import ClusterError
 from jobs.attempts.supervisor import supervise
-from jobs.cluster import embedded, ray_access, ray_token
+from jobs.cluster import embedded
 from jobs.cluster.backends import WorkerGroupError, disconnect, room_now, run_worker_group
 from jobs.cluster.ray_backend import _make_trainer, reserve_places
 from jobs.cluster.ray_trainer import Trainer, UseReserved
@@ -94,8 +94,9 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Nodes]:
     disconnect()
-    with pytest.MonkeyPatch.context() as patch, ray_access._loopback_only():
-        ray_token.ensure_token()
+    with pytest.MonkeyPatch.context() as patch:
+        embedded.make_token()
+        patch.setenv(embedded.LOOPBACK_ONLY, "0")
         for name, value in (embedded.ENVIRONMENT | embedded.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))

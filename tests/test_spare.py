@@ -20,12 +20,12 @@ from jobs.beside.places import NoPlace
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.workers.worker_group import WorkerGroupError
-from pipeline import reports
+from pipeline import evaluate
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.evaluate import EvaluationStopped
+from pipeline.evaluation.group import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
@@ -366,7 +366,7 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
 @pytest.fixture
 def alone(tmp_path, monkeypatch) -> Any:
     """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
-    monkeypatch.setattr(reports.dist, "broadcast_object_list", lambda values, src: None)
+    monkeypatch.setattr(evaluate.dist, "broadcast_object_list", lambda values, src: None)
     said: list[str] = []
 
     def report(kind: str, values: Any, line: str) -> bool:
@@ -390,12 +390,12 @@ def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_i
 ) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on)
     progress: Any = SimpleNamespace(step=10)
-    monkeypatch.setattr(reports, "evaluate", stop)
+    monkeypatch.setattr(evaluate, "evaluate", stop)
     alone.job.remote = "s3://bucket/run"
-    assert not reports.evaluate_between(alone, progress)
+    assert not evaluate.evaluate_between(alone, progress)
     assert alone.said == ["evaluate step 10: stopped, it is left out"] and not async_evaluation.due(tmp_path)
     alone.job.remote = None
-    assert not reports.evaluate_between(alone, progress)
+    assert not evaluate.evaluate_between(alone, progress)
     assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and async_evaluation.due(tmp_path) == {10}
 
 
@@ -407,27 +407,27 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
         async_evaluation.request(tmp_path, step, async_evaluation.REQUESTED)
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
     evaluated = []
-    monkeypatch.setattr(reports, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
     progress: Any = SimpleNamespace(step=10)
     for _ in range(2):
-        assert reports.make_up_for_evaluation(alone, progress)
+        assert evaluate.evaluate_unfinished(alone, progress)
     assert evaluated == [10] and not async_evaluation.due(tmp_path)
-    assert alone.said == ["evaluate step 5 SKIPPED: nothing is judged beside training any more"], "20 is taken again"
+    assert alone.said == ["evaluate step 5 SKIPPED: nothing is evaluated beside training any more"], "20 is taken again"
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
-    monkeypatch.setattr(reports, "evaluate", stop)
-    assert not reports.make_up_for_evaluation(alone, progress) and async_evaluation.due(tmp_path) == {10}
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    assert not evaluate.evaluate_unfinished(alone, progress) and async_evaluation.due(tmp_path) == {10}
 
 
 def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    assert not reports.asks_beside(alone, 10) and async_evaluation.requested(tmp_path) == []
+    assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    reports.end_in_loop(alone, 10)
+    evaluate.end_in_loop(alone, 10)
     assert not async_evaluation.due(tmp_path)
     (tmp_path / async_evaluation.SPARE_FILE).touch()
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
-    assert reports.asks_beside(alone, 10) and not async_evaluation.requested(tmp_path, async_evaluation.IN_LOOP)
+    assert evaluate.request_async(alone, 10) and not async_evaluation.requested(tmp_path, async_evaluation.IN_LOOP)
 
 
 # ------------------------------------------------------------------------ on Ray

@@ -21,12 +21,13 @@ from jobs.attempts.restarts import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.recipe import campaign, changes, choices, render
-from jobs.recipe.portable_recipe import carried
+from jobs.recipe.portable_recipe import portable
 from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
 from jobs.run import ending, stage_files, stage_run
 from jobs.stages import sweep
 from pipeline import artifacts
+from pipeline.config import read_recipe
 from pipeline.evaluation import async_evaluation
 
 ROOT = Path(__file__).parents[1]
@@ -420,7 +421,7 @@ def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
         "    grid: {optim: {lr: [1]}, init: [weights/a, '@pretrain', /b]}\n"
         "    held_out: {data: {evaluate: shards/rest}}\n"
     )
-    text, changed = carried(recipe, [], "/runs/x", Path("/home/me"))
+    text, changed = portable(read_recipe(recipe), "/runs/x", Path("/home/me"))
     assert changed == [
         "finetune.init",
         "finetune.sweep.each.cars.data.train",

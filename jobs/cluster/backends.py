@@ -21,7 +21,7 @@ from jobs.workers.worker_files import SeenRecords
 from jobs.workers.worker_group import RunWorkerGroup, Task, WorkerFunction, WorkerGroupError, do_nothing
 
 if TYPE_CHECKING:
-    from jobs.cluster.ray_access import ClusterInfo
+    from jobs.cluster.ray import ClusterInfo
 
 __all__ = [
     "WorkerGroupError",
@@ -56,10 +56,10 @@ def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
 
 
 def connect(cluster: ClusterConfig) -> "ClusterInfo":
-    """Start or join the Ray cluster; see ray_access.connect."""
-    from jobs.cluster import ray_backend
+    """Start or join the Ray cluster; see ray.connect."""
+    from jobs.cluster import ray
 
-    return ray_backend.connect(cluster)
+    return ray.connect(cluster)
 
 
 def wait_for_resources(
@@ -132,16 +132,16 @@ def gpus_present(cluster: ClusterConfig) -> tuple[int, str]:
     """Return how many GPUs there are, and whether this "machine" or a "cluster" has them; under Ray connect first."""
     if cluster.backend == "processes":
         return processes.gpus_present(), "machine"
-    from jobs.cluster import ray_backend
+    from jobs.cluster import ray
 
-    return ray_backend.gpus_present()
+    return ray.gpus_present()
 
 
 def disconnect() -> None:
     """Leave the Ray cluster; an embedded one ends with every process."""
-    from jobs.cluster import ray_backend
+    from jobs.cluster import ray
 
-    ray_backend.disconnect()
+    ray.disconnect()
 
 
 def run_worker_group(

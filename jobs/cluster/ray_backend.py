@@ -1,6 +1,6 @@
 """A worker group on a Ray cluster, with the same contract as that of plain processes.
 
-1. Connect: join or start the cluster (ray_access.py), and reserve a place for every worker
+1. Connect: join or start the cluster (ray.py), and reserve a place for every worker
    (jobs/scheduling/placement.py).
 2. Place: Ray Train puts one worker on each place, and tells all of them where rank 0 listens.
 3. Run: Train's blocking `fit` has a thread; this thread calls `on_tick` twice a second, which may raise, and ends the
@@ -26,7 +26,7 @@ from ray._private.state import state as ray_state
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.util.placement_group import PlacementGroup
 
-from jobs.cluster.ray_access import connect, disconnect, gpus_present
+from jobs.cluster.ray import connect, disconnect, gpus_present
 from jobs.cluster.ray_failures import failure_of, lost_node
 from jobs.cluster.ray_trainer import RendezvousConfig, Trainer, UseReserved
 from jobs.cluster_config import ClusterConfig

@@ -31,7 +31,7 @@ from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.config import require
-from pipeline.evaluation.evaluate import ProbeConfig, check_shape
+from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.plan.memory import (
     GIB,

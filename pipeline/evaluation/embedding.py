@@ -22,7 +22,7 @@ from data.leaks.journal import Journal, Match, ShardMatches, key_of
 from data.leaks.search import Embeddings
 from data.remote.cache import CacheConfig
 from data.shards.reader import Reader
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 
 # T test images, D features
 

@@ -47,7 +47,7 @@ from models.vit import Block
 from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.memory_traces import Kind, Moment
 from pipeline.start import build_engine

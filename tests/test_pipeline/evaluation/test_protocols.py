@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,16 +22,29 @@ from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
+from data.shards.subset import few_shot_rows
 from data.sources.samples import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
-from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.probe import fit, fit_all, linear_probe
-from pipeline.evaluation.protocols import FewShotConfig, Judged, few_shot, few_shot_metrics, judge, protocols_of
+from pipeline.evaluation.group import EvaluationGroup
+from pipeline.evaluation.probe import fit, fit_all
+from pipeline.evaluation.protocols import (
+    PROTOCOLS,
+    FewShotConfig,
+    Inputs,
+    Outcome,
+    ProbeConfig,
+    Protocol,
+    ProtocolKind,
+    check_names,
+    protocols_of,
+)
+from pipeline.evaluation.worker import Evaluator, Request, result_of
+from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
 
@@ -47,6 +61,10 @@ def one_thread() -> Iterator[None]:
 
 def no_beat() -> None:
     pass
+
+
+def outcome_of(protocol: Protocol, train: FeatureStore | None, test: FeatureStore) -> Outcome:
+    return protocol.compute(Inputs(protocol.name, train, test, test.labels, CPU, no_beat))
 
 
 def store_of(
@@ -118,8 +136,8 @@ def test_top_1_top_5_and_per_class_are_numpys(tmp_path: Path) -> None:
     ranked = np.argsort(-scores, axis=1)[:, :5]
     store = store_of(None, labels, tmp_path, ranked)
     results = {}
-    for protocol in protocols_of(("top-1", "top-5", "per-class"), {}, {}):
-        judged = judge(protocol, None, store, CPU, no_beat)
+    for protocol in protocols_of(("top-1", "top-5", "per-class"), None, {}):
+        judged = outcome_of(protocol, None, store)
         results[protocol.name] = document.result_of(judged, protocol, store, None, None)
 
     is_right = scores.argmax(1) == labels
@@ -147,8 +165,8 @@ def test_real_accuracy_is_the_originals(tmp_path: Path) -> None:
         labels[row, : len(lists)] = lists
     predictions = np.array([[predicted] for predicted, _ in judged_images])
     store = store_of(None, labels, tmp_path, predictions)
-    (protocol,) = protocols_of(("real",), {}, {})
-    (is_right,) = judge(protocol, None, store, CPU, no_beat).right["real"]
+    (protocol,) = protocols_of(("real",), None, {})
+    (is_right,) = outcome_of(protocol, None, store).right["real"]
     assert (is_right.sum(), len(is_right)) == (golden["n_correct"], golden["n_evaluated"])
 
 
@@ -166,7 +184,8 @@ def test_few_shot_from_a_store_is_the_originals(tmp_path: Path) -> None:
     assert rows
     for row in rows:
         cfg = FewShotConfig((int(row["shots"]),), (int(row["seed"]),))
-        judged = few_shot(train, test, test.labels, cfg, no_beat)
+        (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=cfg), {})
+        judged = outcome_of(protocol, train, test)
         name = f"{cfg.shots[0]}shot"
         assert judged.right[name][0].mean() == pytest.approx(row["acc_original"], abs=1e-7)
         expected = golden[f"idx_seed{cfg.seeds[0]}_shots{cfg.shots[0]}"]
@@ -181,13 +200,16 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
     test = store_of(arrays["test"], labels, tmp_path)
     options = FewShotConfig((10,), (0,))
-    (protocol,) = protocols_of(("fewshot",), {"fewshot": options}, {})
-    of_any = judge(protocol, train, test, CPU, no_beat).right["10shot"][0]
-    metrics = few_shot_metrics(train, test, ProbeConfig(None, None, shots=(10,), seeds=(0,)), no_beat)
+    (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=options), {})
+    of_any = outcome_of(protocol, train, test).right["10shot"][0]
+    request = Request("test", "train", ProbeConfig(None, None, shots=(10,), seeds=(0,)).protocol(), first_label=True)
+    metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
     shares = []
     for place in (0, 1):
-        rows = (arrays["train"], arrays["train_labels"], arrays["test"], labels[:, place])
-        shares.append(linear_probe(*rows, shots=10, seed=0))
+        picked = few_shot_rows(arrays["train_labels"], 10, 0)
+        fitted = fit(torch.from_numpy(arrays["train"][picked]), torch.from_numpy(arrays["train_labels"][picked]))
+        predicted = fitted.predict(torch.from_numpy(arrays["test"])).numpy()
+        shares.append((predicted == labels[:, place]).mean())
     assert metrics["10shot"] == metrics["10shot-seed-0"] == pytest.approx(shares[0], abs=1e-9)
     assert of_any.mean() == pytest.approx(shares[0] + shares[1], abs=1e-9) and shares[1] > 0.3
 
@@ -261,9 +283,9 @@ def test_the_linear_probe_of_all_rows_is_ridge_regression(sets) -> None:
 
 def test_more_neighbours_than_training_samples_are_refused(sets, tmp_path: Path) -> None:
     train = store_of(np.ones((5, 3), np.float32), np.arange(5), tmp_path)
-    (protocol,) = protocols_of(("knn",), {"knn": neighbours.NeighboursConfig((2, 20))}, {})
+    (protocol,) = protocols_of(("knn",), SimpleNamespace(knn=neighbours.NeighboursConfig((2, 20))), {})
     with pytest.raises(ConfigError, match=r"knn\.k is 20, the training set has 5 samples"):
-        judge(protocol, train, train, CPU, no_beat)
+        outcome_of(protocol, train, train)
 
 
 # ------------------------------------------------------------------------------------------------ the store
@@ -335,15 +357,46 @@ def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index,
     store = collected(with_a_bad_one, 1, tmp_path)
     is_right = np.zeros(149, bool)
     is_right[[3, 45, 46, 148]] = True  # row 148 of those that could be read is sample 149
-    (protocol,) = protocols_of(("top-1",), {}, {})
-    result = document.result_of(Judged({"top-1": [is_right]}), protocol, store, None, numbers)
+    (protocol,) = protocols_of(("top-1",), None, {})
+    result = document.result_of(Outcome({"top-1": [is_right]}), protocol, store, None, numbers)
     assert result["values"]["top-1"]["value"] == 4 / 149
     without = result["leaks"]["values"]["top-1"]
     assert (result["leaks"]["leaked"], without["value"], without["samples"]) == (4, 0.0, 145)
 
 
+def test_a_new_protocol_is_a_function_and_a_row(
+    with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most_common(inputs: Inputs, settings: None) -> Outcome:
+        common = np.bincount(inputs.training_set().first_labels).argmax()
+        return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
+
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
+    check_names(("most-common",))
+    (protocol,) = protocols_of(("most-common",), None, {})
+    phases = Phases(tmp_path, 0, 60.0)
+    evaluator = Evaluator(
+        group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
+        model=Sums(),
+        dtype=torch.float32,
+        folder=tmp_path,
+        preprocess="resize(16)",
+        micro_batch=16,
+        indexes={"set": with_a_bad_one},
+    )
+    (result,) = evaluator.evaluate([Request("set", "set", protocol)])
+    phases.close()
+    labels = [s.labels[0] for n, s in enumerate(islice(digits(True, image_size=16), 150)) if n != 77]
+    (entry,) = result["values"].values()
+    assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
+    assert (entry["low"], entry["high"]) == document.wilson(round(entry["value"] * 149), 149)
+    assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
+
+
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:
-    (one, other) = protocols_of(("top-1", "knn"), {"knn": neighbours.NeighboursConfig()}, {"precision": "fp32"})
+    (one, other) = protocols_of(
+        ("top-1", "knn"), SimpleNamespace(knn=neighbours.NeighboursConfig()), {"precision": "fp32"}
+    )
     canonical = '{"fields": {"precision": "fp32"}, "protocol": "top-1"}'
     assert one.digest == hashlib.sha256(canonical.encode()).hexdigest()
     assert other.fields["options"] == {"k": [10, 20], "weighted": True, "temperature": 0.07}

@@ -13,24 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from data.errors import DataError
-from data.evaluation import EvaluationSet
-from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.imagenet import labelled_images, real
 from data.sources.samples import Sample
-from pipeline.evaluation.evaluate import accuracy
+from pipeline.evaluation.group import EvaluationGroup
+from pipeline.evaluation.protocols import Protocol
+from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden" / "real_eval.json"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "real_eval.json"
 CLASSES = 1000
 
 
 class Written(nn.Module):
     """Predicts the class that is written in the first pixel: red · 256 + green."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        red, green, _ = ((images[:, :, 0, 0] + 1) * 127.5).round().long().unbind(1)
+    def features(self, images: Tensor) -> Tensor:
+        return images[:, :, 0, 0]
+
+    def head(self, pixels: Tensor) -> Tensor:
+        red, green, _ = ((pixels + 1) * 127.5).round().long().unbind(1)
         return nn.functional.one_hot(red * 256 + green, CLASSES).float()
 
 
@@ -58,8 +62,19 @@ def files(golden, tmp_path_factory) -> Path:
 
 def judge(samples: Iterator[Sample], folder: Path, max_labels: int) -> tuple[float, int]:
     pack(samples, folder, name="val", classes=CLASSES, shard_samples=128)
-    loaded = EvaluationSet(load_index(folder), "central_crop(4)", batch_size=32, max_labels=max_labels)
-    return accuracy(Written(), loaded, torch.float32, torch.device("cpu"))
+    phases = Phases(folder / "attempt", 0, 60.0)
+    evaluator = Evaluator(
+        group=EvaluationGroup(phases, torch.device("cpu"), wants_stop=lambda: False),
+        model=Written(),
+        dtype=torch.float32,
+        folder=folder,
+        preprocess="central_crop(4)",
+        micro_batch=32,
+        max_labels=max_labels,
+    )
+    (result,) = evaluator.evaluate([Request(str(folder), None, Protocol("real", {}))])
+    phases.close()
+    return result["values"]["real"]["value"], result["set"]["judged"]
 
 
 def test_real_accuracy_from_the_distributed_files_is_the_originals(golden, files, tmp_path):

@@ -16,7 +16,7 @@ from pipeline.optimization import LOSSES, OptimConfig, ScheduleConfig, build_opt
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 softmax_loss = LOSSES["softmax"]
 
 

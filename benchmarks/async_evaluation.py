@@ -1,6 +1,6 @@
 """What evaluations cost the steps: beside training, in the loop, and none, as whole runs in turns.
 
-    python benchmarks/beside.py [--rounds 5] [--steps 60] [--every 20] [--workers 1]
+    python benchmarks/async_evaluation.py [--rounds 5] [--steps 60] [--every 20] [--workers 1]
 
 Each run trains the same steps on the digits with the processes backend, from `python -m jobs run`. The time of a run is
 that of its training records, from the first log line on: with what the steps waited for saves and evaluations, without

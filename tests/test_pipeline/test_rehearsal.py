@@ -17,7 +17,7 @@ from pipeline.plan.memory import memory_need
 from pipeline.plan.memory_traces import Kind, step_to_trace
 from pipeline.training_config import TrainConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TORCH = Path(torch.__file__).parent
 WORLD = 8
 

@@ -1,6 +1,6 @@
 """The product trains, evaluates and probes as a plain torch loop that shares no code with `pipeline/` does.
 
-tests/test_twin.py has the original's own trace; this is for what the trace does not hold. No tolerance is chosen: the
+test_twin.py has the original's own trace; this is for what the trace does not hold. No tolerance is chosen: the
 loop runs in float64 and in float32, and the product may be FACTOR times as far from the one as the other is.
 """
 

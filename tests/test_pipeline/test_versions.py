@@ -9,7 +9,7 @@ from pipeline import versions
 
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("source", ["data/images/jpeg.cpp", "data/order.py", "models/weights/npz.py"])

@@ -23,7 +23,7 @@ from pipeline.engine.settings import TUNING
 from pipeline.optimization import OptimConfig, build_optimizer
 from tests import ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 CASES = [(0, "fp32", 2), (1, "fp32", 2), (2, "fp32", 2), (3, "fp32", 2), (2, "fp32", 1)]
 CASES += [(1, "bf16", 2), (2, "bf16", 2), (3, "bf16", 2)]
 

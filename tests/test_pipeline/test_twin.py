@@ -31,7 +31,7 @@ from pipeline.versions import code_version
 from pipeline.worker import Job
 from tests import twin
 
-TWIN = Path(__file__).parents[1].parent / "shared" / "golden" / "twin"
+TWIN = Path(__file__).parents[3] / "shared" / "golden" / "twin"
 pytestmark = pytest.mark.skipif(not TWIN.is_dir(), reason="shared/golden/twin is not beside this checkout")
 
 RANGES = (20, 100, 300, 1000)  # steps up to which the trace has a tolerance each

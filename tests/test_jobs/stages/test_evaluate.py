@@ -21,18 +21,18 @@ from jobs.__main__ import main
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
-from jobs.recipe.parse import Recipe
 from jobs.run.reevaluation import with_new_evaluations
 from jobs.run.session import names_of_stages
-from jobs.stages import any_weights, evaluate
+from jobs.stages import any_weights, evaluation_worker
 from jobs.workers.worker_group import Task
 from pipeline import artifacts
-from pipeline.evaluation.evaluate import normalise
+from pipeline.config import Recipe
+from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks
 from tests.conftest import RECIPE
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 
@@ -184,15 +184,15 @@ class Workers:
     def __call__(self, function: Any, make_task: Any, context: Any, **_: Any) -> dict[str, Any]:
         task: Task = make_task(1)
         results = []
-        for question in task["questions"]:
-            name = question["protocol"]["name"]
-            self.asked.append((Path(question["test"]).name, name))
-            self.leaked.append(question["leaked"])
-            index = load_index(question["test"])
-            protocol = Protocol(**question["protocol"])
+        for request in task["requests"]:
+            name = request["protocol"]["name"]
+            self.asked.append((Path(request["test"]).name, name))
+            self.leaked.append(request["leaked"])
+            index = load_index(request["test"])
+            protocol = Protocol(**request["protocol"])
             train = None
-            if question["train"] is not None:
-                train = {"digest": load_index(question["train"]).digest, "samples": 1442, "used": 1442}
+            if request["train"] is not None:
+                train = {"digest": load_index(request["train"]).digest, "samples": 1442, "used": 1442}
             entry = {"value": 0.5, "low": 0.4, "high": 0.6, "samples": 10, "interval": ""}
             results.append(
                 {
@@ -200,7 +200,7 @@ class Workers:
                     "train": train,
                     "protocol": {"name": name, "fields": protocol.fields, "digest": protocol.digest},
                     "values": {name: entry},
-                    "leaks": "not checked" if question["leaked"] is None else {"leaked": 3, "values": {name: entry}},
+                    "leaks": "not checked" if request["leaked"] is None else {"leaked": 3, "values": {name: entry}},
                 }
             )
         return {"results": results}
@@ -210,7 +210,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = Workers()
-    monkeypatch.setattr(evaluate, "supervise", workers)
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
     train = f"train={world / 'train'}"
     judged(world, tmp_path, "--protocol", "top-1", "--protocol", "knn", train)
     assert workers.asked == [("test", "top-1"), ("test", "knn")]
@@ -239,7 +239,7 @@ def test_an_answer_from_before_a_correction_is_not_carried_over(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
-    monkeypatch.setattr(evaluate, "supervise", workers)
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
     options = ("--protocol", "top-1", "preprocess=resize_small(18)|central_crop(16)")
     with monkeypatch.context() as before:
         before.setattr(preprocess, "CORRECTIONS", {})
@@ -253,7 +253,7 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
-    monkeypatch.setattr(evaluate, "supervise", workers)
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
     index = load_index(world / "test")
     pairs = []
     for number in (3, 102, 354):
@@ -274,7 +274,7 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
 def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "supervise", Workers())
+    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
     swapped = (*DIGITS[:3], DIGITS[4], DIGITS[3], *DIGITS[5:])
     pack(digits(False, image_size=16), tmp_path / "swapped", name="test", names=swapped)
     few = models.from_config(models.config_of("mu/8", 16, 3), torch.Generator())
