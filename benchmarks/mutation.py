@@ -60,6 +60,7 @@ TWIN = "tests/test_pipeline/test_twin.py"
 SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
 STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails", f"{RUNS}a_stage_does_not_end")
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
+CHECKPOINTS = (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
 CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
@@ -76,10 +77,10 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/reports.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/health.py": (*GOES_BACK, *SHORT),
     "pipeline/objectives.py": (*SHORT, TWIN),
-    "pipeline/checkpoints/checkpoint.py": GOES_BACK,
-    "pipeline/checkpoints/commit.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
-    "pipeline/checkpoints/saver.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
-    "pipeline/checkpoints/snapshot.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
+    "pipeline/checkpoints/reader.py": GOES_BACK,
+    "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
+    "pipeline/checkpoints/saver.py": CHECKPOINTS,
+    "pipeline/checkpoints/snapshot.py": CHECKPOINTS,
     "pipeline/checkpoints/disk_space.py": ("tests/test_full_disk.py",),
     "pipeline/evaluation/evaluate.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probe.py": CAMPAIGN,

@@ -42,24 +42,23 @@ from data.index.document import SUFFIX, load_index, seal_of
 from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
+from data.storage import MANIFEST, Folder
 from jobs.ownership import claim_attempt
 from jobs.recipe.changes import newest_attempt_name
 from jobs.workers.node_copies import ASKED_AT_A_LOOK
 from jobs.workers.node_files import Change, NodeActor, take_over
 from jobs.workers.worker_files import SeenRecords, records, worker_file
-from pipeline.checkpoints.checkpoint import Reader
-from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
-    MANIFEST,
-    FileRecord,
+    ChunkedRecord,
     Manifest,
     attempt_of_stage,
     chunk_bytes_of,
     digest,
     read_manifest,
-    seal,
+    sealed,
 )
+from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 
@@ -336,7 +335,7 @@ def measure_one_manifest(checkpoint: Path, world: int) -> None:
     digests = "0" * DIGEST_LENGTH * (2**30 // chunk_bytes)
     results = []
     for rank in range(world):
-        record: FileRecord = {
+        record: ChunkedRecord = {
             "bytes": 2**30,
             "sha256": f"{rank:064x}",
             "chunk_bytes": chunk_bytes,
@@ -345,14 +344,14 @@ def measure_one_manifest(checkpoint: Path, world: int) -> None:
         results.append(WrittenFile(f"rank-{rank:05d}.safetensors", record))
     for result in results:
         (checkpoint / result.name).touch()
-    files = records_of(results)
+    files = {result.name: result.record for result in results if result.record}
     manifest = Manifest(world, 0, 0, "0" * 64, 1, world, 2, {}, "key", "code", files=files)
-    text = seal(manifest)
+    text = sealed(manifest)
     seals, writes, reads, stats = [], [], [], []
     for _ in range(ROUNDS):
-        seals.append(cpu_ms(lambda: seal(manifest)))
+        seals.append(cpu_ms(lambda: sealed(manifest)))
         began = time.perf_counter()
-        write_durably(checkpoint / MANIFEST, text.encode())
+        write_durably(checkpoint / MANIFEST, text)
         writes.append(1000 * (time.perf_counter() - began))
         reads.append(cpu_ms(lambda: read_manifest(checkpoint)))
         stats.append(cpu_ms(lambda: [(checkpoint / result.name).stat() for result in results]))
@@ -367,7 +366,7 @@ def measure_restore(folder: Path) -> None:
     for world in WORLDS:
         checkpoint = folder / str(world)
         checkpoint.mkdir()
-        files: dict[str, FileRecord] = {}
+        files: dict[str, ChunkedRecord] = {}
         for rank in range(world):
             path = checkpoint / f"rank-{rank:05d}.safetensors"
             views = {f"w|{kind}|{rank * 16}": torch.zeros(16) for kind in KINDS}
@@ -377,7 +376,7 @@ def measure_restore(folder: Path) -> None:
             measure_one_restore(checkpoint, files, next_world)
 
 
-def measure_one_restore(checkpoint: Path, files: dict[str, FileRecord], next_world: int) -> None:
+def measure_one_restore(checkpoint: Path, files: dict[str, ChunkedRecord], next_world: int) -> None:
     """Print the row of a worker of one world that loads what another has saved."""
     part = len(files) * 16 // next_world
     rank = next_world // 3
@@ -410,7 +409,7 @@ def measure_attempts(folder: Path) -> None:
         for number in range(1, count + 1):
             (run / "attempts" / f"{number:06d}.json").write_text("{}")
             (stage / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
-        claim = statistics.median(cpu_ms(lambda run=run: claim_attempt(run)) for _ in range(ROUNDS))
+        claim = statistics.median(cpu_ms(lambda run=run: claim_attempt(Folder(run))) for _ in range(ROUNDS))
         counted = statistics.median(cpu_ms(lambda s=stage, c=count: attempt_of_stage(s, c)) for _ in range(ROUNDS))
         newest = statistics.median(cpu_ms(lambda stage=stage: newest_attempt_name(stage)) for _ in range(ROUNDS))
         row(count, f"{claim:.1f}", f"{counted:.1f}", f"{newest:.1f}")

@@ -24,8 +24,8 @@ from data.checks import one_line
 from data.index.index import Index
 from models import ModelConfig
 from pipeline import config
-from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
+from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation import async_evaluation, document
 from pipeline.evaluation.async_evaluation import IN_LOOP, REQUESTED
 from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
@@ -147,7 +147,7 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         if worker.rank == 0:
             consequence = "it is left out"
             # In an object store there is nothing that the next attempt would look at.
-            if worker.job.remote is None:
+            if worker.job.storage.is_shared:
                 with suppress(OSError):
                     async_evaluation.request(Path(worker.job.directory), progress.step, IN_LOOP)
                     consequence = "it is done later"
@@ -188,7 +188,7 @@ def evaluate_at_the_end(worker: Worker, progress: Progress) -> None:
         report_failure(worker, progress, error, "the stage ends, its last step is committed")
         raise EvaluationFailed(
             f"the evaluation of step {progress.step} failed: {error}\n"
-            f"  all {progress.step} steps are committed in {worker.saver.folder}; no training is lost\n"
+            f"  all {progress.step} steps are committed in {worker.saver.checkpoints.address}; no training is lost\n"
             "  repair the set, then run the same command again: it goes on with the evaluation",
             error.exit_code,
         ) from error
@@ -209,7 +209,7 @@ def request_async(worker: Worker, step: int) -> bool:
 
     The save of this step has begun: the evaluation waits for its commit.
     """
-    if worker.cfg.evaluate_on == "training" or worker.job.remote is not None:
+    if worker.cfg.evaluate_on == "training" or not worker.job.storage.is_shared:
         return False
     is_requested = [False]
     if worker.rank == 0:
@@ -241,7 +241,7 @@ def evaluate_unfinished(worker: Worker, progress: Progress) -> bool:
     is reported.
     """
     cfg = worker.cfg
-    if worker.job.remote is not None or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
+    if not worker.job.storage.is_shared or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
         return True
     is_missing = [False]
     if worker.rank == 0:
@@ -328,7 +328,7 @@ def model_of_commit(
     """
     model = models.from_config(model_config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model.load_state_dict(checkpoint.Reader(folder, manifest.files).weights(shapes), strict=False)
+    model.load_state_dict(Reader(folder, manifest.files).weights(shapes), strict=False)
     # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
     if cfg.compile:
         models.compile_blocks(model)

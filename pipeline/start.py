@@ -26,15 +26,15 @@ import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
+from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.arithmetic import batch_arithmetic, exact_gradient_bytes, steps_of
-from pipeline.checkpoints import checkpoint, restore, stored_restore
-from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.checkpoints import restore
 from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.stored import StoredCheckpoints
+from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
@@ -62,7 +62,7 @@ class Joined:
     world: int  # size: workers of the group
     telemetry: Telemetry
     network: str  # a line about the interfaces between the workers; "" for a single one
-    remote: StoredCheckpoints | None  # None: the run's folder is on storage that the nodes share
+    checkpoints: StageCheckpoints
 
 
 def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
@@ -98,9 +98,10 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
     rank = dist.get_rank()
     network = network_line()
     directory = Path(job.directory)
-    remote = None
-    if job.remote is not None:
-        remote = StoredCheckpoints(job.remote, directory, has_all_metrics=is_drivers_folder(job))
+    storage = job.storage
+    stage = directory.relative_to(job.run).as_posix()
+    # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines.
+    checkpoints = StageCheckpoints(storage, stage, sends_metrics=storage.is_shared or is_drivers_folder(job))
     telemetry = Telemetry(directory, rank, job.attempt)
     check_start(
         run=Path(job.run),
@@ -110,11 +111,11 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
         claimed=job.claimed,
         device=device,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=job.remote is None,
+        is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
         say=telemetry.say,
     )
-    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, remote)
+    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
 
 
 def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None:
@@ -122,22 +123,13 @@ def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None
 
     Raises CheckpointError, also where it is of another stage.
     """
-    checkpoints = checkpoints_of(job)
     # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with joined.phases.led("restore", 0, joined.rank == 0):
-        if joined.remote is None:
-            chosen = checkpoint.choose_together(checkpoints, job.attempt, joined.telemetry.say)
-        else:
-            chosen = stored_restore.choose_together(joined.remote, job.attempt, joined.telemetry.say)
+        chosen = restore.choose_together(joined.checkpoints, job.attempt, joined.telemetry.say)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
-        check_stage(cfg, job, chosen.manifest, checkpoints)
+        check_stage(cfg, job, chosen.manifest, joined.checkpoints.address)
     return chosen
-
-
-def checkpoints_of(job: Job) -> Path:
-    """Return the folder of the stage's checkpoints."""
-    return Path(job.directory) / "checkpoints"
 
 
 def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worker:
@@ -154,8 +146,8 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
     model_config: ModelConfig = models.from_dict(job.model)
     labelled = [path for path in (*job.train, job.evaluate) if path is not None]
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
-    if init is not None and job.remote is not None:
-        fetch_init(job.remote, job.run, init)
+    if init is not None:
+        fetch_init(job.storage, init)
     model = build_model(cfg, init, model_config, joined.telemetry).to(joined.device)
 
     joined.phases.enter("engine", 0)
@@ -180,21 +172,19 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         model_config=model_config,
         engine=engine,
         saver=saver,
-        health=Health(cfg, Path(job.directory), saver.folder, joined.telemetry, job.remote),
+        health=Health(cfg, Path(job.directory), joined.checkpoints, joined.telemetry),
     )
 
 
 def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelConfig) -> Saver:
     """Return what saves this stage's checkpoints."""
     return Saver(
-        checkpoints_of(job),
-        Path(job.run),
+        joined.checkpoints,
         joined.telemetry,
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
-        remote=joined.remote,
         needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
@@ -209,12 +199,9 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
         return Progress(step=0, bad_samples=0, ledger=ledger), None
     job = worker.job
     worker.phases.enter("load", 0)
-    if joined.remote is None:
-        checkpoints = checkpoints_of(job)
-        chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
-        check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
-    else:
-        stored_restore.load(worker.engine.load, chosen)
+    checkpoints = joined.checkpoints
+    chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
+    check_stage(worker.cfg, job, chosen.manifest, checkpoints.address)  # it may be an older one than before
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
     worker.saver.last_committed = manifest.step
@@ -224,20 +211,20 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
 def is_drivers_folder(job: Job) -> bool:
     """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
     try:
-        left = artifacts.read_record(Path(job.directory) / artifacts.TASK).values["job"]
+        left = artifacts.read_record(Path(job.directory) / artifacts.TASK)["job"]
     except (OSError, DataError):
         return False
     return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
 
 
-def fetch_init(remote: str, run: str, init: str) -> None:
-    """Collective: one worker of each node fetches the weights that another stage of this run handed on.
+def fetch_init(storage: Storage, init: str) -> None:
+    """Collective: one worker of each node makes sure that it has the weights that another stage of this run handed on.
 
     Raises DataError where they are not what that stage wrote, StorageError.
     """
     # A path outside the run is on every node, or this node says that it is missing.
-    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(run):
-        artifacts.fetch_weights(remote, Path(run), Path(init))
+    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
+        artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
     dist.barrier()
 
 
@@ -297,7 +284,7 @@ def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engin
     return Engine(model, decayed, cfg.optim, settings, cfg.polyak)
 
 
-def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: Path) -> None:
+def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> None:
     """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return

@@ -31,8 +31,8 @@ from data.errors import Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
-from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
+from pipeline.checkpoints.manifest import FileRecord, Manifest
+from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
@@ -351,25 +351,24 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so
     # what is read is compared with its digests once more.
     last = worker.saver.newest()
-    manifest = read_manifest(last)
-    weights = checkpoint.export(last, worker.model_config)
+    weights = export(last.folder, worker.model_config)
     names = worker.job.class_names
     models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)
-    remote = worker.saver.remote
+    checkpoints = worker.saver.checkpoints
     # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
-    if remote is None or remote.has_all_metrics:
+    if checkpoints.sends_metrics:
         spent = account(read_metrics(directory, None))
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
-    if remote is not None:
-        remote.send(artifacts.WEIGHT_FILES)
+    for name in artifacts.WEIGHT_FILES:
+        checkpoints.storage.send(f"{checkpoints.stage}/{name}")
     return {
         "step": progress.step,
-        "samples_seen": manifest.samples_seen,
-        "ledger": manifest.ledger,
-        "bad_samples": manifest.bad_samples,
+        "samples_seen": last.manifest.samples_seen,
+        "ledger": last.manifest.ledger,
+        "bad_samples": last.manifest.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
         "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),

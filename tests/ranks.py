@@ -16,8 +16,9 @@ from torch import nn
 
 import models
 from data.errors import DataError
-from pipeline.checkpoints import checkpoint, manifest, restore
+from pipeline.checkpoints import manifest, restore
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
@@ -247,14 +248,14 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     if task["save"]:
         steps(engine, 0, 3)
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
-        saver = Saver(folder, folder.parent, quiet, keep=2, keep_every=0, max_failed_saves=1)
+        saver = Saver(checkpoints_in(folder), quiet, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(
             engine.fragments(), manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described)
         )
         saver.finish()
     else:
-        found = checkpoint.choose_together(folder, 2, print)
+        found = restore.choose_together(checkpoints_in(folder), 2, print)
         assert found is not None
         assert restore.load(engine.load, found) == ""
     steps(engine, 3, 6)

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
+from data.bucket import Bucket
 from data.index.document import load_index
+from data.storage import Folder
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import evaluate
-from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.group import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
@@ -198,6 +199,7 @@ class Stage:
         self.said: list[str] = []
         no = lambda *args: None  # noqa: E731
         context: Any = SimpleNamespace(directory=folder, run=folder, say=self.said.append, tick=no, stopping=no)
+        context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
         self.evaluations = Evaluations(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
@@ -286,16 +288,16 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
-    removed = prune(tmp_path / "checkpoints", 2, 0, async_evaluation.due(tmp_path))
-    assert [step_of(path) for path in removed] == [20]
+    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.due(tmp_path))
+    assert removed == ["step-0000000020"]
 
 
 def test_nor_does_the_command_prune_it(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
-    monkeypatch.setattr(checkpoint, "verify", lambda folder: None)
-    assert list(checkpoints.prune(tmp_path, 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
+    monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
+    assert list(checkpoints.prune(str(tmp_path), 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
 
 
 def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:
@@ -373,7 +375,7 @@ def alone(tmp_path, monkeypatch) -> Any:
         said.append(line)
         return True
 
-    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, remote=None)
+    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, storage=Folder(tmp_path))
     telemetry = SimpleNamespace(say=said.append, report=report)
     cfg = TrainConfig(steps=100, evaluate_every=10)
     price = async_evaluation.LoopPrice(is_reported=True)
@@ -391,10 +393,10 @@ def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_i
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on)
     progress: Any = SimpleNamespace(step=10)
     monkeypatch.setattr(evaluate, "evaluate", stop)
-    alone.job.remote = "s3://bucket/run"
+    alone.job.storage = Bucket("s3://bucket/run", tmp_path)
     assert not evaluate.evaluate_between(alone, progress)
     assert alone.said == ["evaluate step 10: stopped, it is left out"] and not async_evaluation.due(tmp_path)
-    alone.job.remote = None
+    alone.job.storage = Folder(tmp_path)
     assert not evaluate.evaluate_between(alone, progress)
     assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and async_evaluation.due(tmp_path) == {10}
 

@@ -247,7 +247,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
-    return artifacts.read_record(folder / "sweep.json").values, said
+    return artifacts.read_record(folder / "sweep.json"), said
 
 
 def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
@@ -478,7 +478,7 @@ def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
     ]
     assert main(["run", "cifar10", *overrides]) == 0
     loaded = campaign.load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
-    table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json").values
+    table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json")
     assert list(table["rows"]) == ["pretrained", "finetuned"]
     for row in table["rows"].values():
         assert set(row) == {"top-1", "5shot", "25shot", "knn-20", "linear"}

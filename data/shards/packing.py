@@ -36,7 +36,7 @@ from data.index.labels import MAX_CLASSES
 from data.index.names import Names
 from data.index.shard import Shard, table_name, write_table
 from data.index.tar import digest_of_tar, mapped, walk
-from data.shards.journal import Journal, Record
+from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import setting_at_error
 from data.sources.samples import Sample
 
@@ -72,7 +72,7 @@ def pack(
         require_binding()
     stopped = threading.Event()
     with (
-        Journal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
+        IndexJournal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
         setting_at_error(stopped),
     ):
@@ -134,7 +134,7 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
 # ------------------------------------------------------------------------------- what an earlier run left
 
 
-def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
+def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
     """Whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False

@@ -30,7 +30,6 @@ from jobs.context import Context
 from jobs.workers.failures import is_stopped_by_signal, worker_failure
 from jobs.workers.worker_files import records
 from jobs.workers.worker_group import Task, WorkerGroupError
-from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluate import AsyncOutcome, evaluate_commit
 from pipeline.evaluation import async_evaluation
@@ -151,7 +150,7 @@ class Evaluations:
     def delete_old(self) -> None:
         """Delete the checkpoints that stayed beyond `keep` because they were to be judged."""
         try:
-            prune(self.stage / "checkpoints", self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
         except OSError as error:
             self.context.say(f"old checkpoints stay: {error}")
 

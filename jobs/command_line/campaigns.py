@@ -93,7 +93,7 @@ def plan(
             print(render.resolved(loaded), end="")
             return
         assumed = plan.Assumptions(gpu, price, mtbf)
-        with looked_at(loaded.run, loaded.remote) as folder:
+        with looked_at(loaded.storage) as folder:
             loaded = with_new_evaluations(replace(loaded, run=folder))
             # As `run` does before its first stage: a plan promises nothing that would be refused.
             results = validate_all(loaded, loaded.stages, fresh=fresh)

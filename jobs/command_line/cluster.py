@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from data.bucket import check_store_url
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
-from data.store import check_store_url
 from jobs.command_line.campaigns import recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
 

@@ -37,6 +37,7 @@ from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
@@ -136,7 +137,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         stages=stages,
         sets=sets,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=campaign.remote is None,
+        is_shared=campaign.storage.is_shared,
         not_made=sorted(set(not_made)),
         unused_gpus=unused_gpus,
     )
@@ -177,7 +178,8 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
     with suppress(TraceFailed):
         memory_bytes = memory_need(cfg, stage.model, world, is_gpu=is_gpu).device_bytes
     checkpoint = checkpoint_bytes(cfg, stage.model)
-    disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
+    checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
+    disk_bytes, _ = bytes_to_come(cfg, stage.model, checkpoints)
     return StageRequirements(
         name=stage.name,
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)

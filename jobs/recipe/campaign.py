@@ -13,8 +13,8 @@ folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never
 import hashlib
 from pathlib import Path
 
+from data.bucket import check_store_url
 from data.files import state_folder
-from data.store import check_store_url
 from jobs.ownership import check_place
 from jobs.recipe import key
 from jobs.recipe.choices import resolve_sweep

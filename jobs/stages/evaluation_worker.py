@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from data.bucket import open_storage
 from data.checks import printable_lines
 from data.errors import Preempted
 from data.remote.cache import CacheConfig
@@ -118,6 +119,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     # Entered before the group is joined, where a worker waits for a lost peer: the watchdog sees nothing but phases.
     phases.enter("join", 0)
     device = join_group(COLLECTIVE_TIMEOUT_S)
+    storage = open_storage(Path(task["run"]), task["remote"])
     check_start(
         run=Path(task["run"]),
         attempt=task["attempt"],
@@ -125,12 +127,11 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         code=task["code"],
         claimed=task["claimed"],
         device=device,
-        is_shared=task["remote"] is None,
+        is_shared=storage.is_shared,
         say=partial(print, file=phases.log, flush=True),
     )
     phases.enter("build", 0)
-    if task["remote"] is not None:
-        fetch_init(task["remote"], task["run"], task["init"])
+    fetch_init(storage, task["init"])
     dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
 
     def log(text: str) -> None:

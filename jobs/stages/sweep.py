@@ -166,7 +166,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
 
 def chosen_values(folder: Path) -> dict[str, Any]:
     """Return the values that the table in this folder has chosen, by dotted field. Raises DataError, OSError."""
-    return artifacts.read_record(folder / DOCUMENT).values["chosen"]
+    return artifacts.read_record(folder / DOCUMENT)["chosen"]
 
 
 def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
@@ -183,7 +183,7 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
         )
     # What an earlier table has chosen for the run stands in the run's own record.
-    chosen = artifacts.read_record(folder / "stage.json").values.get("chosen", {})
+    chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
     values = {**cfg.values, **chosen}
     intervals = {}
     if (folder / document.NAME).exists():

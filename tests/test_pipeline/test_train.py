@@ -15,7 +15,9 @@ from data.index.document import load_index
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline import health
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import manifest
+from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.evaluation.features import normalise
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.train import count_step
@@ -32,7 +34,7 @@ def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> li
 def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe, shards):
     (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.polyak=0.9",))
     last = manifest.committed(folder / "checkpoints")[0]
-    reader = checkpoint.Reader(last, manifest.read_manifest(last).files)
+    reader = checkpoint_reader.Reader(last, manifest.read_manifest(last).files)
     weights, _ = models.load_weights(folder)
     shapes = {name: w.shape for name, w in weights.items()}
     average, master = reader.weights(shapes, "average"), reader.weights(shapes)
@@ -153,7 +155,7 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     worker = SimpleNamespace(
         rank=0,
         engine=SimpleNamespace(gradient_norm=lambda: 1.0),
-        health=health.Health(cfg, tmp_path, tmp_path, telemetry),
+        health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
         job=SimpleNamespace(train=["digits"]),
         phases=SimpleNamespace(enter=lambda phase, step: None),
         saver=SimpleNamespace(in_flight=True, finish=fail),

@@ -396,7 +396,7 @@ def test_a_finished_stage_is_judged_again_where_its_set_has_changed_and_not_wher
     assert "pretrain-evaluate" in names_of(recipe, outside), "another set at the same path"
     # A record of before contents were recorded knows the path alone.
     record_path = loaded.directory(loaded.stage("pretrain")) / "stage.json"
-    record = artifacts.read_record(record_path).values
+    record = artifacts.read_record(record_path)
     artifacts.write_record(record_path, {field: value for field, value in record.items() if field != "eval_inputs"})
     assert "pretrain-evaluate" not in names_of(recipe, outside) and "pretrain-evaluate" in names_of(recipe, same)
     shutil.rmtree(copied)

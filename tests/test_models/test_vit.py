@@ -319,6 +319,6 @@ def test_zero3_with_and_without_checkpointing_matches_zero0(tmp_path):
         "LOCAL_RANK": "0",
     }
     environment = {**os.environ, **ranks, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", ZERO3], env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -20,8 +20,8 @@ from data.files import whole_file
 from models.layers import ACTIVATIONS
 from models.weights import timm as weights_timm
 
-CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
-GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+GOLDEN = Path(__file__).parents[2].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 CASES = {  # file: tolerance, what the file cannot tell
     "vit_tok_linen": (1e-5, {}),

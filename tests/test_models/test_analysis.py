@@ -11,7 +11,7 @@ from models import analysis
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
+GOLDEN = Path(__file__).parents[2].parent / "shared/golden"
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
 
 

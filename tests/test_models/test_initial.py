@@ -10,7 +10,7 @@ import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
 
-STATS = Path(__file__).parents[1].parent / "shared/golden/init_stats.json"
+STATS = Path(__file__).parents[2].parent / "shared/golden/init_stats.json"
 CASES = {
     "vit_jax ViT-B_16 rep": ("B/16", 224, {"depth": 1, "representation": 768}),
     "vit_jax R26+ViT-S_32": ("R26+S/32", 224, {"depth": 1}),

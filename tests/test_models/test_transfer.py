@@ -13,7 +13,7 @@ from models.transfer import check_weights
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
+GOLDEN = Path(__file__).parents[2].parent / "shared/golden"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 
 

@@ -1,60 +1,50 @@
-"""Checkpoints that exist only when they are whole, and one decision of all workers about which to load.
+"""One checkpoint on this node's disk, read in any topology; no byte of it is handed out that was not compared first.
 
-On disk, under `<stage>/checkpoints/`:
-    step-0000001200/           committed: a valid MANIFEST.json lies in it, written last; "-000007" is appended where
-                               another attempt has committed that step already
-        rank-00000.safetensors   that worker's fragments, keys "name|kind|start"
-        MANIFEST.json            schema, step, ledger, attempt, world, zero, files with bytes and sha256, …
-    .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
-    .tmp-old-step-0000001100/  an old checkpoint on its way out; swept too, where its deletion was cut short
-    bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
+In a checkpoint's folder:
+    rank-00000.safetensors   a worker's fragments, keys "name|kind|start"
+    MANIFEST.json            schema, step, ledger, attempt, world, zero, files with their digests, …
 
-`pipeline/checkpoints/saver.py` writes them. Loading, in order:
-1. rank 0 sweeps what died, takes the newest checkpoint whose manifest is whole and whose files are all there in their
-   sizes, and tells all workers (`choose`, `choose_together`);
-2. each reads the fragments that it needs, compared with their digests as they are read (`load_together`, `Reader`):
-   they know nothing of world size or ZeRO stage, so any topology loads what any other has saved;
-3. where a worker has read bytes that were not committed, rank 0 reads them all: a checkpoint that is bad is renamed to
-   `bad-…`, and all load the one before it.
-Steps 2 and 3 are in restore.py.
+1. The head of a worker's file is read and checked, which says where each fragment lies (`FragmentFile`).
+2. A range of a fragment is read chunk by chunk into the memory that wants it; each chunk is compared with its digest
+   right after it was read. Of the two chunks at the ends of a range all is read and compared, and a part handed out.
+3. A `Reader` finds a range of a parameter in the fragments of all files. They know nothing of world size or ZeRO stage,
+   so any topology loads what any other has saved.
 
 In:  step-0000001200/rank-00000.safetensors with "head.bias|master|0", five numbers, and rank-00001 with
      "head.bias|master|5", five more
 Out: reader("head.bias", "master", 3, 4) → elements 3, 4, 5 and 6 of that parameter's fp32 master
 """
 
+import json
 import os
-import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 import models
 from data.errors import CheckpointError
-from data.files import sync
+from data.storage import Folder
 from models import ModelConfig
-from pipeline.checkpoints.fragment_file import FragmentFile
 from pipeline.checkpoints.manifest import (
-    MANIFEST,
+    DIGEST_LENGTH,
+    ChunkedRecord,
     Damaged,
-    FileRecord,
     Manifest,
-    NewerSchema,
     check_size,
-    committed,
+    look_at,
     read_manifest,
-    step_of,
+    unreadable,
     verify_file,
 )
 
 MOST_OPEN = 256  # files of a Reader at a time; a process may open 1,024 of all kinds on most systems
-
-# ------------------------------------------------------------------------ which one to load
+FLOAT_BYTES = 4
+LENGTH_BYTES = 8  # at the start of a safetensors file: how long its JSON is (https://huggingface.co/docs/safetensors)
 
 
 def verify(checkpoint: Path) -> Manifest:
@@ -62,100 +52,121 @@ def verify(checkpoint: Path) -> Manifest:
 
     Raises CheckpointError naming the file and what differs, OSError where the storage fails.
     """
-    manifest = look_at(checkpoint)
+    manifest = look_at(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():
-        actual = verify_file(checkpoint / name, record)
+        verify_file(checkpoint / name, record)
         # The head too: a digest may be right for a file that never was a checkpoint, such as a pickle.
-        FragmentFile(checkpoint / name, actual).close()
+        FragmentFile(checkpoint / name, record).close()
     return manifest
 
 
-def look_at(checkpoint: Path) -> Manifest:
-    """Read the manifest, and look whether the folder holds the files that it names, in their sizes, and no others.
+class FragmentFile:
+    """Gives access to the fragments of one file, by their keys "name|kind|start"."""
 
-    Raises CheckpointError naming the file and what differs, OSError where the storage fails.
-    """
-    manifest = read_manifest(checkpoint)
-    expected = set(manifest.files)
-    # A file too many is refused like one too few: it is not what was committed.
-    present = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
-    if present != expected:
-        missing = sorted(expected - present)
-        extra = sorted(present - expected)
-        raise Damaged(f"{checkpoint}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
-    for name, record in manifest.files.items():
-        check_size(checkpoint / name, record)
-    return manifest
+    def __init__(self, path: Path, record: ChunkedRecord) -> None:
+        """Open the file and read its head.
 
-
-class Chosen(NamedTuple):
-    """Holds the checkpoint that an attempt goes on from."""
-
-    folder: Path
-    manifest: Manifest
-
-
-def choose(folder: Path, attempt: int, say: Callable[[str], None], refused: int = 0) -> Chosen | None:
-    """Return the newest checkpoint that is there with all its files; bad ones are renamed out of the way and named.
-
-    None where nothing was ever committed. Leftovers of saves that never committed are swept here, before anything
-    is written. `refused` counts those that this start has renamed before. Raises CheckpointError where the storage
-    fails, where a checkpoint is of a newer schema, and where all are bad: to start from nothing again is a person's
-    decision.
-    """
-    # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run.
-    for leftover in folder.glob(".tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        for checkpoint in committed(folder):
-            try:
-                return Chosen(checkpoint, look_at(checkpoint))
-            except NewerSchema:
-                raise
-            except CheckpointError as error:
-                refuse(checkpoint, attempt, error, say)
-                refused += 1
-    except OSError as error:
-        raise cannot_read(error) from None
-    if refused:
-        raise CheckpointError(
-            f"none of {refused} checkpoints in {folder} is whole; they are kept as bad-*\n"
-            "  bring one back from a copy as step-*, or run the same command again to start from step 0"
-        )
-    return None
-
-
-def refuse(checkpoint: Path, attempt: int, problem: object, say: Callable[[str], None]) -> None:
-    """Rename a checkpoint out of the way: a person may still want to read it, and no later attempt tries it again."""
-    aside = checkpoint.with_name(f"bad-{checkpoint.name.removeprefix('step-')}-{attempt:06d}")
-    os.rename(checkpoint, aside)
-    say(f"checkpoint refused: {problem}; kept as {aside.name}, trying the one before it")
-
-
-def cannot_read(error: Exception) -> CheckpointError:
-    """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
-    return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")
-
-
-def choose_together(folder: Path, attempt: int, say: Callable[[str], None], refused: int = 0) -> Chosen | None:
-    """Collective: rank 0 decides, every worker is told; None where there is nothing to load.
-
-    Raises CheckpointError on every worker alike, with what `choose` found on rank 0.
-    """
-    # One decision before anything is built on it: no worker may start anew while the others resume.
-    decision: list[Chosen | CheckpointError | None] = [None]
-    if dist.get_rank() == 0:
+        Raises Damaged where it is not the file of the record, OSError where the storage fails.
+        """
+        self.path = path
+        self.size = record["bytes"]
+        self.hashed_bytes = 0
+        self.handle: int | None = None
+        check_size(path, record)
+        self.chunk_bytes = record["chunk_bytes"]
+        self.digests = record["chunks"]
+        self.kept_number = -1  # of the chunk that was read last for a part of it
+        self.kept = bytearray()
+        self.places: dict[str, tuple[int, int]] = {}  # first byte in the file and number of elements, by key
         try:
-            decision = [choose(folder, attempt, say, refused)]
-        except CheckpointError as error:
-            decision = [error]
-    dist.broadcast_object_list(decision, src=0)
-    if isinstance(decision[0], CheckpointError):
-        raise decision[0]
-    return decision[0]
+            self.read_head()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{path} holds no fragments: {error}") from None
 
+    def read_head(self) -> None:
+        """Note where the fragments lie. Raises ValueError and its like where this is no file of fragments."""
+        length_field = bytearray(LENGTH_BYTES)
+        self.fill(memoryview(length_field)[: self.size], 0)
+        data_begins = LENGTH_BYTES + int.from_bytes(length_field, "little")
+        if data_begins > self.size:
+            raise ValueError(f"its head would end at byte {data_begins} of {self.size}")
+        text = bytearray(data_begins - LENGTH_BYTES)
+        self.fill(memoryview(text), LENGTH_BYTES)
+        for key, described in json.loads(text).items():
+            if key == "__metadata__":
+                continue
+            first_byte, end_byte = described["data_offsets"]
+            (count,) = described["shape"]
+            is_flat_fp32 = described["dtype"] == "F32" and end_byte - first_byte == FLOAT_BYTES * count
+            if not is_flat_fp32 or not 0 <= first_byte <= end_byte <= self.size - data_begins:
+                raise ValueError(f"{key} is {described}")
+            self.places[key] = (data_begins + first_byte, count)
 
-# ------------------------------------------------------------------------ reading
+    def read(self, key: str, first: int, wanted: Tensor) -> None:
+        """Fill a flat fp32 tensor in host memory with a fragment's elements from its element `first` on.
+
+        Raises Damaged where what was read is not what was committed, OSError where the storage fails.
+        """
+        data_begins, count = self.places[key]
+        assert first + wanted.numel() <= count, (key, first, wanted.numel(), count)
+        self.fill(wanted.numpy().data.cast("B"), data_begins + FLOAT_BYTES * first)
+
+    def fill(self, target: memoryview, begin: int) -> None:
+        """Fill memory with the bytes of the file from byte `begin` on, compared chunk by chunk."""
+        position = begin
+        end = begin + len(target)
+        while position < end:
+            number = position // self.chunk_bytes
+            chunk_begins = number * self.chunk_bytes
+            chunk_ends = min(chunk_begins + self.chunk_bytes, self.size)
+            stop = min(end, chunk_ends)
+            part = target[position - begin : stop - begin]
+            # A whole chunk goes straight to where it is wanted: no copy, and the digest finds it in the cache.
+            if position == chunk_begins and stop == chunk_ends:
+                self.read_chunk(number, part)
+            else:
+                kept = self.keep_chunk(number, chunk_ends - chunk_begins)
+                part[:] = kept[position - chunk_begins : stop - chunk_begins]
+            position = stop
+
+    def keep_chunk(self, number: int, length: int) -> memoryview:
+        """Return a chunk of which a part is wanted; it is kept, because the next range begins where this one ends."""
+        if number != self.kept_number:
+            self.kept_number = -1
+            self.kept = bytearray(length)
+            self.read_chunk(number, memoryview(self.kept))
+            self.kept_number = number
+        return memoryview(self.kept)
+
+    def read_chunk(self, number: int, target: memoryview) -> None:
+        """Read one chunk and compare it with its digest. Raises Damaged where it differs."""
+        begin = number * self.chunk_bytes
+        try:
+            if self.handle is None:
+                self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            length = 0
+            while length < len(target) and (more := os.preadv(self.handle, [target[length:]], begin + length)):
+                length += more
+        except OSError as error:
+            raise unreadable(self.path, error) from None
+        self.hashed_bytes += len(target)
+        place = DIGEST_LENGTH * number
+        if xxh3_64_hexdigest(target) != self.digests[place : place + DIGEST_LENGTH]:
+            raise Damaged(
+                f"{self.path}: bytes {begin} to {begin + len(target)} are not those that the manifest gives a digest "
+                "of; the file has changed"
+            )
+
+    def close(self) -> None:
+        """Give back the file descriptor and the kept chunk; what is asked for later is opened and read again."""
+        self.kept_number = -1
+        self.kept = bytearray()
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Piece(NamedTuple):
@@ -170,7 +181,7 @@ class Piece(NamedTuple):
 class Reader:
     """Gives random access to the fragments of one checkpoint, whatever world size and stage wrote it."""
 
-    def __init__(self, checkpoint: Path, files: Mapping[str, FileRecord], share: float | None = None) -> None:
+    def __init__(self, checkpoint: Path, files: Mapping[str, ChunkedRecord], share: float | None = None) -> None:
         """Open all files of a manifest; or, with a `share`, each when something is not found in those before it.
 
         `share`, from 0 to 1, tells where among the files lies what will be asked for: near 0 for the first worker, near
@@ -288,30 +299,3 @@ def export(folder: Path, model_config: ModelConfig) -> dict[str, Tensor]:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     kind = "average" if manifest.config.get("polyak") else "master"
     return Reader(folder, manifest.files).weights(shapes, kind)
-
-
-def prune(folder: Path, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[Path]:
-    """Delete old checkpoints: the newest `keep` (2 at least) stay, every multiple of `keep_every`, and steps `needed`.
-
-    A folder is renamed, durably, before it is deleted: no crash leaves half a checkpoint under a valid name.
-    Raises OSError where the renaming fails, and nothing is half deleted then; or in the end, where a renamed folder
-    could not be deleted whole.
-    """
-    removed = []
-    left: list[str] = []
-    # Two at least: the newest may turn out to be damaged when it is read.
-    for checkpoint in committed(folder)[max(keep, 2) :]:
-        is_milestone = keep_every > 0 and step_of(checkpoint) % keep_every == 0
-        if is_milestone or step_of(checkpoint) in needed:
-            continue
-        doomed = folder / f".tmp-old-{checkpoint.name}"
-        os.rename(checkpoint, doomed)
-        sync(folder)
-        # What is left of it when this fails is swept by the next attempt, as any temporary folder.
-        shutil.rmtree(doomed, ignore_errors=True)
-        if doomed.exists():
-            left.append(str(doomed))
-        removed.append(checkpoint)
-    if left:
-        raise OSError(f"{', '.join(left)}: could not be deleted whole, the next start tries again")
-    return removed
