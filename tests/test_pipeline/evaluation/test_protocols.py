@@ -17,7 +17,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 from torch import nn
 
-from data.errors import ConfigError
+from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
@@ -32,6 +32,7 @@ from pipeline.evaluation.protocols import (
     PROTOCOLS,
     FewShotConfig,
     Inputs,
+    LinearConfig,
     Outcome,
     ProbeConfig,
     Protocol,
@@ -364,6 +365,42 @@ def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index,
     assert (result["leaks"]["leaked"], without["value"], without["samples"]) == (4, 0.0, 145)
 
 
+def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
+    """The results of one process for the set "set"."""
+    phases = Phases(folder, 0, 60.0)
+    evaluator = Evaluator(
+        group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
+        model=model,
+        dtype=torch.float32,
+        folder=folder,
+        preprocess="resize(16)",
+        micro_batch=16,
+        indexes={"set": index},
+    )
+    results = evaluator.evaluate(requests)
+    phases.close()
+    return results
+
+
+def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one: Index, tmp_path: Path) -> None:
+    model = Sums()
+    passed = []
+    model.mix.register_forward_hook(lambda *args: passed.append(1))
+    settings = SimpleNamespace(knn=neighbours.NeighboursConfig((3,)), linear=LinearConfig())
+    top_1, knn, linear = protocols_of(("top-1", "knn", "linear"), settings, {})
+    requests = [Request("set", None, top_1), Request("set", "set", knn), Request("set", "set", linear)]
+    results = evaluate(model, with_a_bad_one, tmp_path, *requests)
+    assert [list(result["values"]) for result in results] == [["top-1"], ["knn-3"], ["linear"]]
+    assert len(passed) == 10, "150 samples in batches of 16"
+
+
+def test_a_set_of_which_nothing_can_be_read_has_no_value(tmp_path: Path) -> None:
+    index = Index((Shard("a.tar", 5, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
+    (protocol,) = protocols_of(("top-1",), None, {})
+    with pytest.raises(DataError, match="set: none of 5 samples could be read"):
+        result_of(Request("set", None, protocol), {"set": FeatureStore(index, tmp_path)}, CPU, no_beat)
+
+
 def test_a_new_protocol_is_a_function_and_a_row(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,18 +411,7 @@ def test_a_new_protocol_is_a_function_and_a_row(
     monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
     check_names(("most-common",))
     (protocol,) = protocols_of(("most-common",), None, {})
-    phases = Phases(tmp_path, 0, 60.0)
-    evaluator = Evaluator(
-        group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
-        model=Sums(),
-        dtype=torch.float32,
-        folder=tmp_path,
-        preprocess="resize(16)",
-        micro_batch=16,
-        indexes={"set": with_a_bad_one},
-    )
-    (result,) = evaluator.evaluate([Request("set", "set", protocol)])
-    phases.close()
+    (result,) = evaluate(Sums(), with_a_bad_one, tmp_path, Request("set", "set", protocol))
     labels = [s.labels[0] for n, s in enumerate(islice(digits(True, image_size=16), 150)) if n != 77]
     (entry,) = result["values"].values()
     assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
