@@ -584,7 +584,7 @@ def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen
 class Quiet:
     """Telemetry that keeps nothing."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
     def report(self, kind: str, values: dict[str, Any], line: str = "") -> bool:

@@ -529,7 +529,7 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
 def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -> None:
     said: list[str] = []
     telemetry = drives.Quiet()
-    telemetry.say = said.append  # type: ignore[method-assign]
+    telemetry.log = said.append  # type: ignore[method-assign]
     group = drives.WorkerGroup(tmp_path / "run", telemetry=telemetry)
     group.begin(30)
     path = group.temporary(30) / "rank-00001.safetensors"
@@ -661,7 +661,7 @@ def heard(group: drives.WorkerGroup) -> list[str]:
     lines: list[str] = []
 
     class Speaking(drives.Quiet):
-        def say(self, text: str) -> None:
+        def log(self, text: str) -> None:
             lines.append(text)
 
     group.savers[0].telemetry = Speaking()  # type: ignore[assignment]
