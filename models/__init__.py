@@ -6,7 +6,18 @@ models.transfer(weights, source, target)              the same weights for anoth
 """
 
 from models import analysis, masked
-from models.catalog import blocks, build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
+from models.catalog import (
+    Model,
+    ModelConfig,
+    blocks,
+    build,
+    compile_blocks,
+    config_of,
+    decayed,
+    from_config,
+    from_dict,
+    to_dict,
+)
 from models.cost import (
     Size,
     forward_macs,
@@ -16,7 +27,6 @@ from models.cost import (
     size_of,
     training_flops,
 )
-from models.families import Model, ModelConfig
 from models.initial import initialize
 from models.positions import resize_positions
 from models.transfer import TransferReport, keeps_head, transfer

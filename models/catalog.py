@@ -20,10 +20,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Generator, nn
 
-from models import axial, initial, masked, resnet, vit
+from models import initial, masked, resnet, vit
 from models.checks import did_you_mean
-from models.families import FAMILIES, Model, ModelConfig
 from models.layers import PatchEmbedding
+
+# Another architecture is a file with its config and its module, and one entry in each of these three. A module has
+# `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
+# `family`, `image_size`, `classes`, `head_bias` and `feature_width`.
+ModelConfig = vit.ViTConfig | resnet.BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
+Model = vit.ViT | masked.MaskedViT | resnet.BiT  # AxialViT is a ViT
+# The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
+FAMILIES: dict[str, tuple[type[ModelConfig], type[Model]]] = {  # family: (config, module)
+    "vit": (vit.ViTConfig, vit.ViT),
+    "bit": (resnet.BiTConfig, resnet.BiT),
+    "axial": (vit.AxialConfig, vit.AxialViT),
+    "masked": (masked.MaskedConfig, masked.MaskedViT),
+}
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
@@ -36,7 +48,7 @@ NAME = re.compile(
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
 )
 VIT_KINDS: dict[str | None, type[vit.ViTConfig]] = {  # what stands before the size in a name
-    "Axial": axial.AxialConfig,
+    "Axial": vit.AxialConfig,
     "Masked": masked.MaskedConfig,
     None: vit.ViTConfig,
 }

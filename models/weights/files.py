@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from models import catalog
-from models.catalog import ConfigFields
-from models.families import Model, ModelConfig
+from models.catalog import ConfigFields, Model, ModelConfig
 from models.transfer import check_weights
 from models.weights import hf as weights_hf
 from models.weights import npz as weights_npz

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from models.catalog import ConfigFields
-from models.families import ModelConfig
+from models.catalog import ConfigFields, ModelConfig
 from models.resnet import BiTConfig
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer

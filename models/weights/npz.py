@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.catalog import ConfigFields
-from models.families import ModelConfig
+from models.catalog import ConfigFields, ModelConfig
 from models.resnet import BiTConfig
 from models.transfer import Shape
 from models.vit import ViTConfig

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.catalog import ConfigFields
-from models.families import ModelConfig
+from models.catalog import ConfigFields, ModelConfig
 from models.resnet import BiTConfig
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
