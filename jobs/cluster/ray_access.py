@@ -4,9 +4,8 @@
 1. an embedded cluster that counts too few CPUs for this worker group is ended;
 2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, an embedded one (embedded.py), with
    a token that only this user can read: it is started here, unless its processes were before the driver's imports;
-3. an embedded cluster that will never have room for the workers is refused now, and not when they are needed.
 
-It does not wait for room: jobs/scheduling/placement.py does, when a stage needs its workers.
+It does not wait for room: jobs/cluster/ray_nodes.py does, when a stage needs its workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
@@ -29,9 +28,8 @@ from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster.ray_refusals import explain, require_reachable
 from jobs.cluster.ray_token import ensure_token, use_token_if_any
+from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
-from jobs.scheduling import placement, room
-from jobs.workers.worker_group import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
@@ -67,16 +65,13 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
             else:
                 embedded.set_defaults(embedded.ENVIRONMENT)
                 _join(os.environ["RAY_ADDRESS"])
-    info = _cluster_info()
-    room.refuse_what_never_fits(cluster, info.embedded)
-    return info
+    return _cluster_info()
 
 
 def disconnect() -> None:
     """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
     with _our_sigterm_handler():
         ray.shutdown()
-    placement.forget()
     embedded.end()
 
 
@@ -202,9 +197,3 @@ def _cluster_info() -> ClusterInfo:
         gpus=resources.get("GPU", 0),
         embedded=embedded.is_started(),
     )
-
-
-def gpus_present() -> tuple[int, str]:
-    """Return how many GPUs the connected cluster has, and whether it is this "machine" or another "cluster"."""
-    info = _cluster_info()
-    return int(info.gpus), "machine" if info.embedded else "cluster"

@@ -1,0 +1,172 @@
+"""The nodes that a campaign works on, and their agents: this machine, or those of a Ray cluster, with one contract.
+
+    nodes = nodes_of(cluster)
+    world = nodes.reserve("/runs/digits", worlds=(4, 2), log=print, on_tick=look)  # waits for places, says for what
+    agents = nodes.agents(world, on_tick=look)     # one a node, kept warm over attempts and stages
+    agents[0].call("poll", 0, 1.0, {})             # a Future, whichever form it is
+
+Ray takes seconds to import, so only a cluster that needs it imports it.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from data.errors import ClusterError
+from jobs.cluster.agent import Agent
+from jobs.cluster.fork_server import COMPILER, PRELOAD
+from jobs.cluster.worker import LOOPBACK
+from jobs.cluster_config import ClusterConfig
+
+Log = Callable[[str], None]
+Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
+
+
+@dataclass(frozen=True)
+class NodeAgent:
+    """The agent of one node, as the driver sees it."""
+
+    name: str  # of the node, for people
+    node_id: str  # Ray's; "" without Ray
+    address: str
+    slots: int  # workers that have a place there
+    call: Callable[..., "Future[Any]"]  # (method of Agent, its arguments)
+    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
+
+
+class Nodes(Protocol):
+    """The nodes of one command, for attempt after attempt."""
+
+    def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
+        """Return how many workers can start, one of `worlds`, when their places are reserved; the largest comes first.
+
+        `run` is the name under which others see who holds the places. Raises ClusterError.
+        """
+
+    def agents(self, world: int, on_tick: Tick) -> list[NodeAgent]:
+        """Return the agents of the nodes on which the places lie, in the order of the ranks; start those that lack."""
+
+    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
+        """Say how a node was lost whose agent does not answer, and go on without it; "" where it is there.
+
+        `error` is what the call of the agent raised, None where it has not returned.
+        """
+
+    def room(self) -> int:
+        """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""
+
+    def draining(self) -> Set[str]:
+        """Return the ids of nodes that were told to go. Any thread may ask."""
+
+    def own_node(self) -> str:
+        """Return the id of this process's own node."""
+
+    def avoid(self, node_ids: Sequence[str]) -> None:
+        """Have the next attempt placed without these nodes, where the others have the room."""
+
+    def stay_on(self, node_ids: Set[str]) -> None:
+        """Have the next attempts placed on these nodes alone, where they have the room."""
+
+    def gpus_present(self) -> tuple[int, str]:
+        """Return how many GPUs there are, and whether this "machine" or a "cluster" has them."""
+
+
+class ThisMachine:
+    """Plain processes of this machine: one node, whose agent is an object in this process."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+        self.agent = Agent(has_gpus=cluster.gpus_per_worker > 0)
+        # The poll that is under way, and what is asked of the agent meanwhile.
+        self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
+        self.name = ""
+
+    def warm_up(self, *, has_compiler: bool = False) -> None:
+        """Start the fork server: it imports while the driver still prepares the work.
+
+        With `has_compiler` torch's compiler too, for workers that come to need it (`TrainConfig.needs_compiler`).
+        """
+        self.name = self.agent.warm_up((*PRELOAD, COMPILER) if has_compiler else PRELOAD)
+
+    def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
+        """Return the largest world for which this machine has the GPUs. Raises ClusterError where it has too few."""
+        gpus = self.cluster.gpus_per_worker
+        if not gpus:
+            return worlds[0]
+        present, _ = self.gpus_present()
+        for world in worlds:
+            if world * gpus <= present:
+                return world
+        raise ClusterError(
+            f"{worlds[-1]} workers want {worlds[-1] * gpus} GPUs and this machine has {present}\n"
+            f"the processes backend stays on one machine\n"
+            f"type cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0 "
+            f"or cluster.backend=ray for more machines"
+        )
+
+    def agents(self, world: int, on_tick: Tick) -> list[NodeAgent]:
+        """Return the agent of this machine."""
+        self.warm_up()
+        return [NodeAgent(self.name, "", LOOPBACK, world, self.call)]
+
+    def call(self, method: str, *arguments: object) -> "Future[Any]":
+        """Call a method of the agent in another thread."""
+        return self.threads.submit(getattr(self.agent, method), *arguments)
+
+    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
+        return ""
+
+    def room(self) -> int:
+        """Return 0: there are as many places from the start as there will ever be."""
+        return 0
+
+    def draining(self) -> Set[str]:
+        return frozenset()
+
+    def own_node(self) -> str:
+        return ""
+
+    def avoid(self, node_ids: Sequence[str]) -> None:
+        pass
+
+    def stay_on(self, node_ids: Set[str]) -> None:
+        pass
+
+    def gpus_present(self) -> tuple[int, str]:
+        """Return how many GPUs this process sees: CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so."""
+        import torch
+
+        return torch.cuda.device_count(), "machine"
+
+
+_machines: dict[bool, ThisMachine] = {}  # of this process: with or without GPUs
+
+
+def nodes_of(cluster: ClusterConfig) -> Nodes:
+    """Return the nodes on which workers of this config start; with Ray, connect first.
+
+    What is kept warm there serves every command of this process.
+    """
+    if cluster.backend == "ray":
+        from jobs.cluster import ray_nodes
+
+        return ray_nodes.ray_nodes_of(cluster)
+    has_gpus = cluster.gpus_per_worker > 0
+    if has_gpus not in _machines:
+        _machines[has_gpus] = ThisMachine(cluster)
+    machine = _machines[has_gpus]
+    machine.cluster = cluster
+    return machine
+
+
+def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
+    """Begin what workers need and what takes seconds: the fork server, or the processes of an embedded Ray cluster."""
+    if cluster.backend == "processes":
+        machine = nodes_of(cluster)
+        assert isinstance(machine, ThisMachine)
+        machine.warm_up(has_compiler=has_compiler)
+    else:
+        from jobs.cluster import embedded
+
+        embedded.start_early(cluster)

@@ -1,0 +1,15 @@
+"""What the fork server imports once for all workers that it will fork (fork_server.py), and none of them anew.
+
+Importing must start no thread and touch no GPU: neither outlives a fork.
+"""
+
+# The first brings sympy, which torch imports to work out shapes on the meta device, as every worker does when it makes
+# its model; the second writes event files, in rank 0.
+import torch.fx.experimental.symbolic_shapes
+import torch.utils.tensorboard
+
+from pipeline.process_group import import_deepspeed
+
+__all__ = ["import_deepspeed", "torch"]
+
+import_deepspeed()
