@@ -125,7 +125,7 @@ class Contenders:
                 file.write(json.dumps({"step": self.number, "losses": [1 / 3] * 100, "norms": [2 / 3] * 100}) + "\n")
         dist.barrier()
         began = time.monotonic()
-        self.saver.begin(self.engine, manifest)
+        self.saver.begin(self.engine.fragments(), manifest)
         blocked = time.monotonic() - began
         while not self.saver.written:
             time.sleep(0.001)  # the loop would train here, and go on until all have written
@@ -205,7 +205,7 @@ class Contenders:
             began = time.monotonic()
             chosen = checkpoint.choose_together(folder, 1, print)
             assert chosen is not None
-            restore.load_together(self.engine, folder, chosen, 1, print)
+            restore.load_together(self.engine.load, folder, chosen, 1, print)
         self.engine._refresh = refresh  # type: ignore[method-assign]
 
     def load_as_before(self, where: str) -> None:
@@ -216,7 +216,7 @@ class Contenders:
                 checkpoint.verify(folder)
             dist.barrier()
             manifest = read_manifest(folder)
-            restore.load(self.engine, checkpoint.Chosen(folder, manifest))
+            restore.load(self.engine.load, checkpoint.Chosen(folder, manifest))
 
     def load_dcp(self, where: str) -> None:
         """Let DCP load into the same tensors."""

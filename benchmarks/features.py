@@ -28,7 +28,7 @@ from data.index.index import Index
 from data.index.shard import Shard
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.neighbours import NeighboursConfig, knn
 from pipeline.process_group import join_group
 

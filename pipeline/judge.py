@@ -26,9 +26,9 @@ from models import ModelConfig
 from pipeline import config
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
-from pipeline.evaluation.beside import unreadable_line
+from pipeline.evaluation.async_evaluation import unreadable_line
 from pipeline.evaluation.evaluate import accuracy, watched
-from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.reports import part_of_set

@@ -16,7 +16,7 @@ from data.checks import one_line
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.index import Index
 from models import ModelConfig
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.evaluate import (
     EvaluationFailed,
     EvaluationStopped,
@@ -24,7 +24,7 @@ from pipeline.evaluation.evaluate import (
     agreed,
     watched,
 )
-from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
@@ -97,8 +97,8 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
         worker.window.evaluated_s += seconds
         worker.loop_price.evaluated_s += seconds
     if values and worker.rank == 0:
-        progress.last_metrics = beside.metrics_of(values)
-        line = beside.evaluation_line(progress.step, progress.last_metrics, remark)
+        progress.last_metrics = async_evaluation.metrics_of(values)
+        line = async_evaluation.evaluation_line(progress.step, progress.last_metrics, remark)
         where = {"where": "training", "seconds": round(seconds, 3)}
         worker.telemetry.report("evaluate", {"step": progress.step, **values, **where}, line)
 
@@ -122,8 +122,8 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         report_failure(worker, progress, error, "training goes on without it")
     # Once an attempt, by its first evaluation behind a step: whoever finds it dear can have it done elsewhere.
     has_trained = progress.step > price.first_step
-    if worker.rank == 0 and has_trained and not price.is_said and price.evaluated_s > seconds_before:
-        price.is_said = True
+    if worker.rank == 0 and has_trained and not price.is_reported and price.evaluated_s > seconds_before:
+        price.is_reported = True
         seconds = price.evaluated_s - seconds_before
         looks_for_spare = worker.cfg.evaluate_on == "spare"
         line = price.line(progress.step, seconds, worker.cfg.evaluate_every, looks_for_spare=looks_for_spare)
@@ -140,15 +140,15 @@ def asks_beside(worker: Worker, step: int) -> bool:
         return False
     is_asked = [False]
     if worker.rank == 0:
-        is_spare = (worker.job.attempt_folder / beside.SPARE_FILE).exists()
+        is_spare = (worker.job.attempt_folder / async_evaluation.SPARE_FILE).exists()
         stage = Path(worker.job.directory)
         # A disk that refuses the question costs the loop an evaluation of its own, not the run.
         with suppress(OSError):
             # Where the workers judge it themselves and are killed meanwhile, the next attempt knows that it is due.
-            beside.put(stage, step, beside.ASKED if is_spare else beside.IN_LOOP)
+            async_evaluation.request(stage, step, async_evaluation.REQUESTED if is_spare else async_evaluation.IN_LOOP)
             is_asked = [is_spare]
             # An attempt before may have asked for the other, and lost the step.
-            beside.take_away(stage, step, beside.IN_LOOP if is_spare else beside.ASKED)
+            async_evaluation.withdraw(stage, step, async_evaluation.IN_LOOP if is_spare else async_evaluation.REQUESTED)
     dist.broadcast_object_list(is_asked, src=0)
     return is_asked[0]
 
@@ -156,9 +156,9 @@ def asks_beside(worker: Worker, step: int) -> bool:
 def end_in_loop(worker: Worker, step: int) -> None:
     """Say that an evaluation in the loop has come to its end; rank 0 only."""
     if worker.rank == 0:
-        for suffix in (beside.IN_LOOP, beside.ASKED):
+        for suffix in (async_evaluation.IN_LOOP, async_evaluation.REQUESTED):
             with suppress(OSError):
-                beside.take_away(Path(worker.job.directory), step, suffix)
+                async_evaluation.withdraw(Path(worker.job.directory), step, suffix)
 
 
 def asks_later(worker: Worker, step: int) -> bool:
@@ -167,7 +167,7 @@ def asks_later(worker: Worker, step: int) -> bool:
     if worker.job.remote is not None:
         return False
     try:
-        beside.put(Path(worker.job.directory), step, beside.IN_LOOP)
+        async_evaluation.request(Path(worker.job.directory), step, async_evaluation.IN_LOOP)
     except OSError:
         return False
     return True
@@ -186,7 +186,7 @@ def make_up_for_evaluation(worker: Worker, progress: Progress) -> bool:
         stage = Path(worker.job.directory)
         is_before_the_end = cfg.evaluate_every > 0 and progress.step < worker.steps
         with suppress(OSError):
-            is_missing = [is_before_the_end and progress.step in beside.due(stage)]
+            is_missing = [is_before_the_end and progress.step in async_evaluation.due(stage)]
             skip_what_was_left(stage, progress.step, is_missing[0])
         report_answers(worker)
     dist.broadcast_object_list(is_missing, src=0)
@@ -199,21 +199,21 @@ def make_up_for_evaluation(worker: Worker, progress: Progress) -> bool:
 
 def skip_what_was_left(stage: Path, step: int, is_missing: bool) -> None:
     """Answer all that is open that it is not judged, but for `step` where that is missing. Raises OSError."""
-    for open_step in sorted(beside.due(stage)):
+    for open_step in sorted(async_evaluation.due(stage)):
         if open_step == step and is_missing:
             continue
         # What lies ahead is taken, and evaluated, again.
         if open_step <= step:
-            beside.skip(stage, open_step, "nothing is judged beside training any more")
-        for suffix in (beside.IN_LOOP, beside.ASKED):
-            beside.take_away(stage, open_step, suffix)
+            async_evaluation.skip(stage, open_step, "nothing is judged beside training any more")
+        for suffix in (async_evaluation.IN_LOOP, async_evaluation.REQUESTED):
+            async_evaluation.withdraw(stage, open_step, suffix)
 
 
 def report_answers(worker: Worker) -> None:
     """Report what the worker beside training has judged since the last call, each under its step; rank 0 only."""
     # Also where evaluate_on is training now: an attempt before may have left some.
     if worker.rank == 0:
-        beside.report_answers(Path(worker.job.directory), worker.telemetry.report)
+        async_evaluation.report_records(Path(worker.job.directory), worker.telemetry.report)
 
 
 def evaluate_at_the_end(worker: Worker, progress: Progress, remark: str = "") -> None:
@@ -255,7 +255,7 @@ def measure_accuracy(worker: Worker, step: int, path: str) -> dict[str, float | 
     share_right, judged = accuracy(worker.engine.model, samples, worker.engine.dtype, worker.device)
     unreadable = worker.sets[path].samples - judged
     if unreadable and worker.rank == 0:
-        worker.telemetry.say(beside.unreadable_line(unreadable, path))
+        worker.telemetry.say(async_evaluation.unreadable_line(unreadable, path))
     return {"accuracy": share_right, "judged": judged}
 
 

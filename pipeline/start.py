@@ -37,7 +37,7 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stored import StoredCheckpoints
 from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.engine.exact import ExactEngine, say_price
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import Phases
@@ -193,7 +193,7 @@ def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelC
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
         remote=joined.remote,
-        needed=partial(beside.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+        needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
 
@@ -209,10 +209,10 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
     worker.phases.enter("load", 0)
     if joined.remote is None:
         checkpoints = checkpoints_of(job)
-        chosen = restore.load_together(worker.engine, checkpoints, chosen, job.attempt, worker.telemetry.say)
+        chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
         check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
     else:
-        stored_restore.load(worker.engine, chosen)
+        stored_restore.load(worker.engine.load, chosen)
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
     worker.saver.last_committed = manifest.step

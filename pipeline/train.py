@@ -307,7 +307,7 @@ def agree(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int)
 def begin_save(worker: Worker, progress: Progress) -> None:
     """Begin to save this moment; the caller has finished the save before."""
     worker.phases.enter("save", progress.step)
-    worker.saver.begin(worker.engine, manifest_of(worker, progress))
+    worker.saver.begin(worker.engine.fragments(), manifest_of(worker, progress))
 
 
 def finish_save(worker: Worker, progress: Progress) -> None:

@@ -16,7 +16,7 @@ from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.saver import Saver
 from pipeline.engine.engine import Engine
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
@@ -81,7 +81,7 @@ class Worker:
     engine: Engine
     saver: Saver
     health: Health
-    loop_price: beside.LoopPrice = field(default_factory=beside.LoopPrice)  # of evaluations
+    loop_price: async_evaluation.LoopPrice = field(default_factory=async_evaluation.LoopPrice)  # of evaluations
     sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
 
     def wants_stop(self) -> bool:

@@ -526,9 +526,6 @@ def known(name: str, kind: str, start: int, count: int) -> torch.Tensor:
 class FakeEngine:
     """A rank's half (or whole) of a parameter of 96 elements, with its moments."""
 
-    zero = 2
-    updates = 0
-
     def __init__(self, rank: int, world: int, step: int) -> None:
         self.part, self.rank, self.step = 96 // world, rank, step
         self.restored: dict[str, torch.Tensor] = {}
@@ -537,7 +534,7 @@ class FakeEngine:
         start = self.rank * self.part
         yield Fragment("w", start, {k: known("w", k, start, self.part) + self.step for k in ("master", "exp_avg")})
 
-    def restore(self, read: ReadState) -> None:
+    def load(self, read: ReadState, updates: int) -> None:
         for kind in ("master", "exp_avg"):
             self.restored[kind] = read("w", kind, self.rank * self.part, self.part)
 
@@ -559,7 +556,7 @@ def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen
         chosen = checkpoint.choose_together(folder, attempt, say)
         if chosen is not None:
             engine = FakeEngine(0, 1, 0)
-            chosen = restore.load_together(engine, folder, chosen, attempt, say)  # type: ignore[arg-type]
+            chosen = restore.load_together(engine.load, folder, chosen, attempt, say)
             for kind, state in engine.restored.items():
                 assert torch.equal(state, known("w", kind, 0, 96) + chosen.manifest.step)
     finally:
@@ -621,7 +618,7 @@ class WorkerGroup:
         saving.dist = self.dist  # type: ignore[attr-defined]
         for rank, saver in enumerate(self.savers):
             self.rank, fake = rank, FakeEngine(rank, self.world, step)
-            saver.begin(fake, manifest(step, self.attempt, self.world))  # type: ignore[arg-type]
+            saver.begin(fake.fragments(), manifest(step, self.attempt, self.world))
             assert saver.thread is not None
             saver.thread.join()
         self.rank = 0
@@ -690,7 +687,7 @@ def save_known(task: dict[str, Any]) -> None:
         made.restore(known)
         made.updates = 7
         saver = saver_of(folder, Path(task["run"]))
-        saver.begin(made, manifest(7, 1, world, zero))
+        saver.begin(made.fragments(), manifest(7, 1, world, zero))
         assert saver.finish() is not None, saver.failure
         made.close()
 
@@ -708,7 +705,7 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
                     view.detach().fill_(torch.nan)
             chosen = checkpoint.choose_together(folder, 2, print)
             assert chosen is not None
-            assert restore.load(made, chosen) == ""
+            assert restore.load(made.load, chosen) == ""
             assert made.updates == chosen.manifest.updates == 7
             count = 0
             for f in made.fragments():
@@ -740,7 +737,7 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
     saver = saver_of(good, run)
     for step in (10, 20):
         made.restore(lambda name, kind, start, count, step=step: known(name, kind, start, count) + step)
-        saver.begin(made, manifest(step, 1, 2))
+        saver.begin(made.fragments(), manifest(step, 1, 2))
         assert saver.finish() is not None, saver.failure
     made.close()
 
@@ -764,7 +761,7 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
         try:
             chosen = checkpoint.choose_together(folder, 2, said.append)
             assert chosen is not None
-            chosen = restore.load_together(made, folder, chosen, 2, said.append)
+            chosen = restore.load_together(made.load, folder, chosen, 2, said.append)
             outcome["step"] = chosen.manifest.step
             for f in made.fragments():
                 for kind, view in f.tensors.items():
@@ -810,6 +807,6 @@ def save_apart(task: dict[str, Any]) -> str:
     if rank == 1 and task["apart"]:
         with_a_disk_of_its_own(task["run"])
     saver = saver_of(run / "stage" / "checkpoints", run)
-    saver.begin(FakeEngine(rank, 2, 10), manifest(10, 1, 2))  # type: ignore[arg-type]
+    saver.begin(FakeEngine(rank, 2, 10).fragments(), manifest(10, 1, 2))
     saver.finish()
     return saver.failure

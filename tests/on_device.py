@@ -102,13 +102,13 @@ def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
             folder / "checkpoints", folder, Telemetry(folder, rank, 1), keep=2, keep_every=0, max_failed_saves=1
         )
         described = {"samples_seen": 4 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
-        saver.begin(engine, manifest.Manifest(4, updates=4, attempt=1, world=world, zero=zero, **described))
+        saver.begin(engine.fragments(), manifest.Manifest(4, updates=4, attempt=1, world=world, zero=zero, **described))
         saver.finish()
         saved = state_of(engine)
         steps(engine, 4, 6, micro_batch, device)
         chosen = checkpoint.choose_together(folder / "checkpoints", 2, print)
         assert chosen is not None
-        assert restore.load(engine, chosen) == "", "every byte is the one that was committed"
+        assert restore.load(engine.load, chosen) == "", "every byte is the one that was committed"
         restored = state_of(engine)
         is_same = saved.keys() == restored.keys()
         for key in saved:

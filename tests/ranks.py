@@ -249,12 +249,14 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
         saver = Saver(folder, folder.parent, quiet, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
-        saver.begin(engine, manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described))
+        saver.begin(
+            engine.fragments(), manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described)
+        )
         saver.finish()
     else:
         found = checkpoint.choose_together(folder, 2, print)
         assert found is not None
-        assert restore.load(engine, found) == ""
+        assert restore.load(engine.load, found) == ""
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()

@@ -674,7 +674,7 @@ def deleting(slow_disk, tmp_path) -> drives.WorkerGroup:
 def begin_alone(group: drives.WorkerGroup, step: int) -> saver.Saver:
     """Rank 0's saver, which has begun to save the step, and is not waited for."""
     first = group.savers[0]
-    first.begin(drives.FakeEngine(0, 2, step), drives.manifest(step, 1, 2))  # type: ignore[arg-type]
+    first.begin(drives.FakeEngine(0, 2, step).fragments(), drives.manifest(step, 1, 2))
     return first
 
 

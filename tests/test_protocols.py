@@ -24,7 +24,7 @@ from data.shards.packing import pack
 from data.shards.sources import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
 from pipeline.evaluation.evaluate import ProbeConfig
-from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.probe import fit, fit_all, linear_probe
 from pipeline.evaluation.protocols import FewShotConfig, Judged, few_shot, few_shot_metrics, judge, protocols_of
 

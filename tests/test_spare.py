@@ -24,7 +24,7 @@ from pipeline import reports
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.evaluate import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
@@ -108,7 +108,7 @@ def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, se
     assert judged(run) == judged(loop) and set(where(run).values()) == {"training"}
     log = (stage(run) / "log.txt").read_text()
     assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
-    assert not beside.due(stage(run))
+    assert not async_evaluation.due(stage(run))
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loo
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == exit_code, said(run)
-    assert beside.due(stage(run)) == {16, 32} and judged(run).keys() == {40}
+    assert async_evaluation.due(stage(run)) == {16, 32} and judged(run).keys() == {40}
     assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
@@ -204,10 +204,10 @@ class Stage:
         self.evaluations.accompany({}, self.attempt, ClusterConfig(backend="processes"))
         self.places = self.evaluations.places = places
 
-    def commit(self, *steps: int, suffix: str = beside.ASKED) -> None:
+    def commit(self, *steps: int, suffix: str = async_evaluation.REQUESTED) -> None:
         for step in steps:
             (self.folder / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
-            beside.put(self.folder, step, suffix)
+            async_evaluation.request(self.folder, step, suffix)
 
     def answers(self) -> dict[int, str]:
         kinds = {}
@@ -216,7 +216,7 @@ class Stage:
             kinds[values["step"]] = kind
             return True
 
-        beside.report_answers(self.folder, report)
+        async_evaluation.report_records(self.folder, report)
         return kinds
 
 
@@ -225,25 +225,25 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     made.places.has_room = False
     made.commit(10, 20, 30)
     made.evaluations.look()
-    assert made.places.judged == [] and beside.asked(tmp_path) == [20, 30]
-    assert not (made.attempt / beside.SPARE_FILE).exists(), "the loop is to judge the next one itself"
+    assert made.places.judged == [] and async_evaluation.requested(tmp_path) == [20, 30]
+    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop is to judge the next one itself"
     made.places.has_room = True
     for _ in range(3):
         made.evaluations.look()
     made.commit(40, 50, 60)
     for _ in range(3):
         made.evaluations.look()
-    assert made.places.judged == [20, 30, 50, 60] and (made.attempt / beside.SPARE_FILE).exists()
+    assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
-    assert not made.answers() and not beside.due(tmp_path)
+    assert not made.answers() and not async_evaluation.due(tmp_path)
 
 
 def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
-    beside.put(tmp_path, 10, beside.ASKED)
+    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
     made.evaluations.look()
-    assert beside.asked(tmp_path) == [10], "its save may be on its way"
+    assert async_evaluation.requested(tmp_path) == [10], "its save may be on its way"
     made.commit(20)
     made.evaluations.look()
     assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
@@ -260,22 +260,22 @@ def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_p
     assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
     made.commit(20)
     made.evaluations.look()
-    assert made.answers() == {20: "evaluate_failed"} and (made.attempt / beside.SPARE_FILE).exists()
+    assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
     made.commit(30)
     for _ in range(3):
         made.evaluations.look()
     assert made.answers() == {30: "evaluate_failed"}
     made.evaluations.look()
-    assert not (made.attempt / beside.SPARE_FILE).exists(), "from now on the loop judges"
+    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop judges"
 
 
 def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
-    made.commit(10, suffix=beside.IN_LOOP)
-    assert beside.due(tmp_path) == {10}
+    made.commit(10, suffix=async_evaluation.IN_LOOP)
+    assert async_evaluation.due(tmp_path) == {10}
     with made.evaluations:
         deadline = time.monotonic() + 10
-        while beside.due(tmp_path):
+        while async_evaluation.due(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         made.evaluations.end()
@@ -285,15 +285,15 @@ def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> 
 def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
-    beside.take_away(tmp_path, 20, beside.ASKED)
-    removed = prune(tmp_path / "checkpoints", 2, 0, beside.due(tmp_path))
+    async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
+    removed = prune(tmp_path / "checkpoints", 2, 0, async_evaluation.due(tmp_path))
     assert [step_of(path) for path in removed] == [20]
 
 
 def test_nor_does_the_command_prune_it(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
-    beside.take_away(tmp_path, 20, beside.ASKED)
+    async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
     monkeypatch.setattr(checkpoint, "verify", lambda folder: None)
     assert list(checkpoints.prune(tmp_path, 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
 
@@ -302,12 +302,12 @@ def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> N
     made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
     made.commit(10, 20, 30, 40, 50)
     for step in (30, 40, 50):
-        beside.take_away(tmp_path, step, beside.ASKED)
+        async_evaluation.withdraw(tmp_path, step, async_evaluation.REQUESTED)
     made.evaluations.finish()
     assert made.places.judged == [10, 10, 20]
     assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate")] == [10, 20]
-    assert list((tmp_path / beside.FOLDER).iterdir()) == []
+    assert list((tmp_path / async_evaluation.FOLDER).iterdir()) == []
 
 
 def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> None:
@@ -315,7 +315,7 @@ def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> 
     made.commit(10)
     made.evaluations.has_ended.set()
     made.evaluations.judge(10)
-    assert [path.name for path in (tmp_path / beside.FOLDER).iterdir()] == ["step-0000000010.asked"]
+    assert [path.name for path in (tmp_path / async_evaluation.FOLDER).iterdir()] == ["step-0000000010.requested"]
 
 
 def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
@@ -340,7 +340,7 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
         has_answer.set()
         first.join(10)
         assert not first.is_alive(), "the next attempt has not taken back what it was told"
-        assert not (made.attempt / beside.SPARE_FILE).exists(), "nobody is there who would judge"
+        assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "nobody is there who would judge"
     made.commit(10)
     made.evaluations.finish()
     assert made.places.judged == [10], "by a thread of its own"
@@ -348,16 +348,16 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
 
 def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
-    beside.put(tmp_path, 10, beside.ASKED)
-    beside.skip(tmp_path, 10, "no reason")
-    beside.report_answers(tmp_path, lambda kind, values, line: False)
+    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
+    async_evaluation.skip(tmp_path, 10, "no reason")
+    async_evaluation.report_records(tmp_path, lambda kind, values, line: False)
     with monkeypatch.context() as patched:
         patched.setattr(Telemetry, "_append", lambda *args: False)
         made.evaluations.report_answers()
     assert "refused the records of evaluations" in made.said[-1] and "step-0000000010.json" in made.said[-1]
     made.evaluations.report_answers()
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
-    assert beside.answers(tmp_path) == []
+    assert async_evaluation.records(tmp_path) == []
 
 
 # ------------------------------------------------------------------------ rank 0 alone
@@ -376,7 +376,7 @@ def alone(tmp_path, monkeypatch) -> Any:
     job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, remote=None)
     telemetry = SimpleNamespace(say=said.append, report=report)
     cfg = TrainConfig(steps=100, evaluate_every=10)
-    price = beside.LoopPrice(is_said=True)
+    price = async_evaluation.LoopPrice(is_reported=True)
     return SimpleNamespace(rank=0, job=job, cfg=cfg, telemetry=telemetry, steps=100, loop_price=price, said=said)
 
 
@@ -393,10 +393,10 @@ def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_i
     monkeypatch.setattr(reports, "evaluate", stop)
     alone.job.remote = "s3://bucket/run"
     assert not reports.evaluate_between(alone, progress)
-    assert alone.said == ["evaluate step 10: stopped, it is left out"] and not beside.due(tmp_path)
+    assert alone.said == ["evaluate step 10: stopped, it is left out"] and not async_evaluation.due(tmp_path)
     alone.job.remote = None
     assert not reports.evaluate_between(alone, progress)
-    assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and beside.due(tmp_path) == {10}
+    assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and async_evaluation.due(tmp_path) == {10}
 
 
 def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(
@@ -404,30 +404,30 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
 ) -> None:
     """evaluate_on was spare, and is training now."""
     for step in (5, 20):
-        beside.put(tmp_path, step, beside.ASKED)
-    beside.put(tmp_path, 10, beside.IN_LOOP)
+        async_evaluation.request(tmp_path, step, async_evaluation.REQUESTED)
+    async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
     evaluated = []
     monkeypatch.setattr(reports, "evaluate", lambda worker, progress: evaluated.append(progress.step))
     progress: Any = SimpleNamespace(step=10)
     for _ in range(2):
         assert reports.make_up_for_evaluation(alone, progress)
-    assert evaluated == [10] and not beside.due(tmp_path)
+    assert evaluated == [10] and not async_evaluation.due(tmp_path)
     assert alone.said == ["evaluate step 5 SKIPPED: nothing is judged beside training any more"], "20 is taken again"
-    beside.put(tmp_path, 10, beside.IN_LOOP)
+    async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
     monkeypatch.setattr(reports, "evaluate", stop)
-    assert not reports.make_up_for_evaluation(alone, progress) and beside.due(tmp_path) == {10}
+    assert not reports.make_up_for_evaluation(alone, progress) and async_evaluation.due(tmp_path) == {10}
 
 
 def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
-    beside.put(tmp_path, 10, beside.ASKED)
-    assert not reports.asks_beside(alone, 10) and beside.asked(tmp_path) == []
-    beside.put(tmp_path, 10, beside.ASKED)
+    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
+    assert not reports.asks_beside(alone, 10) and async_evaluation.requested(tmp_path) == []
+    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
     reports.end_in_loop(alone, 10)
-    assert not beside.due(tmp_path)
-    (tmp_path / beside.SPARE_FILE).touch()
-    beside.put(tmp_path, 10, beside.IN_LOOP)
-    assert reports.asks_beside(alone, 10) and not beside.asked(tmp_path, beside.IN_LOOP)
+    assert not async_evaluation.due(tmp_path)
+    (tmp_path / async_evaluation.SPARE_FILE).touch()
+    async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
+    assert reports.asks_beside(alone, 10) and not async_evaluation.requested(tmp_path, async_evaluation.IN_LOOP)
 
 
 # ------------------------------------------------------------------------ on Ray

@@ -28,7 +28,7 @@ from jobs.resolved_recipe import Campaign
 from jobs.run import ending, stage_files, stage_run
 from jobs.stages import sweep
 from pipeline import artifacts
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT.parent / "shared" / "images"
@@ -393,7 +393,7 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     assert ending.result_text({"metrics": metrics}) == "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%"
     line = status.done_line({"seconds": 1.0, "metrics": metrics})
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
-    assert beside.evaluation_line(3, metrics) == f"evaluate step 3  {line.partition('  ')[2]}"
+    assert async_evaluation.evaluation_line(3, metrics) == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
 def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):

@@ -32,7 +32,7 @@ from jobs.workers.worker_files import records
 from jobs.workers.worker_group import Task, WorkerGroupError
 from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.judge import Judged, judge
 from pipeline.monitoring.telemetry import Telemetry, duration
 from pipeline.monitoring.watchdog import Watch
@@ -81,7 +81,7 @@ class Evaluations:
     def __enter__(self) -> Self:
         # A disk that refuses costs that evaluation, not the attempt.
         with suppress(OSError):
-            beside.ask_what_was_left(self.stage)
+            async_evaluation.request_unfinished(self.stage)
         self.start_thread()
         return self
 
@@ -110,22 +110,22 @@ class Evaluations:
 
     def finish(self) -> None:
         """Wait until all that was asked for is judged, and report it. Raises Preempted where somebody wants the end."""
-        steps = beside.asked(self.stage)
+        steps = async_evaluation.requested(self.stage)
         self.training_has_ended = True
         self.places.training_has_ended()
         began = time.monotonic()
         next_word = began
         try:
-            while self.thread.is_alive() or beside.asked(self.stage):
+            while self.thread.is_alive() or async_evaluation.requested(self.stage):
                 self.start_thread()
                 if self.context.stopping():
-                    left = listed(beside.asked(self.stage))
+                    left = listed(async_evaluation.requested(self.stage))
                     raise Preempted(
                         f"stopped: training has ended, the evaluations of steps {left} have not; "
                         "run the same command again: it goes on with them"
                     )
                 if steps and time.monotonic() > next_word:
-                    left = listed(beside.asked(self.stage))
+                    left = listed(async_evaluation.requested(self.stage))
                     waited = duration(time.monotonic() - began)
                     self.context.say(f"training has ended; {waited} of waiting for the evaluations of steps {left}")
                     next_word = time.monotonic() + NEXT_WORD_S
@@ -138,20 +138,20 @@ class Evaluations:
     def report_answers(self) -> None:
         """Report what rank 0 could not any more."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
-        if beside.answers(self.stage):
+        if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
-            beside.report_answers(self.stage, telemetry.report)
+            async_evaluation.report_records(self.stage, telemetry.report)
             telemetry.close()
-        left = [path.name for path in beside.answers(self.stage)]
+        left = [path.name for path in async_evaluation.records(self.stage)]
         if left:
-            folder = self.stage / beside.FOLDER
+            folder = self.stage / async_evaluation.FOLDER
             self.context.say(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
         self.context.tick(self.attempt_folder, attempt)
 
     def delete_old(self) -> None:
         """Delete the checkpoints that stayed beyond `keep` because they were to be judged."""
         try:
-            prune(self.stage / "checkpoints", self.cfg.keep, self.cfg.keep_every, beside.due(self.stage))
+            prune(self.stage / "checkpoints", self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
         except OSError as error:
             self.context.say(f"old checkpoints stay: {error}")
 
@@ -162,7 +162,7 @@ class Evaluations:
         while not has_ended.is_set():
             try:
                 self.look()
-                if self.training_has_ended and not beside.asked(self.stage):
+                if self.training_has_ended and not async_evaluation.requested(self.stage):
                     return
             except Exception as error:
                 # The head may be away, or the disk be full: the next look tries again.
@@ -190,7 +190,7 @@ class Evaluations:
 
     def show(self, is_free: bool) -> None:
         """Tell rank 0 whether somebody would judge a commit."""
-        path = self.attempt_folder / beside.SPARE_FILE
+        path = self.attempt_folder / async_evaluation.SPARE_FILE
         if is_free:
             path.touch()
         else:
@@ -201,13 +201,15 @@ class Evaluations:
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
-        for step in beside.asked(self.stage):
+        for step in async_evaluation.requested(self.stage):
             if step in steps and step != self.running:
                 waiting.append(step)
             elif step < newest and step not in steps:
-                beside.skip(self.stage, step, "its checkpoint is not there")
+                async_evaluation.skip(self.stage, step, "its checkpoint is not there")
         for step in waiting[:-at_most]:
-            beside.skip(self.stage, step, f"step {waiting[-1]} was committed before a spare worker could judge it")
+            async_evaluation.skip(
+                self.stage, step, f"step {waiting[-1]} was committed before a spare worker could judge it"
+            )
         return waiting[-at_most:]
 
     # -------------------------------------------------------------------- one evaluation
@@ -217,7 +219,7 @@ class Evaluations:
         (checkpoint, *_) = [folder for folder in committed(self.stage / "checkpoints") if step_of(folder) == step]
         self.number += 1
         name = f"{self.attempt_folder.name}-step-{step:010d}-{self.number}"
-        folder = self.stage / beside.FOLDER / name
+        folder = self.stage / async_evaluation.FOLDER / name
         folder.mkdir()
         task = {**self.task, "checkpoint": str(checkpoint), "folder": str(folder)}
         watch = Watch(folder, 1, self.cfg.stall_s, self.cluster.start_timeout_s)
@@ -264,9 +266,9 @@ class Evaluations:
             self.context.say(remark)
         where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
         remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
-        line = beside.evaluation_line(step, beside.metrics_of(judged["values"]), remark)
+        line = async_evaluation.evaluation_line(step, async_evaluation.metrics_of(judged["values"]), remark)
         values = {"step": step, **judged["values"], **where}
-        beside.answer(self.stage, step, {"kind": "evaluate", "values": values, "line": line})
+        async_evaluation.put_record(self.stage, step, {"kind": "evaluate", "values": values, "line": line})
 
     def judge_failure(self, step: int, error: WorkerGroupError) -> None:
         """Say why a process has failed; where trying again would not help, answer that."""
@@ -285,7 +287,7 @@ class Evaluations:
         else:
             self.is_given_up = True
             line += "; the next ones are judged in the loop"
-        beside.answer(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
+        async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
 
 def places_of(cluster: ClusterConfig, run: str, busy_cores: int) -> Places:

@@ -20,7 +20,7 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import MANIFEST, Manifest, attempt_of_stage, committed, read_manifest, step_of
 from pipeline.config import differences
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.versions import code_version
 
@@ -108,7 +108,7 @@ def list_line(folder: Path, evaluation: Record) -> str:
     )
     for name, value in evaluation.items():
         is_score = isinstance(value, float) and name not in ("time", "seconds")
-        if is_score and not beside.is_of_one_seed(name):
+        if is_score and not async_evaluation.is_of_one_seed(name):
             line += f"  {name} {value:.4f}"
     return line
 
@@ -260,5 +260,5 @@ def prune(path: Path, keep: int, keep_every: int) -> Iterator[str]:
         for folder in committed(stage / "checkpoints")[:keep]:
             checkpoint.verify(folder)
     for stage in stages:
-        for folder in checkpoint.prune(stage / "checkpoints", keep, keep_every, beside.due(stage)):
+        for folder in checkpoint.prune(stage / "checkpoints", keep, keep_every, async_evaluation.due(stage)):
             yield f"{stage.name}: {folder.name} deleted"

@@ -12,7 +12,7 @@ import psutil
 from data.errors import CheckpointError, DataError, UsageError
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
-from pipeline.evaluation import beside
+from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
 from pipeline.plan.kept_forecast import short_text
@@ -116,7 +116,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     if last is None:
         return "ended before its first report" if has_ended else "started, no step yet"
     # Of evaluations beside training (`evaluate_on: spare`) these are still to come.
-    steps = beside.asked(folder)
+    steps = async_evaluation.requested(folder)
     to_judge = f"to be judged: {', '.join(map(str, steps))}  " if steps else ""
     # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)
@@ -139,7 +139,7 @@ def done_line(outcome: Outcome) -> str:
         return f"DIVERGED after {duration(outcome['seconds'])}: {outcome['diverged']}"
     if "summary" in outcome:
         line += f"  {outcome['summary']}"
-    for name, value in beside.without_single_seeds(outcome.get("metrics", {})).items():
+    for name, value in async_evaluation.without_single_seeds(outcome.get("metrics", {})).items():
         line += f"  {name} {value:.4f}"
     return line
 

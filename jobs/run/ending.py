@@ -13,7 +13,7 @@ from typing import Any
 from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
 from jobs.stages.sweep import DIVERGED
-from pipeline.evaluation.beside import without_single_seeds
+from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.monitoring.telemetry import duration
 
 STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk

@@ -38,7 +38,7 @@ from jobs.stages.evaluation_worker import worker
 from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
-from pipeline.evaluation import beside, document
+from pipeline.evaluation import async_evaluation, document
 from pipeline.evaluation.protocols import Protocol, protocols_of
 from pipeline.versions import code_version
 
@@ -136,7 +136,7 @@ def say_what_to_know(cfg: EvaluationConfig, context: Context, results: Iterable[
     for name, judged in sets.items():
         unreadable = judged["samples"] - judged["judged"]
         if unreadable:
-            context.say(beside.unreadable_line(unreadable, judged["path"], name))
+            context.say(async_evaluation.unreadable_line(unreadable, judged["path"], name))
         nameless = [] if context.class_names else ["the weights"]
         if not load_index(judged["path"]).names:
             nameless.append(f"the set {name}")

@@ -13,7 +13,7 @@ from jobs.stages.evaluation_config import EvaluationConfig
 from pipeline import config
 from pipeline.config import require
 from pipeline.evaluation import document
-from pipeline.evaluation.feature_store import FeatureStore
+from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.protocols import Protocol, judge
 
 

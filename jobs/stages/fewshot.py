@@ -25,7 +25,7 @@ from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.config import Tags, tags
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.beside import without_single_seeds
+from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.evaluation.protocols import few_shot_metrics
 

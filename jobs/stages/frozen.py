@@ -29,7 +29,7 @@ from jobs.context import Context
 from jobs.workers.worker_group import Task
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.feature_store import FeatureStore, collect
+from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.probe import Beat
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import append_whole, duration

@@ -28,7 +28,7 @@ from jobs.context import Context
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, tags
-from pipeline.evaluation import beside, document
+from pipeline.evaluation import async_evaluation, document
 
 DOCUMENT = "sweep.json"
 DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
@@ -139,7 +139,7 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
-    metrics = beside.without_single_seeds(done.get("metrics", {}))
+    metrics = async_evaluation.without_single_seeds(done.get("metrics", {}))
     diverged = done.get(DIVERGED, "")
     if best not in metrics and not diverged:
         raise DataError(

@@ -1,7 +1,6 @@
 """Filling the engines of all workers with one checkpoint, of which each reads and verifies what it needs alone.
 
-1. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read. At ZeRO 0,
-   where all hold everything, each reads an equal part, and they tell each other.
+1. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read.
 2. All hear whether somebody has read bytes that were not committed, or could not read (`load`).
 3. Where bytes were bad, rank 0 reads the whole checkpoint. What is bad for rank 0 too is refused, and all workers begin
    again with the one before it (`load_together`); what is whole for rank 0 is the fault of the other's node.
@@ -10,10 +9,10 @@ In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensor
 Out: bad-0000001200-000007, and engines that hold step 1100, on whatever number of workers
 """
 
-import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,13 @@ from torch import Tensor
 from data.errors import CheckpointError
 from pipeline.checkpoints.checkpoint import Chosen, Reader, cannot_read, choose_together, refuse, verify
 from pipeline.checkpoints.manifest import Damaged
-from pipeline.engine.engine import Engine, ReadState
+
+# Fills a worker's engine, collectively, with what a function (parameter, kind, first element, how many) → flat fp32
+# tensor returns, and sets its number of updates.
+Fill: TypeAlias = Callable[[Callable[[str, str, int, int], Tensor], int], None]
 
 
-def load_together(engine: Engine, folder: Path, chosen: Chosen, attempt: int, say: Callable[[str], None]) -> Chosen:
+def load_together(fill: Fill, folder: Path, chosen: Chosen, attempt: int, say: Callable[[str], None]) -> Chosen:
     """Collective: fill the engine with the checkpoint, or with the newest before it that is whole; returns which.
 
     Raises CheckpointError on every worker alike: for the reasons of `choose`, where a worker reads other bytes than
@@ -33,7 +35,7 @@ def load_together(engine: Engine, folder: Path, chosen: Chosen, attempt: int, sa
     """
     refused = 0
     while True:
-        problem = load(engine, chosen)
+        problem = load(fill, chosen)
         if not problem:
             return chosen
         condemn(chosen, problem, attempt, say)
@@ -43,7 +45,7 @@ def load_together(engine: Engine, folder: Path, chosen: Chosen, attempt: int, sa
         chosen = next_chosen
 
 
-def load(engine: Engine, chosen: Chosen) -> str:
+def load(fill: Fill, chosen: Chosen) -> str:
     """Collective: fill the engine with what every worker reads of the checkpoint.
 
     Returns in which file somebody has read other bytes than were committed, and who; "" where nobody has. After a
@@ -51,11 +53,8 @@ def load(engine: Engine, chosen: Chosen) -> str:
     alike, where one cannot read.
     """
     reading = Reading(chosen)
-    # At stage 0 every worker has everything, and would read it all.
-    is_shared = engine.zero == 0 and dist.get_world_size() > 1
-    engine.restore(shared(reading, engine) if is_shared else reading)
     # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
-    engine.updates = chosen.manifest.updates
+    fill(reading, chosen.manifest.updates)
 
     outcomes: list[tuple[CheckpointError | None, str]] = [(None, "")] * dist.get_world_size()
     dist.all_gather_object(outcomes, (reading.failure, socket.gethostname()))
@@ -94,27 +93,6 @@ class Reading:
             except OSError as error:
                 self.failure = cannot_read(error)
         return torch.zeros(count)
-
-
-def shared(read: ReadState, engine: Engine) -> ReadState:
-    """Return a collective function that gives every worker what `read` gives, of which each reads an equal part."""
-    world = dist.get_world_size()
-    rank = dist.get_rank()
-    device = next(engine.model.parameters()).device
-
-    def read_a_part(name: str, kind: str, start: int, count: int) -> Tensor:
-        part = math.ceil(count / world)
-        first = min(rank * part, count)
-        stop = min(first + part, count)
-        # The last parts may be shorter, and a collective wants all of one length.
-        mine = torch.zeros(part, device=device)
-        if first < stop:
-            mine[: stop - first] = read(name, kind, start + first, stop - first)
-        whole = torch.empty(part * world, device=device)
-        dist.all_gather_into_tensor(whole, mine)
-        return whole[:count]
-
-    return read_a_part
 
 
 def condemn(chosen: Chosen, problem: str, attempt: int, say: Callable[[str], None]) -> None:

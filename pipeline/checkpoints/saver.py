@@ -23,12 +23,13 @@ an object store (stored.py), and rank 0 commits there.
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
 from data.files import make_folder, refusal, write_durably
@@ -39,7 +40,6 @@ from pipeline.checkpoints.manifest import FileRecord, Manifest, committed, diges
 from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.snapshot import copied
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine.engine import Engine
 from pipeline.monitoring.telemetry import Telemetry
 
 DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run
@@ -97,15 +97,18 @@ class Saver:
         """Return whether this worker's thread has ended, well or badly."""
         return self.thread is not None and not self.thread.is_alive()
 
-    def begin(self, engine: Engine, manifest: Manifest) -> None:
-        """Copy the state to host memory and start writing it; the caller has finished the save before."""
+    def begin(self, fragments: Iterable[tuple[str, int, Mapping[str, Tensor]]], manifest: Manifest) -> None:
+        """Copy this worker's fragments to host memory and start writing them; the caller has finished the save before.
+
+        A fragment is (parameter, its first element here, flat fp32 views by kind: "master", "exp_avg", …).
+        """
         assert not self.in_flight
         self.began = time.monotonic()
         self.manifest = manifest
         # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
         self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
         path = self.temporary / f"rank-{dist.get_rank():05d}.safetensors"
-        self.snapshot = copied(engine, self.snapshot)
+        self.snapshot = copied(fragments, self.snapshot)
         # `write` puts its own result in place of this one. Where its thread dies of what it does not catch, this one
         # stays, and the save counts as failed.
         self.result = WrittenFile(path.name, error=f"{path.name}: the thread that writes it has died, see stderr")

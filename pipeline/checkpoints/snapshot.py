@@ -1,28 +1,29 @@
 """The state of a worker in host memory, as the bytes of the file that a save writes.
 
-In:  an engine with Fragment("head.bias", 5, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}), and the memory of
-     the save before
+In:  the fragment ("head.bias", 5, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}), and the memory of the save
+     before
 Out: the same memory, which now is a safetensors file with "head.bias|master|5", "head.bias|exp_avg|5", …
 """
 
 import json
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from data.files import DISK_BLOCK
-from pipeline.engine.engine import Engine
 
 
-def copied(engine: Engine, memory: Tensor) -> Tensor:
+def copied(fragments: Iterable[tuple[str, int, Mapping[str, Tensor]]], memory: Tensor) -> Tensor:
     """Copy this worker's fragments into host memory that is kept from save to save, and return it: bytes (n,), uint8.
 
-    Where it has another size than the file will have, new memory is returned.
+    A fragment is (parameter, its first element here, flat fp32 views by kind: "master", "exp_avg", …). Where the memory
+    has another size than the file will have, new memory is returned.
     """
     views: dict[str, Tensor] = {}
-    for fragment in engine.fragments():
-        for kind, view in fragment.tensors.items():
-            views[f"{fragment.name}|{kind}|{fragment.start}"] = view
+    for name, start, tensors in fragments:
+        for kind, view in tensors.items():
+            views[f"{name}|{kind}|{start}"] = view
     # The header is made here, because safetensors' own writer would copy all of the state a second time.
     header, spans = safetensors_header(views)
     header_bytes = len(header)

@@ -22,7 +22,6 @@ from pipeline.checkpoints import restore
 from pipeline.checkpoints.checkpoint import Chosen, cannot_read
 from pipeline.checkpoints.manifest import NewerSchema, read_manifest
 from pipeline.checkpoints.stored import FETCHING, REFUSED, StoredCheckpoints
-from pipeline.engine.engine import Engine
 
 
 def choose_together(stored: StoredCheckpoints, attempt: int, say: Callable[[str], None]) -> Chosen | None:
@@ -95,12 +94,12 @@ def fetch_together(stored: StoredCheckpoints, checkpoint: str) -> str:
     return problem
 
 
-def load(engine: Engine, chosen: Chosen) -> None:
+def load(fill: restore.Fill, chosen: Chosen) -> None:
     """Collective: fill the engine with what every worker reads of its node's copy.
 
     Raises CheckpointError, on every worker alike, where a copy has changed since it was fetched or cannot be read.
     """
-    problem = restore.load(engine, chosen)
+    problem = restore.load(fill, chosen)
     if problem:
         raise CheckpointError(
             f"{problem}; it was whole when it was fetched\n"

@@ -288,15 +288,21 @@ class Engine:
 
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
-        """Fill the state in place with what `read` returns; then bring the weights that compute up to it.
-
-        At stage 0 every worker holds everything, so everything is read, not the worker's own part alone.
-        """
-        fragments = self.whole(kinds) if self.zero == 0 else self.fragments(kinds)
+        """Collective: fill the state in place with what `read` returns; bring the weights that compute up to it."""
+        fragments = self.fragments(kinds)
+        # At stage 0 every worker holds everything. Each reads an equal part, and they tell each other.
+        if self.zero == 0:
+            fragments = self.whole(kinds)
+            read = shared_over_workers(read, next(self.model.parameters()).device)
         for fragment in fragments:
             for kind, view in fragment.tensors.items():
                 view.copy_(read(fragment.name, kind, fragment.start, view.numel()))
         self._refresh()
+
+    def load(self, read: ReadState, updates: int) -> None:
+        """Collective: fill the state from a checkpoint that was saved after so many updates."""
+        self.restore(read)
+        self.updates = updates
 
     def _refresh(self) -> None:
         """Bring the weights that compute up to the masters."""
@@ -345,3 +351,25 @@ class Engine:
     def close(self) -> None:
         """Give back DeepSpeed's hooks and buffers."""
         self.engine.destroy()
+
+
+def shared_over_workers(read: ReadState, device: torch.device) -> ReadState:
+    """Return a collective function that gives every worker what `read` gives, of which each reads an equal part."""
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    if world == 1:
+        return read
+
+    def read_a_part(name: str, kind: str, start: int, count: int) -> Tensor:
+        part = math.ceil(count / world)
+        first = min(rank * part, count)
+        stop = min(first + part, count)
+        # The last parts may be shorter, and a collective wants all of one length.
+        mine = torch.zeros(part, device=device)
+        if first < stop:
+            mine[: stop - first] = read(name, kind, start + first, stop - first)
+        whole = torch.empty(part * world, device=device)
+        dist.all_gather_into_tensor(whole, mine)
+        return whole[:count]
+
+    return read_a_part

@@ -11,8 +11,7 @@ Out: Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from pipeline.engine.flat_blocks import Member
 Part: TypeAlias = tuple[int, dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Holds what this worker owns of one parameter: `tensors` are flat views, elements [start, start + len)."""
 
     name: str

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.feature_store import FeatureStore
+from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.protocols import Judged, Protocol
 
 SCHEMA = 1

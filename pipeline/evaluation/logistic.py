@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from data.checks import at_least
 from pipeline.config import require
-from pipeline.evaluation.feature_store import FeatureStore
+from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probe import Beat, moments
 
 # D features, C classes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data.shards.subset import few_shot_rows
 from pipeline.evaluation.evaluate import L2
-from pipeline.evaluation.feature_store import FeatureStore
+from pipeline.evaluation.features import FeatureStore
 
 # N rows, D features, C classes
 

@@ -25,7 +25,7 @@ from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
 from pipeline.evaluation.evaluate import L2, ProbeConfig
-from pipeline.evaluation.feature_store import FeatureStore
+from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.logistic import LogisticConfig, logistic
 from pipeline.evaluation.neighbours import NeighboursConfig, knn
 from pipeline.evaluation.probe import Beat, LinearMap, fit, fit_all

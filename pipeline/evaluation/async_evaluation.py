@@ -1,0 +1,156 @@
+"""Asynchronous evaluation (`evaluate_on: spare`): how rank 0 requests it, and how its outcome reaches metrics.jsonl.
+
+The driver and rank 0 leave each other files, because neither may wait for the other:
+
+    <attempt>/spare                                  the driver: a worker beside training can evaluate a commit
+    <stage>/evaluations/step-0000001200.requested    rank 0, before the commit: evaluate this step beside training
+    <stage>/evaluations/step-0000001200.in-loop      rank 0: the workers that train evaluate the step themselves, now
+    <stage>/evaluations/step-0000001200.json         the driver: the record that rank 0 puts into metrics.jsonl
+
+As long as a step has one of the middle two its checkpoint stays and its evaluation is due, also after a kill.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
+
+from data.files import write_whole
+
+SPARE_FILE = "spare"
+FOLDER = "evaluations"  # of a stage
+REQUESTED = ".requested"
+IN_LOOP = ".in-loop"
+OF_ONE_SEED = re.compile(r"-seed-\d+$")
+
+
+class EvaluationRecord(TypedDict):
+    """Holds the outcome of an evaluation: the kind, values and line of its record in metrics.jsonl."""
+
+    kind: str  # "evaluate", "evaluate_failed" or "evaluate_skipped"
+    values: dict[str, float | int | str]
+    line: str
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def file_of(stage: Path, step: int, suffix: str) -> Path:
+    """Return the file of a step's evaluation with this suffix."""
+    return stage / FOLDER / f"step-{step:010d}{suffix}"
+
+
+def request(stage: Path, step: int, suffix: str) -> None:
+    """Mark a step as due for evaluation: beside training (REQUESTED) or by the training workers (IN_LOOP).
+
+    Raises OSError.
+    """
+    path = file_of(stage, step, suffix)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+
+
+def withdraw(stage: Path, step: int, suffix: str) -> None:
+    """Remove the mark of `request`. Raises OSError."""
+    file_of(stage, step, suffix).unlink(missing_ok=True)
+
+
+def requested(stage: Path, suffix: str = REQUESTED) -> list[int]:
+    """Return the steps with this mark, the oldest first."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in (stage / FOLDER).glob(f"step-*{suffix}"))
+
+
+def due(stage: Path) -> set[int]:
+    """Return the steps whose evaluation is due, by whichever workers: their checkpoints must stay."""
+    return {*requested(stage), *requested(stage, IN_LOOP)}
+
+
+def request_unfinished(stage: Path) -> None:
+    """Request the evaluations that the training workers of an earlier attempt began and did not finish."""
+    for step in requested(stage, IN_LOOP):
+        file_of(stage, step, IN_LOOP).replace(file_of(stage, step, REQUESTED))
+
+
+def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
+    """Leave the outcome of an evaluation for rank 0; from then on the step is not due any more. Raises OSError."""
+    write_whole(file_of(stage, step, ".json"), json.dumps(record))
+    withdraw(stage, step, REQUESTED)
+
+
+def skip(stage: Path, step: int, reason: str) -> None:
+    """Record that a step is not evaluated. Raises OSError."""
+    line = f"evaluate step {step} SKIPPED: {reason}"
+    put_record(stage, step, {"kind": "evaluate_skipped", "values": {"step": step, "reason": reason}, "line": line})
+
+
+def records(stage: Path) -> list[Path]:
+    """Return the files of the records that are not in metrics.jsonl yet, the oldest step first."""
+    return sorted((stage / FOLDER).glob("step-*.json"))
+
+
+def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str], bool]) -> None:
+    """Report each record by its kind, values and line; a record that the disk refuses stays for the next call."""
+    for path in records(stage):
+        # Where a shared folder fails for a moment, the next call reports the record.
+        with suppress(OSError):
+            record: EvaluationRecord = json.loads(path.read_text())
+            if report(record["kind"], record["values"], record["line"]):
+                path.unlink()
+
+
+# ------------------------------------------------------------------------------------------------ values and lines
+
+
+def metrics_of(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the scores among an evaluation's values."""
+    return {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+def is_of_one_seed(name: str) -> bool:
+    """Tell whether a value is of a single draw of the shots, "5shot-seed-0"; people see the mean, "5shot"."""
+    return OF_ONE_SEED.search(name) is not None
+
+
+def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that people see: the mean over the draws of the shots, and not each draw."""
+    return {name: value for name, value in metrics.items() if not is_of_one_seed(name)}
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float], remark: str = "") -> str:
+    """Return the log line of an evaluation; metrics.jsonl has every seed of the few-shot probe, the line their mean."""
+    shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(metrics).items()]
+    return f"evaluate step {step}  {'  '.join(shown)}{remark}"
+
+
+def unreadable_line(count: int, path: str, source: str = "evaluate") -> str:
+    """Return a warning about unreadable samples: a damaged set must not pass for a worse or better model."""
+    return f"{source}: {count} bad samples of {path} count neither way; see `jobs data check`"
+
+
+@dataclass
+class LoopPrice:
+    """Measures how much of the loop's time its evaluations take; reported once an attempt."""
+
+    first_step: int = 0  # whole steps when the attempt began to train
+    began: float = field(default_factory=time.monotonic)
+    evaluated_s: float = 0.0  # of all evaluations since
+    is_reported: bool = False
+
+    def begin(self, step: int) -> None:
+        """Count from here: building and restoring are not training."""
+        self.first_step = step
+        self.began = time.monotonic()
+
+    def line(self, step: int, seconds: float, every: int, *, looks_for_spare: bool) -> str:
+        """Return the price of an evaluation of `seconds` after every so many steps, as a share of the time."""
+        busy_s = time.monotonic() - self.began - self.evaluated_s
+        step_s = busy_s / max(step - self.first_step, 1)
+        share = seconds / (seconds + every * step_s)
+        remark = "evaluate_on=spare evaluates commits beside training, where the cluster has room"
+        if looks_for_spare:
+            remark = "evaluate_on=spare, but nothing was spare"
+        return f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time; {remark}"
