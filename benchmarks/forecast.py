@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+from jobs.cluster.MISSING import worker_group_runner
+from jobs.workers.worker_files import SeenRecords
 
 import models
-from jobs.cluster.backends import worker_group_runner
 from jobs.cluster_config import ClusterConfig
 from jobs.planning.calibrate import Engine, calibrate, engine
-from jobs.workers.worker_files import SeenRecords
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.plan.calibration import read_calibration
 from pipeline.plan.forecast import forecast_step, passes_of, work_of

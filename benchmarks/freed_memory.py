@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch.distributed as dist
 
 from benchmarks.forecast import Row, Stepper
-from jobs.workers.environment import MALLOC
+from jobs.cluster.fork_server import MALLOC
 from pipeline import process_group
 
 ROWS = {

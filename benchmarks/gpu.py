@@ -40,11 +40,10 @@ import torch.nn.functional as F
 import models
 from benchmarks import train_step
 from data.errors import ConfigError, PatchlineError
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.planning.calibrate import KINDS, calibrate, engine
 from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
-from jobs.workers.worker_group import WorkerGroupError
 from pipeline.engine.engine import Engine, deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
 from pipeline.optimization.optimizer import OptimConfig, build_optimizer

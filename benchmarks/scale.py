@@ -35,6 +35,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jobs.workers.node_copies import ASKED_AT_A_LOOK
+from jobs.workers.node_files import Change, NodeActor, take_over
+from jobs.workers.worker_files import SeenRecords, records, worker_file
 from safetensors.torch import save_file
 
 from data.files import write_durably
@@ -44,9 +47,6 @@ from data.index.shard import Shard
 from data.order import Ledger
 from jobs.ownership import claim_attempt
 from jobs.recipe.changes import newest_attempt_name
-from jobs.workers.node_copies import ASKED_AT_A_LOOK
-from jobs.workers.node_files import Change, NodeActor, take_over
-from jobs.workers.worker_files import SeenRecords, records, worker_file
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
@@ -230,7 +230,8 @@ def measure_calls(folder: Path) -> None:
     """Ask an actor of an embedded Ray cluster as often as the driver asks nodes at a look, and take the answers."""
     import ray
 
-    from jobs.cluster.backends import connect, disconnect
+    from jobs.cluster.nodes import disconnect
+    from jobs.cluster.ray_access import connect
     from jobs.cluster_config import ClusterConfig
 
     attempt = folder / "stage" / "attempts" / "attempt-000001"

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 import models
 from data import files
 from data.errors import CheckpointError
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline import train

@@ -16,9 +16,9 @@ from setuptools import find_packages
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
 from jobs.cluster import embedded
+from jobs.cluster.fork_server import PRELOAD
 from jobs.recipe import campaign
 from jobs.run import early_start, session
-from jobs.workers import processes
 from pipeline.training_config import TrainConfig
 
 pytestmark = pytest.mark.quick
@@ -226,7 +226,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
         words.insert(0, "run")
     script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"fork server [] {processes.PRELOAD}\n", done.stderr
+    assert done.stdout == f"fork server [] {PRELOAD}\n", done.stderr
 
 
 @pytest.mark.parametrize(

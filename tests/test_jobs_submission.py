@@ -20,16 +20,16 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.cluster.backends import connect, disconnect
-from jobs.cluster.ray_access import ROOT
+from jobs.cluster.nodes import disconnect
+from jobs.cluster.ray_access import ROOT, connect
 from jobs.cluster.ray_refusals import explain
+from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata
 from jobs.recipe.campaign import KINDS
 from jobs.recipe.carried_recipe import VARIABLE, carried
 from jobs.submit import submission
-from jobs.workers.worker_group import LOOPBACK
 from pipeline.config import section_kind
 from pipeline.versions import COMMIT_VARIABLE
 

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from jobs.__main__ import main
+from jobs.cluster.worker import records
 from jobs.commands.demo import step_losses
 from jobs.monitor import worker_gauge
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from jobs.workers.worker_files import records
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics

@@ -24,13 +24,13 @@ from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, Stora
 from data.remote import urls
 from data.store import Store, check_store_url
 from jobs.__main__ import main
-from jobs.attempts import supervisor
+from jobs.cluster import supervisor
+from jobs.cluster.worker_group import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.run import sync
 from jobs.run.sync import synced
-from jobs.workers.worker_group import WorkerGroupError
 from pipeline import artifacts
 from pipeline.checkpoints import commit, saver, stored, stored_restore
 from pipeline.checkpoints.checkpoint import Chosen, Reader
@@ -490,7 +490,7 @@ def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
         stopping=lambda: bool(stops),
         remote=url,
     )
-    supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0, ask_to_stop=print)
+    supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0)
 
 
 def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(

@@ -15,6 +15,8 @@ Under Ray it is an actor in the campaign's placement group, for plain processes 
 The agent ends with its driver, and its workers end with it (fork_server.py).
 """
 
+import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -39,7 +41,9 @@ from pipeline.monitoring.watchdog import STOP_FILE, Place, read_place
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
 OOM_WINDOW_S = 10.0  # between the kernel's kill and the end that is seen: a large process takes a while to die
 OOM_LOOK_S = 1.0  # between two looks at the kernel's counter
-MEMORY = Path("/dev/shm")  # a disk that is full does not keep a worker from saying where it is
+MEMORY = Path("/dev/shm")
+FOLDER_PREFIX = "pl-agent-"
+LOCK = "lock"
 END_S = 10.0  # for a worker that was killed to be gone
 STATUS = Path("/proc/self/status")  # Linux
 
@@ -91,7 +95,7 @@ class Agent:
         self.node_id = node_id
         self.address = address
         self.has_gpus = has_gpus
-        self.base = Path(tempfile.mkdtemp(prefix="pl-agent-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
+        self.base, self.lock = make_base()
         self.server: ForkServer | None = None
         self.changed = threading.Condition()  # held wherever what follows is read or written
         self.port = 0  # where the next rank 0 serves its store; 0 until the fork server has said it
@@ -183,7 +187,9 @@ class Agent:
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
                     told_to_go.append(worker.rank)
             changes = self.files.look({}) if self.files is not None else []
-            return NodeReport(self.news, list(self.workers.values()), told_to_go, changes)
+            # Copies: the driver of plain processes has the same objects, and an attempt's end would change them.
+            states = [dataclasses.replace(worker) for worker in self.workers.values()]
+            return NodeReport(self.news, states, told_to_go, changes)
 
     def take(self, taken: Mapping[str, Mark]) -> None:
         """Count as sent what the driver has written down."""
@@ -263,6 +269,24 @@ class Agent:
             if worker.pid and not worker.has_ended:
                 with suppress(OSError, ValueError):
                     worker.record = json.loads(worker_file(self.node_folder, worker.rank, ".json").read_text())
+
+
+def make_base() -> tuple[Path, int]:
+    """Make an agent's folder, and remove those of agents that were killed with their fork servers.
+
+    Returns the folder and the handle of its lock, which is held as long as the agent lives.
+    """
+    # A disk that is full does not keep a worker from saying where it is.
+    parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+    lock = os.open(base / LOCK, os.O_WRONLY | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for other in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+        # That of another user, or gone meanwhile.
+        with suppress(OSError), other.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other.parent, ignore_errors=True)
+    return base, lock
 
 
 class RecentOomKills:

@@ -40,14 +40,28 @@ class ClusterState:
     def now(cls) -> "ClusterState":
         """Ask the head once. Any thread may."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
-        total, free, draining = {}, {}, set()
+        total: dict[str, dict[str, float]] = {}
+        free: dict[str, dict[str, float]] = {}
+        left: dict[str, dict[str, float]] = {}
+        draining: set[str] = set()
         for node in [*status.active_nodes, *status.idle_nodes]:
             if node.node_id is None:
                 continue
             total[node.node_id] = node.total_resources()
             free[node.node_id] = node.available_resources()
+            left[node.node_id] = node.total_resources()  # without what placement groups hold
             if node.node_status == DRAINING:
                 draining.add(node.node_id)
+        # What a node has free is reported up to a second late; placement groups are known at once.
+        for row in placement_group_table().values():
+            if row["state"] == "CREATED":
+                for bundle, node_id in row["bundles_to_node_id"].items():
+                    for name, amount in row["bundles"][bundle].items():
+                        if name in left.get(node_id, {}):
+                            left[node_id][name] -= amount
+        for node_id, resources in left.items():
+            for name, amount in resources.items():
+                free[node_id][name] = min(free[node_id].get(name, 0.0), amount)
         return cls(total, free, draining)
 
     @property

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from jobs.cluster.worker import STOP_SIGNALS, WorkerOrder, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
@@ -77,6 +77,15 @@ class News:
 # ------------------------------------------------------------------------ in the agent
 
 
+class Process(Protocol):
+    """A process that was started here."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Return its exit code when it has ended."""
+
+
 class ForkServer:
     """A fork server as its agent sees it: a child process, and a connection of orders and answers."""
 
@@ -90,21 +99,25 @@ class ForkServer:
         if keeps_memory:
             # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers.
             environment = with_malloc({**environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})
+        self.process = self.launch([*words, *modules], environment, (theirs.fileno(), lifeline))
+        theirs.close()
+        os.close(lifeline)
+
+    def launch(self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]) -> Process:
+        """Start the process, which inherits these file descriptors."""
         # A new process inherits which signals are blocked; this one unblocks them when it has handlers.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self.process = subprocess.Popen(
-                [*words, *modules],
+            return subprocess.Popen(
+                words,
                 env=environment,
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=handles,
                 stdin=subprocess.DEVNULL,
                 # A signal to the driver's whole process group, as of `timeout` or Ctrl-C, is not for the workers.
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        theirs.close()
-        os.close(lifeline)
 
     def close(self) -> None:
         """End the process with all its workers, and wait for that."""

@@ -8,6 +8,9 @@
 Ray takes seconds to import, so only a cluster that needs it imports it.
 """
 
+import dataclasses
+import os
+import sys
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +40,12 @@ class NodeAgent:
 
 class Nodes(Protocol):
     """The nodes of one command, for attempt after attempt."""
+
+    def warm_up(self, *, has_compiler: bool = False) -> None:
+        """Begin what workers need and what takes seconds, where that takes nothing from anybody.
+
+        With `has_compiler` torch's compiler is imported too, for workers that need it (`TrainConfig.needs_compiler`).
+        """
 
     def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
         """Return how many workers can start, one of `worlds`, when their places are reserved; the largest comes first.
@@ -72,6 +81,28 @@ class Nodes(Protocol):
         """Return how many GPUs there are, and whether this "machine" or a "cluster" has them."""
 
 
+class SparePlace(Nodes, Protocol):
+    """A place for one worker beside the worker group, which is never taken from training or from anybody who waits."""
+
+    def is_free(self) -> bool:
+        """Tell whether there is a place that nobody wants."""
+
+    def is_wanted(self) -> bool:
+        """Tell whether somebody waits for the place that is used."""
+
+    def training_has_ended(self) -> None:
+        """Hear that the worker group's own places are free from now on."""
+
+    def take(self) -> bool:
+        """Take the place; tell whether that succeeded."""
+
+    def give_back(self) -> None:
+        """Give the place back."""
+
+    def close(self) -> None:
+        """End the agent."""
+
+
 class ThisMachine:
     """Plain processes of this machine: one node, whose agent is an object in this process."""
 
@@ -83,10 +114,7 @@ class ThisMachine:
         self.name = ""
 
     def warm_up(self, *, has_compiler: bool = False) -> None:
-        """Start the fork server: it imports while the driver still prepares the work.
-
-        With `has_compiler` torch's compiler too, for workers that come to need it (`TrainConfig.needs_compiler`).
-        """
+        """Start the fork server: it imports while the driver still prepares the work."""
         self.name = self.agent.warm_up((*PRELOAD, COMPILER) if has_compiler else PRELOAD)
 
     def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
@@ -140,6 +168,54 @@ class ThisMachine:
         return torch.cuda.device_count(), "machine"
 
 
+class SpareCore(ThisMachine):
+    """A core, and where workers have GPUs also a GPU, that the workers of this machine leave free."""
+
+    def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
+        """`world` workers of the config train on this machine and keep so many cores busy."""
+        super().__init__(cluster)
+        self.busy_cores = busy_cores
+        self.gpus_in_use = world * cluster.gpus_per_worker
+
+    def is_free(self) -> bool:
+        """Tell whether this process may use more cores and GPUs than the workers do."""
+        from pipeline.preflight.machine import cores  # it imports torch, for which a start does not wait
+
+        if cores() <= self.busy_cores:
+            return False
+        gpus = self.cluster.gpus_per_worker
+        return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
+
+    def is_wanted(self) -> bool:
+        """Tell that nobody waits: other commands of this machine do not know of one another."""
+        return False
+
+    def training_has_ended(self) -> None:
+        """Take all cores and GPUs for free."""
+        self.busy_cores = 0
+        self.gpus_in_use = 0
+
+    def take(self) -> bool:
+        """Tell that the place is there: nobody else takes it meanwhile."""
+        return True
+
+    def give_back(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """End the fork server of this place."""
+        self.agent.close()
+
+    def agents(self, world: int, on_tick: Tick) -> list[NodeAgent]:
+        """Return the agent of this machine, for one worker on a GPU that training leaves."""
+        (agent,) = super().agents(world, on_tick)
+        if not self.cluster.gpus_per_worker:
+            return [agent]
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = named.split(",") if named is not None else [str(number) for number in range(self.gpus_present()[0])]
+        return [dataclasses.replace(agent, visible_gpus=",".join(visible[self.gpus_in_use :]))]
+
+
 _machines: dict[bool, ThisMachine] = {}  # of this process: with or without GPUs
 
 
@@ -158,6 +234,24 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
     machine = _machines[has_gpus]
     machine.cluster = cluster
     return machine
+
+
+def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
+    """Return the place beside a worker group of `cluster.world`, which keeps so many cores of this machine busy."""
+    if cluster.backend == "ray":
+        from jobs.cluster import ray_nodes
+
+        return ray_nodes.SpareBundle(ray_nodes.ray_nodes_of(cluster))
+    return SpareCore(cluster, cluster.world, busy_cores)
+
+
+def disconnect() -> None:
+    """Leave the Ray cluster where this process has joined one; an embedded one ends with every process."""
+    # Ray is imported only where it is needed; without it there is no cluster to leave.
+    if "jobs.cluster.ray_access" in sys.modules:
+        from jobs.cluster import ray_access
+
+        ray_access.disconnect()
 
 
 def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:

@@ -18,7 +18,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from jobs.cluster.ray_token import ensure_token
-from jobs.workers.worker_group import LOOPBACK
+from jobs.cluster.worker import LOOPBACK
 
 OBJECT_STORE_BYTES = 200 * 2**20  # Train stores next to nothing; the default is 30 % of the memory
 

@@ -3,8 +3,8 @@
 1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, each on one node. From then on
    Ray's scheduler orders the request among all others, and an autoscaler sees what is wanted.
 2. While Ray has no room, a message says for how many workers there is room, and which campaigns hold the rest.
-3. `agents` starts an actor on each of these nodes (agent.py). It takes no CPU of Ray's count and belongs to the node and
-   not to the places, so that it stays warm where the places change and the node does not.
+3. `agents` starts an actor on each of these nodes (agent.py). It takes no CPU of Ray's count. It belongs to the node
+   and not to the places, so that it stays warm where the places change and the node does not.
 4. The places are kept when an attempt fails, so that a campaign that waits does not slip in between two attempts. They
    are asked for anew where one of their nodes is about to leave, or does not answer.
 5. Ray takes all of it back when this process leaves the cluster.
@@ -37,6 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from data.errors import ClusterError
 from jobs.cluster.agent import Agent, NodeOrder
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
+from jobs.cluster.fork_server import COMPILER, PRELOAD
 from jobs.cluster.nodes import Log, NodeAgent, Tick
 from jobs.cluster.ray_access import connect
 from jobs.cluster_config import ClusterConfig
@@ -51,6 +52,8 @@ AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # Ray has missed a node that is dead after so long; a node that is there is better than none
 ANSWER_S = 3.0  # for a node that is alive to take a connection
 AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
+BORROW_S = 5.0  # for Ray to place what seems to be free
+BORROW_LOOK_S = 1.0  # between two questions whether somebody wants the borrowed place
 GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
 WORKER_GAUGE = "patchline_worker"
 
@@ -72,8 +75,8 @@ class RayAgent(Agent):
         """Start this node's workers, and show them."""
         super().start(order)
         # An attempt's folder is <run>/<stage>-<key>/attempts/attempt-000001.
-        stage, _, _ = order.folder.parents[1].name.rpartition("-")
-        run = order.folder.parents[2].name
+        *_, run, stage_and_key, _, _ = ("", "", *order.folder.parts)
+        stage, _, _ = stage_and_key.rpartition("-")
         self.labels = [{"run": run, "stage": stage, "rank": str(info.rank)} for info in order.ranks]
 
     def end(self) -> None:
@@ -131,9 +134,21 @@ class RayNodes:
         self.lent: list[Reservation] = []  # free places that are given back when anybody wants them
         self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
         self.actors: dict[str, Any] = {}  # agents, by their node's id
+        self.has_compiler = False  # agents import torch's compiler
         self.run = ""
         self.number = 0  # of agents that were started; in their names
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
+
+    def warm_up(self, *, has_compiler: bool = False) -> None:
+        """Start the agent of an embedded cluster, which is for this command alone.
+
+        Raises ClusterError where an embedded cluster has too few places: now, and not when the workers are needed.
+        """
+        self.refuse_too_few(self.cluster.least)
+        self.has_compiler = self.has_compiler or has_compiler
+        node_id = self.own_node()
+        if self.is_embedded and node_id not in self.actors:
+            self.actors[node_id] = self._start_agent(node_id)
 
     # -------------------------------------------------------------------- places
 
@@ -198,7 +213,7 @@ class RayNodes:
         return room_for(share_of_worker(self.cluster), self._open_to_us(state, self._nodes_to_avoid()))
 
     def is_anything_asked_for(self) -> bool:
-        """Tell whether anybody waits for a placement group for which the cluster is large enough. Any thread may ask."""
+        """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
         total = ClusterState.now().total
         ours = {reservation.group.id.hex() for reservation in self._reservations()}
         for group, row in placement_group_table().items():
@@ -356,9 +371,9 @@ class RayNodes:
 
     def agents(self, world: int, on_tick: Tick) -> list[NodeAgent]:
         """Return the agents of the nodes of the reservation, in the order of the ranks; start those that lack."""
-        assert self.reservation is not None and self.reservation.workers == world
+        assert self.reservation is not None and self.reservation.workers >= world
         slots: dict[str, list[int]] = {}  # bundles by node, in the order of the first bundle
-        for bundle, node_id in sorted(self.reservation.row()["bundles_to_node_id"].items()):
+        for bundle, node_id in sorted(self.reservation.row()["bundles_to_node_id"].items())[:world]:
             slots.setdefault(node_id, []).append(bundle)
         # Agents of nodes that are not used any more would only take up their memory.
         for node_id in set(self.actors) - set(slots):
@@ -398,7 +413,7 @@ class RayNodes:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         agent = actor.remote(self.cluster.gpus_per_worker > 0)
-        agent.warm_up.remote()
+        agent.warm_up.remote((*PRELOAD, COMPILER) if self.has_compiler else PRELOAD)
         return agent
 
     def _visible_gpus(self, node_id: str, bundles: Sequence[int]) -> str:
@@ -458,6 +473,67 @@ class RayNodes:
         return int(ray.cluster_resources().get("GPU", 0)), "machine" if self.is_embedded else "cluster"
 
 
+class SpareBundle(RayNodes):
+    """A place for one worker beside the worker group: free resources of that size, borrowed as long as nobody waits.
+
+    When training has ended the workers' places are kept for the next stage; until then one of them serves.
+    """
+
+    def __init__(self, training: RayNodes) -> None:
+        super().__init__(training.cluster, is_embedded=training.is_embedded)
+        self.training = training
+        self.run = f"{training.run} evaluation"
+        self.has_training_ended = False
+        self.next_look = 0.0
+
+    def is_free(self) -> bool:
+        """Tell whether there is a place on a node that stays, and nobody waits for places."""
+        if self.has_training_ended and self.training.reservation is not None:
+            return True
+        free = ClusterState.now().staying
+        for node in self.training._nodes_to_avoid():
+            free.pop(node, None)
+        return room_for(share_of_worker(self.cluster), free) >= 1 and not self.training.is_anything_asked_for()
+
+    def is_wanted(self) -> bool:
+        """Tell whether somebody waits for the place that was borrowed; asked of Ray once a second."""
+        if not self.training.lent or time.monotonic() < self.next_look:
+            return False
+        self.next_look = time.monotonic() + BORROW_LOOK_S
+        return self.training.is_anything_asked_for()
+
+    def training_has_ended(self) -> None:
+        """Hear that the worker group's own places are free from now on."""
+        self.has_training_ended = True
+
+    def take(self) -> bool:
+        """Take one of the places that training has left, or borrow another; tell whether Ray had it at once."""
+        if self.has_training_ended and self.training.reservation is not None:
+            self.reservation = self.training.reservation
+            return True
+        share = share_of_worker(self.cluster)
+        # Others see who has it by its name, which is none of those that they wait for.
+        group = placement_group([share], name=f"evaluation {self.run} {secrets.token_hex(4)}")
+        self.reservation = Reservation(group, 1, share)
+        self.training.lent.append(self.reservation)
+        if group.wait(timeout_seconds=BORROW_S):
+            return True
+        self.give_back()
+        return False
+
+    def give_back(self) -> None:
+        """Give back what was borrowed, where anything was."""
+        self.reservation = None
+        self.gpu_ids = {}
+        while self.training.lent:
+            remove_placement_group(self.training.lent.pop().group)
+
+    def close(self) -> None:
+        """End the agents of evaluations."""
+        for node_id in list(self.actors):
+            self._kill(node_id)
+
+
 def too_small(text: str, reason: str) -> ClusterError:
     """Return the error of a cluster that has not enough places, with what to type."""
     return ClusterError(f"{text}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")
@@ -477,8 +553,5 @@ def ray_nodes_of(cluster: ClusterConfig) -> RayNodes:
         _joined.clear()
         _joined[job] = RayNodes(cluster, is_embedded=info.embedded)
         _joined[job].avoided = avoided
-    nodes = _joined[job]
-    nodes.cluster = cluster
-    # Refused now, and not when the workers are needed.
-    nodes.refuse_too_few(cluster.least)
-    return nodes
+    _joined[job].cluster = cluster
+    return _joined[job]

@@ -7,10 +7,11 @@
 3. All workers have returned: rank 0's value is the group's. Otherwise `failure_of` names the worker that failed first.
 4. Whatever happens, the agents kill what is left, and no worker is alive when `run` returns.
 
-When one worker dies, all its peers raise within 0.1 s, because their collectives lose a member. Most of what is reported
-then is an echo; `failure_of` says in which order it looks for the first cause.
+When one worker dies, all its peers raise within 0.1 s, because their collectives lose a member. Most of what is then
+reported is an echo; `failure_of` says in which order it looks for the first cause.
 """
 
+import math
 import os
 import pickle
 import re
@@ -42,6 +43,7 @@ RAISED_S = 0.5  # for another worker to die, where one has raised: then that dea
 SILENT_S = 15.0  # after which an agent that does not answer is asked for at its node
 SILENT_PEER_S = 2.0  # the same, where a worker says that it has lost a peer
 DRAIN_POLL_S = 1.0  # between two questions which nodes are being drained
+STOP_AGAIN_S = 5.0  # between two requests to commit and end
 END_S = 20.0  # for agents to end their workers
 STACK_CHARACTERS = 10_000  # of the end of a dead worker's log, enough for the stacks of all its threads
 
@@ -132,7 +134,7 @@ class WorkerGroup:
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
         self.node_names: dict[int, str] = {}
         self.drain_events: dict[int | None, DrainEvent] = {}
-        self.is_stop_requested = False
+        self.stop_requested = -math.inf
         self.has_ended = threading.Event()
         self.draining: dict[str, str] = {}  # by node id: why; filled by a thread
 
@@ -156,8 +158,10 @@ class WorkerGroup:
 
     def request_stop(self) -> None:
         """Ask the workers to commit and end."""
-        if not self.is_stop_requested:
-            self.is_stop_requested = True
+        now = time.monotonic()
+        # Again after a while: a request may be lost with a connection that broke for a moment.
+        if now > self.stop_requested + STOP_AGAIN_S:
+            self.stop_requested = now
             for link in self.links:
                 link.agent.call("stop")
 
@@ -275,7 +279,8 @@ class WorkerGroup:
         patience_until: float | None = None  # when the first failure is judged, once there is one
         next_tick = 0.0
         while True:
-            self._poll(min(TICK_S, max(0.0, next_tick - time.monotonic())))
+            wake_at = next_tick if patience_until is None else min(next_tick, patience_until)
+            self._poll(max(0.0, wake_at - time.monotonic()))
             self._take_drain_events()
             now = time.monotonic()
             # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
@@ -285,7 +290,7 @@ class WorkerGroup:
                 grace_s = self._grace_s()
                 if grace_s is not None:
                     patience_until = now + grace_s
-            elif now > patience_until:
+            elif now >= patience_until:
                 return
             if now >= next_tick:
                 next_tick = now + TICK_S
@@ -430,7 +435,7 @@ class WorkerGroup:
         # False sorts before True, so an exit code that was asked for comes before every crash.
         first = min(raised, key=lambda record: (record["exit_code"] is None, record["ended"]))
         if has_lost_a_peer(first):
-            # Like a death it may have been chance, so it has no kind: a second time it is not "the same exception again".
+            # Like a death it may have been chance. So it has no kind: a second time it is not "the same exception".
             cause = f"a collective failed: {self._lost_peer(first)} was lost or did not answer, and no death was seen"
             return WorkerGroupError(first["rank"], first["node"], cause, first["traceback"])
         return WorkerGroupError(
@@ -475,14 +480,15 @@ def run_worker_group(
     task: Task,
     *,
     cluster: ClusterConfig,
-    folder: Path,
+    name: str,
+    directory: Path,
     on_tick: Callable[[], None] = do_nothing,
     log: Callable[[str], None] = print,
     is_shared: bool = True,
 ) -> object:
-    """Run one worker group that nobody supervises, in a new folder, and return rank 0's value."""
+    """Run one worker group that nobody supervises, in a new folder `name` of `directory`; return rank 0's value."""
     # Workers may have another working directory.
-    folder = folder.resolve()
+    folder = directory.resolve() / name
     folder.mkdir(parents=True)
     nodes = nodes_of(cluster)
     nodes.reserve(str(folder), [cluster.world], log, on_tick)

@@ -1,6 +1,5 @@
 """`patchline run|plan|preflight|calibrate|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,16 +106,14 @@ def plan(
 @commands.command()
 def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
-    from jobs.cluster import backends
+    from jobs.cluster.nodes import disconnect
     from jobs.commands import preflight
 
     loaded = load_campaign(recipe, overrides)
     try:
         return preflight.preflight(loaded, say)
     finally:
-        # Ray is imported only where it was needed.
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
+        disconnect()
 
 
 @commands.command()
@@ -128,7 +125,7 @@ def calibrate(
     _debug: Debug = False,
 ) -> None:
     """Measure this machine, or every node of a recipe's cluster (minutes); `plan` then says time and money."""
-    from jobs.cluster import backends
+    from jobs.cluster.nodes import disconnect
     from jobs.planning.calibrate import calibrate
     from pipeline.plan.calibration import calibration_file
 
@@ -139,8 +136,7 @@ def calibrate(
     try:
         calibrate(campaigns, Path(output) if output else calibration_file(), say)
     finally:
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
+        disconnect()
 
 
 @commands.command()

@@ -27,7 +27,8 @@ from typing import Any, cast
 import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
-from jobs.cluster import backends
+from jobs.cluster.nodes import nodes_of
+from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
@@ -37,8 +38,6 @@ from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.readiness import missing_inputs
 from jobs.run.session import warn_of_unused_gpus
 from jobs.stages import pack
-from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
@@ -64,9 +63,7 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     for message in missing_inputs(campaign, campaign.stages):
         findings.append(Finding("FAIL", "inputs", message, "bring it there, or correct the recipe", ExitCode.DATA))
     try:
-        if cluster.backend == "ray":
-            backends.connect(cluster)
-        world = backends.wait_for_resources(cluster, str(campaign.run), say, do_nothing, worlds_of_all(campaign))
+        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), say, do_nothing)
         needs = needs_of(campaign, world)
         report = examine_workers(campaign, needs, world)
         findings += judge(report, needs)
@@ -217,10 +214,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
     largest = max((stage.gradient_bytes for stage in needs.stages), default=0)
     with folder_in(campaign.run) as folder:
         shared = folder / "shared"
-        # Ray Train names its own run after the group's folder and the one two above it.
-        group_folder = folder / "workers" / "preflight"
         shared.mkdir()
-        group_folder.mkdir(parents=True)
         task = {
             "folder": str(shared),
             "is_shared": needs.is_shared,
@@ -228,14 +222,13 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,
         }
-        run_worker_group = backends.worker_group_runner(cluster)
         with answering(shared):
             report = run_worker_group(
                 examine,
                 task,
                 cluster=cluster,
-                seen=SeenRecords(group_folder),
-                on_tick=do_nothing,
+                name="attempt",
+                directory=folder / "preflight" / "attempts",
                 is_shared=needs.is_shared,
             )
     return cast(PreflightReport, report)

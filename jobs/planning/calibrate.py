@@ -22,16 +22,13 @@ from typing import Any, TypeAlias, cast
 import models
 from data.decoder import images_per_cpu_s
 from data.errors import UsageError
-from jobs.cluster import backends
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.context import index_if_made
 from jobs.planning.calibration_lines import lines
 from jobs.planning.passing import folder_in
 from jobs.planning.slowest_node import put_together
 from jobs.resolved_recipe import Campaign
-from jobs.workers.processes import gpus_present
-from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import do_nothing
 from models import ModelConfig
 from pipeline.plan.calibration import decode_key, write_calibration
 from pipeline.plan.engine_cost import EngineTime
@@ -105,7 +102,9 @@ def cluster_of(campaigns: Sequence[Campaign]) -> ClusterConfig:
     Raises UsageError where recipes differ in what a worker is.
     """
     if not campaigns:
-        gpus = gpus_present()
+        import torch
+
+        gpus = torch.cuda.device_count()
         return ClusterConfig(workers=gpus or cores(), backend="processes", gpus_per_worker=min(gpus, 1))
     first = campaigns[0].cluster
     most = max(campaign.cluster.most for campaign in campaigns)
@@ -244,8 +243,6 @@ def reports_of(
     """
     worlds = sorted(engines, reverse=True)
     largest = worlds[0]
-    if cluster.backend == "ray":
-        backends.connect(cluster)
     reports: dict[int, Mapping[str, Any]] = {}
     for world in worlds:
         asked = list(engines[world])
@@ -269,16 +266,14 @@ def run_workers(
 ) -> Mapping[str, Any]:
     """Run a worker group once, as a stage would have it."""
     run = campaigns[0].run if campaigns else Path(tempfile.gettempdir()) / f"patchline-calibrate-{os.getpid()}"
-    backends.wait_for_resources(cluster, str(run), say, do_nothing, [cluster.world])
     with folder_in(run) as folder:
-        group_folder = folder / "workers" / "calibrate"
-        group_folder.mkdir(parents=True)
-        report = backends.worker_group_runner(cluster)(
+        report = run_worker_group(
             measure,
             dict(task),
             cluster=cluster,
-            seen=SeenRecords(group_folder),
-            on_tick=do_nothing,
+            name="attempt",
+            directory=folder / "calibrate" / "attempts",
+            log=say,
             is_shared=not campaigns or campaigns[0].remote is None,
         )
     return cast(Mapping[str, Any], report)

@@ -30,12 +30,12 @@ from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
-from jobs.attempts.supervisor import supervise
+from jobs.cluster.supervisor import supervise
+from jobs.cluster.worker import Task
 from jobs.context import Context
 from jobs.stages import any_weights, frozen
 from jobs.stages.evaluation_config import EvaluationConfig, check_sets
 from jobs.stages.evaluation_worker import worker
-from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.evaluation import async_evaluation, document
@@ -122,8 +122,7 @@ def answers_of_workers(
     asked = [as_asked(question, leaked[question.test]) for question in questions]
     make_task = partial(make_evaluation_task, cfg, context, asked)
     worlds = allowed_worlds(cfg, context.cluster)
-    ask_to_stop = partial(frozen.stop_at_once, context.name)
-    outcome = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
+    outcome = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, can_commit=False)
     answers = {}
     for question, answer in zip(questions, outcome["results"], strict=True):
         answers[question.digests] = {**answer, "code": code_version()}

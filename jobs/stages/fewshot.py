@@ -17,10 +17,10 @@ from data.checks import at_least, more_than_0
 from data.files import write_whole
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
-from jobs.attempts.supervisor import supervise
+from jobs.cluster.supervisor import supervise
+from jobs.cluster.worker import Task
 from jobs.context import Context
 from jobs.stages import frozen, training
-from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.config import Tags, tags
@@ -63,9 +63,8 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         if not index.sees_rot:
             context.say(index.lack)
     make_task = partial(make_fewshot_task, cfg, context)
-    ask_to_stop = partial(frozen.stop_at_once, context.name)
     worlds = allowed_worlds(cfg, context.cluster)
-    results = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
+    results = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, can_commit=False)
     write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
 
     # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.

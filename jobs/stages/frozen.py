@@ -25,8 +25,8 @@ from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
+from jobs.cluster.worker import Task
 from jobs.context import Context
-from jobs.workers.worker_group import Task
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.features import FeatureStore, collect
@@ -68,11 +68,6 @@ def task_of(context: Context, attempt: int) -> Task:
         "folder": str(attempt_folder(context.directory, attempt)),
         "remote": context.remote,
     }
-
-
-def stop_at_once(stage: str, attempt_folder: Path) -> None:
-    """End the attempt, because nothing of it is worth a commit. Always raises Preempted."""
-    raise Preempted(f"stopped in {stage}; run the same command again to do it from its start")
 
 
 @dataclass

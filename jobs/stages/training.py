@@ -2,7 +2,7 @@
 
 1. Every set is loaded and looked at, and the disk: a stage that could not be judged or saved must not begin.
 2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
-3. To stop, the driver touches a file; rank 0 sees it at the end of a step, and all workers commit and end.
+3. To stop, the driver asks the agents; rank 0 hears it at the end of a step, and all workers commit and end.
 """
 
 import dataclasses
@@ -18,12 +18,11 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.index.left_out import without
 from data.shards.reader import check_sizes
-from jobs.attempts.attempt import alone
-from jobs.attempts.supervisor import supervise
-from jobs.beside.evaluations import Evaluations
+from jobs.cluster.supervisor import alone, supervise
+from jobs.cluster.worker import Task
 from jobs.context import Context
 from jobs.planning.outlook import keep_forecast
-from jobs.workers.worker_group import Task
+from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.checkpoints.disk_space import check_disk_space
@@ -33,7 +32,7 @@ from pipeline.plan.memory import need_if_traced, with_blocks
 from pipeline.train import train
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version
-from pipeline.worker import STOP_FILE, Job
+from pipeline.worker import Job
 
 Resolve = Callable[[str | None], str | None]  # as Context.resolve
 LoadIndex = Callable[[str], Index | None]
@@ -58,7 +57,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         context,
         worlds=worlds,
         stall_s=cfg.stall_s,
-        ask_to_stop=touch_stop_file,
         accompany=alone if evaluations is None else evaluations.accompany,
     )
     if evaluations is not None:
@@ -74,7 +72,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     return outcome
 
 
-def evaluations_beside(cfg: TrainConfig, context: Context) -> Evaluations | None:
+def evaluations_beside(cfg: TrainConfig, context: Context) -> AsyncEvaluation | None:
     """Return what has commits judged beside training; None where the recipe wants none, or they cannot be."""
     is_judged = bool(cfg.data.evaluate or cfg.probe.train)
     if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not is_judged:
@@ -82,7 +80,7 @@ def evaluations_beside(cfg: TrainConfig, context: Context) -> Evaluations | None
     if context.remote is not None:
         context.say(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
         return None
-    return Evaluations(cfg, context)
+    return AsyncEvaluation(cfg, context)
 
 
 def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:
@@ -193,9 +191,3 @@ def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
     most_workers = allowed_worlds(cfg, context.cluster)[0]
     need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
     return None if need is None else need.device_bytes
-
-
-def touch_stop_file(attempt_folder: Path) -> None:
-    """Ask the workers of an attempt to commit and end; rank 0 looks for this file."""
-    # A file reaches the workers of every node, because all nodes share the run directory.
-    (attempt_folder / STOP_FILE).touch()
