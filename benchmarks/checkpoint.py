@@ -49,9 +49,10 @@ from pipeline.checkpoints import checkpoint, restore
 from pipeline.checkpoints.checkpoint import Reader
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 CHANGES = ((2, 1), (1, 2), (2, 4))  # (workers that saved, workers that load)
@@ -193,20 +194,20 @@ class Contenders:
     def load_ours(self, where: str) -> None:
         """Choose and load as a start does."""
         folder = self.folder / "ours"
-        refresh = self.engine._refresh
+        refresh = self.engine.state.refresh
 
         def note_and_refresh() -> None:
             dist.barrier()
             self.add(f"ours, all read, verified and filled in, {where}", time.monotonic() - began)
             refresh()
 
-        self.engine._refresh = note_and_refresh  # type: ignore[method-assign]
+        self.engine.state.refresh = note_and_refresh  # type: ignore[method-assign]
         with self.timed(f"ours, and the weights gathered, {where}"):
             began = time.monotonic()
             chosen = checkpoint.choose_together(folder, 1, print)
             assert chosen is not None
             restore.load_together(self.engine.load, folder, chosen, 1, print)
-        self.engine._refresh = refresh  # type: ignore[method-assign]
+        self.engine.state.refresh = refresh  # type: ignore[method-assign]
 
     def load_as_before(self, where: str) -> None:
         """Verify every file in rank 0 while the others wait, then load."""

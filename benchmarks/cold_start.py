@@ -35,7 +35,7 @@ import numpy as np
 from data.index.index import Index
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from tests.stores import Proxy, store
 
 SHARDS = 16

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.draws import Draws
 from data.images.augment import AugmentConfig, Box, inception_box
-from data.images.draws import Draws
-from data.shards.sources import tars
+from data.sources.tars import tars
 
 if TYPE_CHECKING:  # other interpreters need not have these
     from multiprocessing.connection import Connection

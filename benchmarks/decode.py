@@ -34,11 +34,11 @@ import numpy as np
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.draws import Draws
 from data.images import jpeg
 from data.images.augment import AugmentConfig, fit, inception_box
 from data.images.decode import Box, decode_crop, read_header, reduced_box, reduction
-from data.images.draws import Draws
-from data.shards.sources import tars
+from data.sources.tars import tars
 
 SIZE = 224  # pixels
 OUT = np.empty((SIZE, SIZE, 3), np.uint8)

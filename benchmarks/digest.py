@@ -28,7 +28,7 @@ from data.index.tar import sample_digest
 from data.order import Order
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import tars
+from data.sources.tars import tars
 
 SIZE = 224  # pixels of a crop
 BATCH = 32

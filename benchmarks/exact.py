@@ -24,10 +24,11 @@ import torch.nn.functional as F
 import models
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 

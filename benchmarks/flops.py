@@ -20,7 +20,7 @@ from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
 from pipeline.arithmetic import steps_of
-from pipeline.optimization.thinning import flops_of, phases
+from pipeline.token_dropping import flops_of, phases
 
 TRAINED_IMAGES = 10_000
 SHOTS = (10, 25)

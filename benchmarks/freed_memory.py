@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.freed_memory [--rounds 3] [--only B/16] [--thread]
 
-Steps of the training loop without its loader (forward, backward, engine), one worker, as `benchmarks.forecast` takes
-them. The ways take turns, each in a process of its own; processor seconds and page faults of a step, medians, and the
-dearest step. With `--thread` the loop is not in the main thread, as it is under Ray.
+Steps of the training loop without its loader (forward, backward, engine), one worker. The ways take turns, each in a
+process of its own; processor seconds and page faults of a step, medians, and the dearest step. With `--thread` the loop
+is not in the main thread, as it is under Ray.
 """
 
 import argparse
@@ -15,27 +15,68 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from benchmarks.forecast import Row, Stepper
+import models
 from jobs.cluster.fork_server import MALLOC
 from pipeline import process_group
+from pipeline.start import build_engine
+from pipeline.training_config import TrainConfig
+
+
+class Row(NamedTuple):
+    """A step that is taken."""
+
+    model: str
+    micro_batch: int
+    precision: Literal["bf16", "fp32"]
+    zero: int
+    recomputed: int = 0  # blocks
+
 
 ROWS = {
-    "S/16, 4 images, fp32, ZeRO 2": Row(1, "S/16", 4, "fp32", 2),
-    "B/16, 2 images, bf16, ZeRO 1, all blocks recomputed": Row(1, "B/16", 2, "bf16", 1, recomputed=12),
-    "B/32, 8 images, bf16, ZeRO 2": Row(1, "B/32", 8, "bf16", 2),
+    "S/16, 4 images, fp32, ZeRO 2": Row("S/16", 4, "fp32", 2),
+    "B/16, 2 images, bf16, ZeRO 1, all blocks recomputed": Row("B/16", 2, "bf16", 1, recomputed=12),
+    "B/32, 8 images, bf16, ZeRO 2": Row("B/32", 8, "bf16", 2),
 }
 GIVEN_BACK = "given back"  # glibc left to itself
 MALLOPT = "mallopt alone"  # in a process that did not start as workers do
 KEPT = "kept"  # as workers on CPUs have it
 WAYS = (GIVEN_BACK, MALLOPT, KEPT)
 STEPS = 10  # behind the first, which warms caches and allocators
+
+
+class Stepper:
+    """A model under the engine, and a micro-batch of black images."""
+
+    def __init__(self, row: Row, device: torch.device) -> None:
+        cfg = TrainConfig(
+            steps=1000, batch_size=row.micro_batch, micro_batch=row.micro_batch, precision=row.precision, zero=row.zero
+        )
+        config = models.config_of(row.model)
+        network = models.from_config(config, torch.Generator().manual_seed(0)).to(device)
+        network.recomputed_blocks = row.recomputed  # type: ignore[assignment]
+        self.engine = build_engine(cfg, network, 1)
+        self.images = torch.zeros(row.micro_batch, 3, *config.image_size, device=device).to(self.engine.dtype)
+        self.targets = torch.zeros(row.micro_batch, config.classes, device=device)
+
+    def take(self) -> float:
+        """Take a step; returns the processor seconds of this process."""
+        began = time.process_time()
+        logits = self.engine.forward(self.images).float()
+        loss = F.binary_cross_entropy_with_logits(logits, self.targets, reduction="sum")
+        self.engine.backward(loss / len(self.images))
+        numbers = torch.cat([loss.detach().double().reshape(1), torch.zeros(3, dtype=torch.float64)])
+        self.engine.end_micro_batch(1e-4, numbers)
+        return time.process_time() - began
 
 
 class Steps(NamedTuple):
@@ -59,7 +100,7 @@ def worker(row: Row, way: str) -> None:
         faults = []
         for number in range(1 + STEPS):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            _, cpu_s = stepper.take()
+            cpu_s = stepper.take()
             if number:
                 seconds.append(cpu_s)
                 faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

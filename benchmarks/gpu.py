@@ -6,10 +6,8 @@
 1. The tests marked `gpu` (tests/test_on_gpu.py, tests/test_gpu.py); in a rehearsal, their twins on the CPU.
 2. A training step of ours, timm and transformers, compiled and not, in turn, against the ceiling of a run: the speed of
    a matrix product of the model's own shape (benchmarks/train_step.py).
-3. A training step of our engine and of stock DeepSpeed at ZeRO 1, 2 and 3 on all GPUs, in turn; its memory; and what
-   `plan` forecast for ours beside what was measured. For time it needs a calibration: where there is none yet that
-   can be read, this machine is calibrated first, for the ZeRO stages that are timed among others; but not in a
-   rehearsal, which has no forecasts of time without.
+3. A training step of our engine and of stock DeepSpeed at ZeRO 1, 2 and 3 on all GPUs, in turn; which share of the
+   GPUs' peak its products are, of which `plan` expects 20 to 40 %; its memory, beside what `plan` says.
 
 Every part runs in a process of its own: one that runs out of memory costs its rows, and they say so. Exit code 1 where
 a test or a part failed. A rehearsal shows that the command runs; its numbers say nothing about a GPU.
@@ -39,28 +37,24 @@ import torch.nn.functional as F
 
 import models
 from benchmarks import train_step
-from data.errors import ConfigError, PatchlineError
-from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.planning.calibrate import KINDS, calibrate, engine
-from jobs.planning.outlook import CALIBRATE, of_another_machine, of_other_workers
-from pipeline.engine.engine import Engine, deepspeed_config
-from pipeline.monitoring.telemetry import memory_gb
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.plan.calibration import calibration_file, read_calibration
-from pipeline.plan.forecast import forecast_step, passes_of
+from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
+from pipeline.monitoring.telemetry import memory_gb, peak_flops
+from pipeline.optimization import OptimConfig, build_optimizer
 from pipeline.plan.memory import memory_need
-from pipeline.process_group import import_deepspeed, join_group
+from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 MARKER = "RESULT "  # before the line of JSON that a part ends with
 CONTENDERS = ["ours", "ours, compiled", "timm", "timm, compiled", "transformers"]
 STAGES = (1, 2, 3)
-NO_FORECAST = "no forecast"
 MEMORY = {
-    "cuda": "GiB a worker: the most that torch had allocated on the GPU of rank 0; the forecast is `plan`'s.",
-    "cpu": "GiB a worker: all of rank 0's process, with Python and torch; the forecast is of tensors alone.",
+    "cuda": "GiB a worker: the most that torch had allocated on the GPU of rank 0; the planned are `plan`'s.",
+    "cpu": "GiB a worker: all of rank 0's process, with Python and torch; the planned are of tensors alone.",
 }
 
 
@@ -139,18 +133,18 @@ def zero_part(plan: Plan, model: str, zero: int) -> list[dict[str, Any]]:
             "step_s": statistics.median(seconds[kind]),
             "to_ours": statistics.median(ratios),
             "memory_gib": alone["memory_gib"],
+            "of_peak": of_peak(model, plan.models[model], statistics.median(seconds[kind])),
         }
         if kind == "ours":
             cfg = config_of(plan, model, zero)
-            row["forecast_s"], row["no_forecast"] = forecast_step_s(plan, cfg, models.config_of(model))
             need = memory_need(cfg, models.config_of(model), plan.world, is_gpu=torch.cuda.is_available())
-            row["forecast_gib"] = need.device_bytes / 2**30
+            row["planned_gib"] = need.device_bytes / 2**30
         rows.append(row)
     return rows
 
 
 def config_of(plan: Plan, model: str, zero: int) -> TrainConfig:
-    """Return the stage whose step is timed, for what forecasts it."""
+    """Return the stage whose step is timed, for the plan of its memory."""
     images = plan.models[model]
     return TrainConfig(
         model={"name": model},
@@ -163,20 +157,12 @@ def config_of(plan: Plan, model: str, zero: int) -> TrainConfig:
     )
 
 
-def forecast_step_s(plan: Plan, cfg: TrainConfig, model: models.ModelConfig) -> tuple[float | None, str]:
-    """Return the seconds that `plan` forecasts for a step; or None, and why no calibration tells them."""
-    path = calibration_file()
-    try:
-        calibration = read_calibration(path)
-        # As `plan` does: no step is held against what another machine, or another kind of worker, would need for it.
-        other = of_another_machine(calibration, path) or of_other_workers(calibration, cluster_of(plan))
-        if other:
-            return None, other.removeprefix("not forecast: ")
-        return forecast_step(cfg, model, plan.world, passes_of(cfg, model, calibration), calibration).training_s, ""
-    except ConfigError as error:
-        return None, f"{error}; type {CALIBRATE}, of a recipe that has it"
-    except (OSError, PatchlineError) as error:
-        return None, str(error)
+def of_peak(model: str, images: int, step_s: float) -> float | None:
+    """Return the share of a GPU's peak that its products of a step are; None without a GPU whose peak is known."""
+    peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if peak is None:
+        return None
+    return models.training_flops(models.config_of(model), images) / step_s / peak
 
 
 def run_group(plan: Plan, task: dict[str, Any]) -> Any:
@@ -308,25 +294,6 @@ def in_a_process(plan: Plan, part: str) -> Outcome:
     return Outcome(part, [], f"exit code {ended.returncode}: {last}")
 
 
-def calibrate_once(plan: Plan) -> None:
-    """Have this machine measured for `plan` to forecast by, where no calibration can be read; needs no rehearsal."""
-    if plan.device == "cpu":
-        return
-    try:
-        read_calibration(calibration_file())
-        return
-    except (OSError, PatchlineError) as error:
-        print(error, flush=True)
-    print(f"calibrating this machine: {calibration_file()} …", flush=True)
-    # The command without a recipe leaves out what a minute has no room for: ZeRO 3 first, which is timed below.
-    engines = [engine(zero, precision, "adam", False) for zero, precision in KINDS]
-    try:
-        calibrate([], calibration_file(), print, {1: engines, plan.world: engines})
-    except (OSError, PatchlineError, WorkerGroupError) as error:
-        # Every row will say that it has no forecast.
-        print(f"not calibrated: {error}", file=sys.stderr)
-
-
 def run_tests(plan: Plan) -> list[dict[str, Any]]:
     """Run the tests; returns name, outcome, seconds and reason of each."""
     files = ["tests/test_on_gpu.py", "tests/test_gpu.py"]
@@ -376,19 +343,16 @@ def page(plan: Plan, heading: list[str], tests: list[dict[str, Any]], outcomes: 
         if outcome.part.startswith("step"):
             lines += [step_row(row) for row in outcome.rows] or [failed_row(outcome, 7)]
 
-    lines += ["", "## One step of the engine on all devices, bf16, forecast against measured", ""]
+    lines += ["", "## One step of the engine on all devices, bf16, memory as planned and as measured", ""]
     lines += [
         "| model | images | workers | ZeRO | code | step, s | images/s | time / ours "
-        "| forecast, s | measured / forecast | GiB a worker | forecast, GiB | measured / forecast |"
+        "| of the peak | GiB a worker | planned, GiB | measured / planned |"
     ]
-    lines += ["|---|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    lines += ["|---|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|"]
     for outcome in outcomes:
         if outcome.part.startswith("zero"):
-            lines += [zero_row(row) for row in outcome.rows] or [failed_row(outcome, 13)]
+            lines += [zero_row(row) for row in outcome.rows] or [failed_row(outcome, 12)]
     lines += ["", MEMORY[plan.device]]
-    reasons = {row["no_forecast"]: None for outcome in outcomes for row in outcome.rows if row.get("no_forecast")}
-    for reason in reasons:
-        lines += ["", f"{NO_FORECAST} of time: {' '.join(reason.split())}"]
     return "\n".join(lines) + "\n"
 
 
@@ -404,21 +368,15 @@ def step_row(row: dict[str, Any]) -> str:
 
 def zero_row(row: dict[str, Any]) -> str:
     rate = row["images"] / row["step_s"]
-    forecast_s = against(row["step_s"], row.get("forecast_s"), row["code"])
-    forecast_gib = against(row["memory_gib"], row.get("forecast_gib"), row["code"])
+    share = "" if row["of_peak"] is None else f" {row['of_peak']:.0%}"
+    # Nothing is planned for other code.
+    planned = " | |"
+    if row["code"] == "ours":
+        planned = f" {row['planned_gib']:.4g} | {row['memory_gib'] / row['planned_gib']:.2f} |"
     return (
         f"| {row['model']} | {row['images']} | {row['workers']} | {row['zero']} | {row['code']} | {row['step_s']:.4f} "
-        f"| {rate:,.0f} | {row['to_ours']:.2f} | {forecast_s} | {row['memory_gib']:.2f} | {forecast_gib} |"
+        f"| {rate:,.0f} | {row['to_ours']:.2f} |{share} | {row['memory_gib']:.2f} |{planned}"
     )
-
-
-def against(measured: float, forecast: float | None, code: str) -> str:
-    """Return two cells: what was forecast, and what was measured as a share of it; nothing is forecast for others."""
-    if code != "ours":
-        return "|"
-    if forecast is None:
-        return f"{NO_FORECAST} |"
-    return f"{forecast:.4g} | {measured / forecast:.2f}"
 
 
 def failed_row(outcome: Outcome, columns: int) -> str:
@@ -450,18 +408,7 @@ def heading_of(plan: Plan, date: str) -> list[str]:
         f"- command: `make gpu DEVICE={plan.device}`; commit: {commit or 'unknown'}",
         f"- hardware: {hardware}",
         f"- {text}",
-        f"- forecasts of time by: {calibration_text()}",
     ]
-
-
-def calibration_text() -> str:
-    """Return which calibration tells the times, and when it was made."""
-    path = calibration_file()
-    try:
-        calibration = read_calibration(path)
-    except (OSError, PatchlineError):
-        return "no calibration"
-    return f"{path} of {calibration.date}, made at load {calibration.load:.1f}"
 
 
 def cudnn_version() -> str | None:
@@ -488,7 +435,6 @@ def main(arguments: list[str] | None = None) -> int:
     if plan.device == "cpu":
         print("no GPU: rehearsed on the CPU, with tiny models", flush=True)
     tests = [] if options.no_tests else run_tests(plan)
-    calibrate_once(plan)
     outcomes = []
     for part in parts_of(plan):
         print(f"{part} …", flush=True)

@@ -87,7 +87,8 @@ def work(kind: str, zero: int, precision: str, accumulation: int) -> None:
     os.dup2(2, 1)
     import torch
 
-    from pipeline.process_group import import_deepspeed, join_group
+    from pipeline.engine.deepspeed import import_deepspeed
+    from pipeline.process_group import join_group
 
     torch.set_num_threads(1)
     join_group(600)
@@ -183,8 +184,9 @@ def our_step(zero: int, precision: str, accumulation: int) -> Step:
     import torch.nn.functional as F
 
     import models
-    from pipeline.engine.engine import Engine, deepspeed_config
-    from pipeline.optimization.optimizer import OptimConfig
+    from pipeline.engine.engine import Engine
+    from pipeline.engine.settings import deepspeed_config
+    from pipeline.optimization import OptimConfig
 
     model, images, labels = parts(precision)
     settings = deepspeed_config(

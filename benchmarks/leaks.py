@@ -29,7 +29,7 @@ from data.shards.indexing import build_index
 from data.shards.leaks import Leaks
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 
 Draw = Callable[[np.ndarray, np.random.Generator], bytes]
 

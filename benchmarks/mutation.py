@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 SCOPE = (
     "data/order.py",
     "data/mixture.py",
-    "data/permutation.py",
+    "data/draws.py",
     "data/index/*.py",
     "data/remote/*.py",
     "data/shards/*.py",
@@ -48,8 +48,8 @@ MUTANTS = 250
 LEAST_OF_A_MODULE = 4
 TEST_TIMEOUT_S = 120
 PRELOADED = (
-    *("torch", "torch._dynamo", "torch.utils.tensorboard", "deepspeed", "ray", "pandas", "pyarrow.parquet", "cv2"),
-    *("webdataset", "omegaconf", "fsspec", "rich", "typer", "hypothesis", "sklearn.datasets", "matplotlib.pyplot"),
+    *("torch", "torch._dynamo", "torch.utils.tensorboard", "deepspeed", "ray", "pyarrow.parquet", "cv2"),
+    *("webdataset", "omegaconf", "fsspec", "rich", "typer", "hypothesis", "matplotlib.pyplot"),
     *("PIL.Image", "safetensors.torch", "jinja2", "xxhash"),
 )
 
@@ -81,9 +81,8 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
     "pipeline/monitoring/telemetry.py": (*SHORT, f"{RUNS}a_commit_implies", f"{RUNS}a_log_that", *CAMPAIGN),
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
-    "pipeline/optimization/losses.py": (*SHORT, "tests/test_twin.py"),
-    "pipeline/optimization/optimizer.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
-    "pipeline/engine/fragments.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/optimization.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/engine/deepspeed.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
 }
 
 

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 import models
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.engine.engine import Engine, deepspeed_config
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 ELEMENTS = 100_000  # of the gradient whose mean is judged

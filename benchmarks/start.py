@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 
 from data.shards.packing import pack
-from data.shards.sources import digits
+from data.sources.samples import digits
 
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36  # whose parent has died becomes a child of this process, and is counted on

@@ -35,15 +35,14 @@ import cv2
 import numpy as np
 
 from data.checks import printable
+from data.draws import Draws, key_of
 from data.errors import DataError
 from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
-from data.images.draws import Draws
 from data.index.index import Index
+from data.index.labels import read_labels
 from data.mixture import Mixture
 from data.order import Order
-from data.permutation import key_of
-from data.shards.labels import read_labels
 from data.shards.reader import Reader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side

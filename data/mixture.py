@@ -17,8 +17,8 @@ from copy import copy
 
 import numpy as np
 
+from data.draws import key_of
 from data.order import DEFAULT_BLOCK, Ids, Order, SampleId, Tail
-from data.permutation import key_of
 
 # B batch size
 

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from data.permutation import key_of, permute
+from data.draws import key_of, permute
 
 # S shards, N samples, B batch size, L lanes
 

@@ -1,38 +1,136 @@
-"""A recipe, resolved: which stages a campaign has, with which keys, and where each of them lies in the run directory.
+"""A recipe, resolved: which stages a campaign has, of which kinds, with which keys, and where each of them lies.
 
-jobs/recipe/campaign.py makes these of a recipe; all else that works on a campaign reads them.
+- `StageKind` says all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
+  stands in a file of jobs/stages, and all of them in the table jobs/stages/kinds.py.
+- `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
+  all else that works on a campaign reads them.
+- `CheckResult` is what a check says of a stage; `Available` is what a check looks at (jobs/recipe/validate.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from data.errors import ConfigError
+from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
+from data.files import refusal
+from data.index.index import Index
 from jobs.cluster_config import ClusterConfig
-from jobs.context import reference
+from jobs.context import Context, index_if_made, reference
 from jobs.monitor.trackers import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
 
+# ------------------------------------------------------------------------ kinds of stages
+
+
+class Reads(Enum):
+    """What a field that names an input leads to. Each may also be the output of another stage: "@stage/part"."""
+
+    SET = "set"  # the index of a set, or its folder
+    WEIGHTS = "weights"  # a folder that a stage or `import` has written
+    ANY_WEIGHTS = "any weights"  # the same, or weights of other projects
+    FILE = "file"  # known by the digest of its content
+    OUTCOME = "outcome"  # of a finished stage of any kind, also of one that has diverged
+
+
+@dataclass(frozen=True)
+class SharedClasses:
+    """Sets in which a class id has to mean the same, and whether it has to in the weights that `init` names."""
+
+    sets: Mapping[str, str]  # field → path, or "@stage/set"
+    with_head: bool = False  # the weights' too, where the stage goes on with their head
+    trained: Collection[str] = ()  # fields of the sets after which the model's own outputs are called
+
+
+SourceModel = Callable[[str], Any]  # `init` → the architecture of these weights; None where they are missing
+
+
+class Checks(Protocol):
+    """The checks of a kind: they raise for what cannot run, and yield what else is to be said."""
+
+    def __call__(self, stage: "Stage", there: "Available") -> Iterator["CheckResult"]: ...
+
+
+def no_checks(stage: "Stage", there: "Available") -> Iterator["CheckResult"]:
+    """Find nothing to say."""
+    yield from ()
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """All that is known of a kind of stage. Its functions are given an instance of `config`."""
+
+    name: str  # in a recipe
+    config: type  # frozen dataclass of the stage's section
+    run: Callable[[Any, Context], dict[str, Any]]  # does the work; returns what done.json holds of it
+    defaults: Any = None  # of the kind, where they are not those of `config`
+    # Fields that name inputs, by dotted name; "*" stands for every name of a section.
+    inputs: Mapping[str, Reads] = field(default_factory=dict)
+    # Whether a set field of `inputs` names an input by its content, as all do but the images that are packed.
+    is_input: Callable[[Any, str], bool] = lambda cfg, field: True
+    files: tuple[str, ...] = ()  # other fields that may be relative paths
+    missing: Callable[[Any], list[str]] = lambda cfg: []  # messages about `files` at which there is nothing
+    makes_weights: bool = False  # which other stages may start from
+    sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
+    model: Callable[[Any, SourceModel], Any] = lambda cfg, source: None  # the architecture that it ends with
+    shared_classes: Callable[[Any], list[SharedClasses]] = lambda cfg: []
+    # Whether the model has the head of its weights: given the config, their architecture, and the stage's own.
+    keeps_head: Callable[[Any, Any, Any], bool] = lambda cfg, source, model: True
+    checks: Checks = no_checks
+    check_outputs: Checks = no_checks  # of a finished stage, beyond the digests of what it hands on
+    metrics: Callable[[Any], list[str]] = lambda cfg: []  # names of the numbers that it will have
+    needs_workers: bool = True  # otherwise the driver does its work
+    trains: bool = False  # its config is a TrainConfig
+
+    def inputs_of(self, cfg: Any) -> dict[str, tuple[str, Reads]]:
+        """Return the fields that name inputs, where they are set: {"data.train": ("@shards/train", Reads.SET)}."""
+        inputs = {}
+        for pattern, reads in self.inputs.items():
+            for field_name, value in fields_matching(pattern, cfg).items():
+                if value is not None and self.is_input(cfg, field_name):
+                    inputs[field_name] = (value, reads)
+        return inputs
+
+
+def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
+    """Return the config's fields that a pattern names, by dotted name; "*" stands for every name of a section."""
+    reached = {"": stage_config}
+    # One level of the config a round: "data.mixture.*.train" goes to data, to mixture, to each set, to its train.
+    for part in pattern.split("."):
+        deeper = {}
+        for path, section in reached.items():
+            if part == "*":
+                for name, entry in section.items():
+                    deeper[f"{path}.{name}"] = entry
+            else:
+                deeper[f"{path}.{part}".lstrip(".")] = getattr(section, part)
+        reached = deeper
+    return reached
+
+
+# ------------------------------------------------------------------------ a campaign
+
 
 @dataclass(frozen=True)
 class Stage:
-    """One section of a recipe, resolved."""
+    """One section of a recipe; `key.resolve` fills in what stands below `chosen`."""
 
     name: str
-    kind: str
-    config: Any  # an instance of the kind's Config
-    parents: dict[str, str]  # input field → what the recipe says: "@stage/part", or a path
-    model: Any  # the architecture that the stage ends with; None for pack
-    key: str
-    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
-    inputs: dict[str, str]
-    missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
-    source: str = ""  # the section of the recipe: for a run of a sweep, the sweep's
+    kind: StageKind
+    config: Any  # an instance of the kind's config
+    source: str  # the section of the recipe: for a run of a sweep, the sweep's
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
+
+    parents: Mapping[str, str] = field(default_factory=dict)  # input field → "@stage/part", or a path
+    model: Any = None  # the architecture that the stage ends with; None for one without, and where it is not known
+    key: str = ""
+    # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
+    missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
-    judged_on: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/reevaluation.py).
     judges: str = ""
 
@@ -84,3 +182,61 @@ class Campaign:
     def done(self, stage: Stage) -> dict[str, Any] | None:
         """What a finished stage left behind; None where it has not finished. Raises DataError for an altered record."""
         return artifacts.read_done(self.directory(stage))
+
+
+# ------------------------------------------------------------------------ checks
+
+INPUTS = "inputs"  # the subject of results about inputs that are missing
+MEMORY = "memory"  # of results about what a stage needs of it
+ERRORS: dict[int, type[PatchlineError]] = {
+    ExitCode.CONFIG: ConfigError,
+    ExitCode.DATA: DataError,
+    ExitCode.UNAVAILABLE: ClusterError,
+}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check has found: `plan` and `run` refuse a FAIL with its exit code, `preflight` shows all of them."""
+
+    level: Literal["OK", "WARN", "FAIL"]
+    subject: str
+    text: str
+    remedy: str = ""  # what was expected, and what to type next; a line each
+    exit_code: ExitCode = ExitCode.DONE  # of a FAIL: what the run would end with
+
+    @staticmethod
+    def of(error: Exception, subject: str) -> "CheckResult":
+        """Return the FAIL that an error is."""
+        text, _, remedy = (refusal(error) if isinstance(error, OSError) else str(error)).partition("\n")
+        return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
+
+    def error(self) -> PatchlineError:
+        """Return the error that a FAIL is for a command that cannot go on."""
+        error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
+        error.exit_code = self.exit_code
+        return error
+
+
+class Available:
+    """What of a campaign is there at the moment; each set is read once."""
+
+    def __init__(self, campaign: Campaign, *, looks_at_files: bool = True) -> None:
+        self.campaign = campaign
+        self.looks_at_files = looks_at_files  # otherwise recipe and indexes alone are compared
+        self.indexes: dict[str, Index | None] = {}
+
+    def index(self, value: str) -> Index | None:
+        """Return the index of a set that a recipe names; None where it has not been made yet."""
+        if value not in self.indexes:
+            self.indexes[value] = index_if_made(self.campaign.resolve(value) or "")
+        return self.indexes[value]
+
+    def made(self, values: Collection[str]) -> list[Index]:
+        """Return the indexes of those sets that are there."""
+        indexes = []
+        for value in values:
+            index = self.index(value)
+            if index is not None:
+                indexes.append(index)
+        return indexes

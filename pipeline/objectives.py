@@ -15,8 +15,8 @@ from torch import Tensor
 import models
 from data.loader import Batch
 from pipeline import config
-from pipeline.optimization.losses import LOSSES, dense_targets, mixup
-from pipeline.optimization.thinning import kept_patches, phase_at, phases
+from pipeline.optimization import LOSSES, dense_targets, mixup
+from pipeline.token_dropping import kept_patches, phase_at, phases
 from pipeline.worker import Worker
 
 # b samples of a micro-batch, S image side

@@ -8,16 +8,15 @@ import ctypes
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Function = TypeVar("Function")
+from pipeline.engine.deepspeed import import_deepspeed
 
 LONGEST_LIST = 8  # nodes that a line names
 LARGE_PIECE = 80 << 20  # bytes; larger than the heap that glibc gives a thread of its own, which holds 64 MB
@@ -115,35 +114,6 @@ def has_pages_of_its_own(library: ctypes.CDLL, size: int) -> bool:
     after: int = mallinfo2().pieces_with_own_pages
     library.free(piece)
     return after > before
-
-
-def import_deepspeed() -> ModuleType:
-    """Import DeepSpeed without what it loads for a worker that never uses it, torch._inductor above all.
-
-    A fork server does this too, once for all its workers (jobs/workers/preload.py).
-    """
-    # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    import deepspeed
-    from deepspeed.runtime import compiler
-
-    # Left to itself DeepSpeed asks a compiler which of its operators it could build, and on CPUs builds this one at
-    # start (81 CPU-seconds), which it never uses. A build that was killed leaves a lock on which every later run hangs;
-    # one that loads leaves 69 MB a worker behind in /dev/shm. Of no other operator does it look up here whether it can.
-    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    # ZeRO asks whether the optimizer is Muon, which wraps its functions in torch.compile where it is imported.
-    compile_of_deepspeed = compiler.compile
-    compiler.compile = not_compiled
-    try:
-        import deepspeed.runtime.zero.muon.muon_optimizer
-    finally:
-        compiler.compile = compile_of_deepspeed
-    return deepspeed
-
-
-def not_compiled() -> Callable[[Function], Function]:
-    """Take the place of what gives DeepSpeed its decorator: the functions stay as they are."""
-    return lambda function: function
 
 
 def network_line() -> str:

@@ -28,7 +28,7 @@ from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.protocols import few_shot_metrics
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops
-from pipeline.optimization.thinning import flops_of, phases
+from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Progress, Worker
 

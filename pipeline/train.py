@@ -33,12 +33,12 @@ from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
+from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.norm import on_device
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import OBJECTIVES
-from pipeline.optimization.schedule import learning_rate
+from pipeline.optimization import learning_rate
 from pipeline.reports import (
     asks_beside,
     end_in_loop,
@@ -77,13 +77,19 @@ def train(task: Mapping[str, Any]) -> StageResult:
     # 1. Everything that the loop works with, and the step that it starts from.
     worker, progress = set_up(cfg, job)
     notice_sigterm(worker.sigterm)
-    begin_counting(worker, progress)
+    # Building and restoring are not training: without this the first report's images per second would hold them.
+    worker.window.clear()
+    worker.since_line.clear()
+    worker.loop_price.begin(progress.step)
     engine = worker.engine
     phases = worker.phases
     health = worker.health
     saver = worker.saver
     objective = OBJECTIVES[cfg.objective]
     accumulation = worker.arithmetic.accumulation
+    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
+    # over the batch, also where workers own different numbers of samples.
+    weight = worker.world * accumulation / cfg.batch_size
     rate = 0.0  # of learning, in the last step
     # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
@@ -115,7 +121,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
             sums.ids += batch.ids.tolist()
             images = begin_forward(worker, step, batch)
             micro_batch_loss = objective(worker, step, images, batch)
-            add_gradients(worker, step, micro_batch_loss)
+            phases.enter("backward", step)
+            engine.backward(micro_batch_loss * weight)
             sums.loss = sums.loss + micro_batch_loss.detach()
             # Their memory is free before the optimizer steps, which needs some of its own.
             del batch, images, micro_batch_loss
@@ -175,23 +182,6 @@ class Due:
     has_line: bool  # in the log
     is_saved: bool
     is_evaluated: bool
-
-
-def begin_counting(worker: Worker, progress: Progress) -> None:
-    """Have the reports count from here on, with the step that the loop starts from."""
-    # Building and restoring are not training: without this the first report's images per second would hold them.
-    worker.window.clear()
-    worker.since_line.clear()
-    worker.loop_price.begin(progress.step)
-
-
-def add_gradients(worker: Worker, step: int, loss: torch.Tensor) -> None:
-    """Add the gradient of a micro-batch's summed loss to that of the step."""
-    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the
-    # mean over the batch, also where workers own different numbers of samples.
-    weight = worker.world * worker.arithmetic.accumulation / worker.cfg.batch_size
-    worker.phases.enter("backward", step)
-    worker.engine.backward(loss * weight)
 
 
 def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:

@@ -14,8 +14,7 @@ from data.checks import at_least, check_name, more_than_0
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
-from data.index.joined import join
-from data.index.left_out import without
+from data.index.joined import exclude, join
 from data.mixture import Mixture
 from data.mixture import shares as check_shares  # raises ValueError where a set would get none
 from data.order import Order
@@ -25,8 +24,8 @@ from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import ProbeConfig, check_ops
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.thinning import ThinningConfig, check_thinning
+from pipeline.optimization import OptimConfig
+from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -114,7 +113,8 @@ class TrainConfig:
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
     mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
-    thinning: ThinningConfig = field(default_factory=ThinningConfig)  # of what a step computes (fewer-flops.md)
+    # of what a step computes (fewer-flops.md)
+    thinning: TokenDroppingConfig = field(default_factory=TokenDroppingConfig)
     polyak: float = 0.0  # factor of the averaged weights that the stage ends with (paper, B.1.1: 0.9999); 0 is off
     steps: int | None = None  # optimizer steps; or `passes` instead
     passes: float | None = None  # over the data, rounded to steps as big_vision does; or `steps` instead
@@ -281,7 +281,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     """
     height, width = model.image_size
     require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
-    check_thinning(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
+    check_token_dropping(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
     if cfg.objective == "masked":  # labels are not used
         return
     for path, number in classes.items():
@@ -327,7 +327,7 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
     It is the sets of `cfg.data.sets()` joined to one, where the shards of `cfg.data.drop` are empty.
     """
     # Before anything else: a dropped shard counts as empty, and the numbers of the others stay as they were.
-    sets = without(sets, cfg.data.drop)
+    sets = exclude(sets, cfg.data.drop)
     options: dict[str, Any] = {"seed": cfg.seed, "batch_size": cfg.batch_size, "tail": cfg.data.tail}
     # What the recipe leaves open has its default in data.Order, which depends on the batch size.
     if cfg.data.lanes is not None:

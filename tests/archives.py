@@ -3,11 +3,9 @@
 import gzip
 import io
 import json
-import pickle
-import struct
 import tarfile
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -142,25 +140,6 @@ def devkit(path: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- CIFAR
 
 
-class Python2(pickle._Pickler):  # type: ignore[name-defined,misc]
-    """Writes a pickle as Python 2 with an early numpy did, and as CIFAR's python version is."""
-
-    dispatch: ClassVar[dict] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
-
-    def save_bytes(self, text: bytes) -> None:
-        """Write bytes as Python 2's str."""
-        self.write(pickle.BINSTRING + struct.pack("<i", len(text)) + text)
-
-    dispatch[bytes] = save_bytes
-
-
-def python2_pickle(value: object) -> bytes:
-    """A pickle of this value as Python 2 would have written it."""
-    buffer = io.BytesIO()
-    Python2(buffer, protocol=2).dump(value)
-    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
-
-
 class CifarImages(NamedTuple):
     """The images of a miniature, by batch: pixels (N, 3072) uint8, planes of red, green and blue, and labels."""
 
@@ -184,41 +163,24 @@ CIFAR100_BATCHES = ("test", "train")
 CIFAR100_NAMES = tuple(f"fine{label}" for label in range(100))
 
 
-def cifar10(folder: Path, images: CifarImages) -> tuple[Path, Path]:
-    """Both versions of CIFAR-10's archive: python, binary."""
-    python: dict[str, bytes] = {}
-    binary: dict[str, bytes] = {"batches.meta.txt": "\n".join([*CIFAR10_NAMES, "", ""]).encode()}
+def cifar10(folder: Path, images: CifarImages) -> Path:
+    """The binary version of CIFAR-10's archive."""
+    files = {"batches.meta.txt": "\n".join([*CIFAR10_NAMES, "", ""]).encode()}
     for name in CIFAR10_BATCHES:
-        pixels = images.pixels[name]
-        batch = {"data": pixels, "labels": images.labels[name], "batch_label": name, "filenames": ["a.png"]}
-        python[name] = python2_pickle(batch)
-        binary[f"{name}.bin"] = np.column_stack([np.array(images.labels[name], np.uint8), pixels]).tobytes()
-    python["batches.meta"] = python2_pickle({"label_names": list(CIFAR10_NAMES), "num_vis": 3072})
-    return write_versions(folder, "cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin", python, binary)
+        labels = np.array(images.labels[name], np.uint8)
+        files[f"{name}.bin"] = np.column_stack([labels, images.pixels[name]]).tobytes()
+    root = "cifar-10-batches-bin"
+    return write_tar_gz(folder / "cifar-10-binary.tar.gz", {f"{root}/{key}": body for key, body in files.items()})
 
 
-def cifar100(folder: Path, images: CifarImages) -> tuple[Path, Path]:
-    """Both versions of CIFAR-100's archive: python, binary."""
-    python: dict[str, bytes] = {}
-    binary: dict[str, bytes] = {"fine_label_names.txt": "\n".join([*CIFAR100_NAMES, ""]).encode()}
+def cifar100(folder: Path, images: CifarImages) -> Path:
+    """The binary version of CIFAR-100's archive."""
+    files = {"fine_label_names.txt": "\n".join([*CIFAR100_NAMES, ""]).encode()}
     for name in CIFAR100_BATCHES:
-        fine, coarse = images.labels[name], images.coarse[name]
-        batch = {"data": images.pixels[name], "fine_labels": fine, "coarse_labels": coarse}
-        python[name] = python2_pickle(batch)
-        columns = [np.array(coarse, np.uint8), np.array(fine, np.uint8), images.pixels[name]]
-        binary[f"{name}.bin"] = np.column_stack(columns).tobytes()
-    python["meta"] = python2_pickle({"fine_label_names": list(CIFAR100_NAMES), "coarse_label_names": ["fish"]})
-    return write_versions(folder, "cifar-100", "cifar-100-python", "cifar-100-binary", python, binary)
-
-
-def write_versions(
-    folder: Path, name: str, python_root: str, binary_root: str, python: dict[str, bytes], binary: dict[str, bytes]
-) -> tuple[Path, Path]:
-    """Write the archives of both versions, each with its folder inside."""
-    return (
-        write_tar_gz(folder / f"{name}-python.tar.gz", {f"{python_root}/{key}": body for key, body in python.items()}),
-        write_tar_gz(folder / f"{name}-binary.tar.gz", {f"{binary_root}/{key}": body for key, body in binary.items()}),
-    )
+        columns = [np.array(images.coarse[name], np.uint8), np.array(images.labels[name], np.uint8)]
+        files[f"{name}.bin"] = np.column_stack([*columns, images.pixels[name]]).tobytes()
+    root = "cifar-100-binary"
+    return write_tar_gz(folder / "cifar-100-binary.tar.gz", {f"{root}/{key}": body for key, body in files.items()})
 
 
 # ----------------------------------------------------------------------------------------------- ObjectNet

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
+# Ray reads both when it is imported. Tests of one process start, join and leave clusters of either kind: for all of
+# them it stays on the loopback, and sends a token. The processes that tests start see neither.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    patch.setenv("RAY_AUTH_MODE", "token")
+    import ray  # noqa: F401
+
 from data.shards.packing import pack
-from data.shards.sources import digits
+from data.sources.samples import digits
 from pipeline.plan.memory_traces import Moment, Trace
 
 RECIPE = """

@@ -41,11 +41,11 @@ from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.stored import StoredCheckpoints
-from pipeline.engine.engine import Engine, ReadState, deepspeed_config
-from pipeline.engine.fragments import Fragment
+from pipeline.engine.engine import Engine, Fragment, ReadState
+from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import evaluate
 from pipeline.health import Health
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 RECIPE = """

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 import models
 from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 BATCH = 8  # images a step, of all workers together
@@ -115,7 +116,7 @@ def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
             is_same = is_same and torch.equal(saved[key], restored[key])
         seen["stages"][zero] = {
             "losses": losses,
-            "is_fused": bool(engine._optimizer.defaults.get("fused")),
+            "is_fused": bool(engine.state.optimizer.defaults.get("fused")),
             "is_pinned": saver.snapshot.is_pinned(),
             "is_restored": is_same,
         }

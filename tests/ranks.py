@@ -18,13 +18,14 @@ import models
 from data.errors import DataError
 from pipeline.checkpoints import checkpoint, manifest, restore
 from pipeline.checkpoints.saver import Saver
-from pipeline.engine.engine import Engine, deepspeed_config
+from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
+from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
 from pipeline.evaluation.rank_zero import at_rank_0_alone
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
 LINEAR = F.linear

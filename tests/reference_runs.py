@@ -21,12 +21,11 @@ import models
 from data.images.augment import AugmentConfig
 from data.order import Order
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
 from pipeline.evaluation.evaluate import ProbeConfig
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
 from pipeline.versions import code_version
 from pipeline.worker import Job

@@ -270,7 +270,7 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         living[kind] += size
         if living.total() > most.total():
             most = living.copy()
-    states = [state for of_flat in engine._optimizer.state.values() for state in of_flat.values()]
+    states = [state for of_flat in engine.state.optimizer.state.values() for state in of_flat.values()]
     return {
         "devices": look.devices,
         "dtypes": look.dtypes,
@@ -283,9 +283,9 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         "kernels": look.kernels,
         "outputs": outputs,
         "parameters": sorted({f"{p.device} {p.dtype}" for p in engine.model.parameters()}),
-        "masters": sorted({f"{flat.device} {flat.dtype}" for flat in engine._flats}),
+        "masters": sorted({f"{flat.device} {flat.dtype}" for flat in engine.state.flats}),
         "moments": sorted({f"{state.device} {state.dtype}" for state in states}),
-        "of_this_worker": sum(flat.numel() for flat in engine._flats),
+        "of_this_worker": sum(flat.numel() for flat in engine.state.flats),
         "is_snapshot_pinned": is_pinned(snapshot),
         "updates": engine.updates,
         "parts": {kind.name: most[kind] for kind in Kind},

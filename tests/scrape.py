@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from jobs.cluster.ray_token import token_path
+from jobs.cluster.embedded import token_path
 
 EVERY_S = 2.0
 SAMPLE = re.compile(r"^(ray_\w+)\{(.*)\} (\S+)$", re.MULTILINE)

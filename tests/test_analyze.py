@@ -10,7 +10,7 @@ import torch
 
 import models
 from data.shards.packing import pack
-from data.shards.sources import digits
+from data.sources.samples import digits
 from jobs.__main__ import main
 from models import analysis
 

@@ -31,7 +31,7 @@ from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import digits
+from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign

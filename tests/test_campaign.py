@@ -18,11 +18,11 @@ import models
 from data.images import preprocess
 from data.index.document import load_index
 from data.shards import packing
-from data.shards.sources import DIGITS, Sample, digits
+from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.command_line import campaigns
 from jobs.commands.plan import GPU_FLOPS
-from jobs.recipe import campaign
+from jobs.recipe import campaign, render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
 
@@ -542,5 +542,5 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
 @pytest.mark.parametrize("name", campaigns.shipped())
 def test_a_recipes_every_default_is_on_record(name):
     expected = ROOT / "tests" / "recipes" / f"{name}.yaml"
-    found = campaign.resolved(campaign.load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
+    found = render.resolved(campaign.load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
     assert found == expected.read_text(), f"python -m jobs plan jobs/recipes/{name}.yaml --resolved > {expected}"

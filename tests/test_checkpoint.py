@@ -39,7 +39,7 @@ from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
 from pipeline.monitoring import watchdog
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
 from tests import drives, hosts
 

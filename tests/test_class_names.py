@@ -19,10 +19,11 @@ from data.index.names import number, read_class_list
 from data.shards.doctor import check, repair
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
 from jobs.recipe.campaign import load
+from jobs.resolved_recipe import Available
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
 from tests.tars import write_tar
@@ -144,7 +145,7 @@ def features(names: list[str], nested: bool = False) -> dict[bytes, bytes]:
         ("table", ("goldfish, Carassius auratus", "tench")),
         ("imagenet-train", ("n01440764", "n01443537")),
         ("imagenet-validation", ("n01440764", "n01443537")),
-        ("cifar", ("airplane", "automobile")),
+        ("cifar10", ("airplane", "automobile")),
         ("tars", ("tench", "goldfish")),
         ("digits", tuple("0123456789")),
     ],
@@ -174,7 +175,7 @@ def test_sources_know_their_class_names(tmp_path, source, names):
         write_tar(path, [("v0.JPEG", picture(1)), ("v1.JPEG", picture(2))])
         (tmp_path / "wnids.txt").write_text("n01443537\nn01440764\n")
         options["wnids"] = str(tmp_path / "wnids.txt")
-    elif source == "cifar":
+    elif source == "cifar10":
         path.mkdir()
         (path / "data_batch_1.bin").write_bytes(bytes(3073))
         (path / "batches.meta.txt").write_text("airplane\nautomobile\n\n")
@@ -390,8 +391,8 @@ def test_a_new_head_has_the_names_of_its_set_and_a_head_that_is_kept_those_that_
     recipe = Path(campaign(three_sets, c=train, new_head=new_head))
     recipe.write_text(recipe.read_text().partition("fewshot:")[0])
     loaded = load(recipe, [])
-    assert class_names.of_stage(loaded, loaded.stage("more")) == tuple(expected.split())
-    assert class_names.of_stage(loaded, loaded.stage("resize")) == ("airplane", "bird", "cat")
+    assert class_names.of_stage(loaded.stage("more"), Available(loaded)) == tuple(expected.split())
+    assert class_names.of_stage(loaded.stage("resize"), Available(loaded)) == ("airplane", "bird", "cat")
 
 
 def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets, tmp_path, capsys):

@@ -21,14 +21,13 @@ from data.index import columns, document
 from data.index.columns import MappedShards
 from data.index.document import load_index
 from data.index.index import Index
-from data.index.joined import join
-from data.index.left_out import without
+from data.index.joined import exclude, join
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Order
 from data.shards.packing import pack
-from data.shards.sources import digits
+from data.sources.samples import digits
 
 ROWS = [
     [f"größe/train-{number:06d}.tar", 10 + number % 7, 1000 * number, f"{number:064x}", f"{number + 1:064x}"]
@@ -114,7 +113,7 @@ def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
 
 
 def test_another_process_is_sent_where_the_columns_are(path, state):
-    mapped = without([load_index(path)], ["train-000005.tar"])[0]
+    mapped = exclude([load_index(path)], ["train-000005.tar"])[0]
     order = Order(mapped.shard_samples, seed=0, batch_size=64)
     sent = pickle.dumps(mapped)
     assert len(sent) < 2000
@@ -177,8 +176,8 @@ def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, m
 def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypatch):
     small = held(path, monkeypatch)
     names = ["train-000007.tar", "train-005999.tar"]
-    (dropped,) = without([load_index(path)], names)
-    assert dropped == without([small], names)[0] and dropped.digest != small.digest
+    (dropped,) = exclude([load_index(path)], names)
+    assert dropped == exclude([small], names)[0] and dropped.digest != small.digest
     assert (dropped.shards[7].samples, dropped.shards[7].bytes, dropped.shard_samples[5999]) == (0, 0, 0)
     joined = join([dropped, small], [1.0, 2.0])
     places = [small.location(number) for number in range(6000)] * 2

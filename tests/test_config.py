@@ -17,8 +17,7 @@ from jobs.stages import fewshot, pack, resize, sweep
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.evaluation.evaluate import ProbeConfig
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 
 pytestmark = pytest.mark.quick

@@ -9,9 +9,9 @@ import pytest
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.keys import configuration_page
 from jobs.monitor.trackers import TrackersConfig
-from jobs.recipe.campaign import KINDS
 from jobs.recipe.configuration_page import all_keys
 from jobs.recipe.sweeps import SweepConfig
+from jobs.stages.kinds import KINDS
 from models.catalog import FAMILIES
 
 pytestmark = pytest.mark.quick
@@ -21,7 +21,7 @@ CONFIGS = {
     "cluster": ClusterConfig,
     "trackers": TrackersConfig,
     "sweep": SweepConfig,
-    **{name: module.Config for name, module in KINDS.items()},
+    **{name: kind.config for name, kind in KINDS.items()},
     **{f"model family {name}": config for name, (config, _) in FAMILIES.items()},
 }
 

@@ -19,7 +19,7 @@ import pytest
 
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.shards.sources import DIGITS, Sample, digits
+from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.progress import Progress
 
@@ -65,20 +65,16 @@ def test_class_folders_become_a_set_and_the_same_command_again_gives_the_same(ph
 
 @pytest.mark.parametrize(
     ("source", "samples", "classes"),
-    [("table", 6, 4), ("tars", 12, 2), ("cifar", 7, 5), ("parquet", 3, 8), ("digits", 1442, 10)],
+    [("table", 6, 4), ("tars", 12, 2), ("parquet", 3, 8), ("digits", 1442, 10)],
 )
 def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, classes):
     from pyarrow import Table, parquet
 
     main(["pack", "folder", str(photos), str(tmp_path / "tars")])
-    (tmp_path / "cifar").mkdir()
-    record = np.zeros(3073, np.uint8)
-    record[0] = 4
-    (tmp_path / "cifar" / "data_batch_1.bin").write_bytes(record.tobytes() * 7)
     image = (photos / "cat" / "00.jpg").read_bytes()
     rows = [{"image": {"bytes": image, "path": None}, "label": 7}] * 3
     parquet.write_table(Table.from_pylist(rows), tmp_path / "images.parquet")
-    paths = {"table": "table.csv", "parquet": "images.parquet", "tars": "tars", "cifar": "cifar", "digits": "-"}
+    paths = {"table": "table.csv", "parquet": "images.parquet", "tars": "tars", "digits": "-"}
     path = "-" if source == "digits" else str(tmp_path / paths[source])
     root = ["--root", str(photos)] if source == "table" else []
     assert main(["pack", source, path, str(tmp_path / "set"), *root]) == 0
@@ -90,7 +86,7 @@ def test_other_sources_become_a_set(photos, tmp_path, capsys, source, samples, c
     ("arguments", "code", "message"),
     [
         (["pack", "folder", "/nowhere", "OUT"], 65, "there is nothing at /nowhere"),
-        (["pack", "cifar", "PHOTOS", "OUT"], 65, "binary version"),
+        (["pack", "cifar10", "PHOTOS", "OUT"], 65, "binary version"),
         (["pack", "foldr", "PHOTOS", "OUT"], 78, "foldr"),
         (["pack", "imagenet-validation", "FILE", "OUT"], 65, "nothing says of which classes these images are"),
         (["pack", "folder", "PHOTOS", "OUT", "--classes", "1"], 65, "expected one or more of 0 … 0"),
@@ -270,10 +266,10 @@ def test_progress_speaks_now_and_then_with_speed_and_what_is_left():
 ON_A_SLOW_DISK = """
 import sys, time
 from data.index import tar
-from data.shards import sources
+from data.sources import samples
 from jobs.__main__ import main
-read, sample_digest = sources.Sample.read, tar.sample_digest
-sources.Sample.read = lambda sample: time.sleep(0.05) or read(sample)
+read, sample_digest = samples.Sample.read, tar.sample_digest
+samples.Sample.read = lambda sample: time.sleep(0.05) or read(sample)
 tar.sample_digest = lambda image, label: time.sleep(0.05) or sample_digest(image, label)
 sys.exit(main())
 """

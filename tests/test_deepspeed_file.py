@@ -10,8 +10,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from data.errors import ConfigError
 from jobs.__main__ import main
-from pipeline.engine.deepspeed_file import TUNING
-from pipeline.engine.engine import deepspeed_config
+from pipeline.engine.settings import TUNING, deepspeed_config
 
 
 def settings_with(text: str, folder: Path, *, zero: int = 2, precision: str = "fp32") -> dict[str, Any]:

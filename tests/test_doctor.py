@@ -20,7 +20,7 @@ from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.page import write_page
 from data.shards.report import advice
-from data.shards.sources import Sample, digits
+from data.sources.samples import Sample, digits
 from tests.tars import write_tar
 
 pytestmark = pytest.mark.quick

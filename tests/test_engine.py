@@ -18,8 +18,8 @@ from jobs.cluster.fork_server import MALLOC
 from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import process_group
-from pipeline.engine.deepspeed_file import TUNING
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.engine.settings import TUNING
+from pipeline.optimization import OptimConfig, build_optimizer
 from tests import ranks
 
 ROOT = Path(__file__).parents[1]
@@ -216,11 +216,13 @@ import threading
 import torch
 
 from pipeline import process_group
-from pipeline.engine.engine import Engine, deepspeed_config
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.engine.engine import Engine
+from pipeline.engine.settings import deepspeed_config
+from pipeline.optimization import OptimConfig
 from tests.ranks import digest, whole_state
 
-process_group.import_deepspeed()
+import_deepspeed()
 torch.set_num_threads(1)
 for way in ("given back", "kept"):
     if os.fork():

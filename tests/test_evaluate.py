@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.archives.imagenet import labelled_images, real
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.imagenet import labelled_images, real
+from data.sources.samples import Sample
 from pipeline.evaluation.evaluate import accuracy
 
 pytestmark = pytest.mark.quick

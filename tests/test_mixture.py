@@ -12,8 +12,7 @@ from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
 from data.index.document import load_index
-from data.index.joined import join
-from data.index.left_out import without
+from data.index.joined import exclude, join
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Ledger
@@ -134,8 +133,8 @@ def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shar
     shutil.copytree(shards / "train", tmp_path / "other" / "train")
     sets = [load_index(shards / "train"), load_index(tmp_path / "other" / "train")]
     with pytest.raises(DataError, match=r"2 shards are called train-000000\.tar, expected one"):
-        without(sets, ["train-000000.tar"])
-    first, second = without(sets, ["other/train/train-000000.tar"])
+        exclude(sets, ["train-000000.tar"])
+    first, second = exclude(sets, ["other/train/train-000000.tar"])
     assert first == sets[0] and second.shards[0].samples == 0 and second.digest != sets[1].digest
 
 

@@ -284,7 +284,7 @@ def test_a_config_survives_json():
 
 ZERO3 = """
 import torch, models
-from pipeline.process_group import import_deepspeed
+from pipeline.engine.deepspeed import import_deepspeed
 deepspeed = import_deepspeed()
 deepspeed.init_distributed("gloo", verbose=False)
 losses = []

@@ -201,7 +201,8 @@ DRIVER = """
 import json, sys, time
 from pathlib import Path
 import ray
-from jobs.cluster.nodes import disconnect, nodes_of
+from jobs.cluster.nodes import nodes_of
+from jobs.cluster.ray import disconnect
 from jobs.cluster.worker import records
 from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError, do_nothing
 from jobs.cluster_config import ClusterConfig

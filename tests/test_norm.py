@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.buckets import reduction_line
-from pipeline.engine.engine import deepspeed_config
-from pipeline.engine.norm import ROW, clipping, sum_of_squares
+from pipeline.engine.engine import ROW, clipping, sum_of_squares
+from pipeline.engine.settings import deepspeed_config, reduction_line
 
 pytestmark = pytest.mark.quick
 

@@ -22,7 +22,7 @@ from jobs.run.session import run_campaign
 from models.layers import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization.optimizer import OptimConfig, build_optimizer
+from pipeline.optimization import OptimConfig, build_optimizer
 from tests import on_device
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

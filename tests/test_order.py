@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.order
+from data.draws import key_of, permute
 from data.mixture import Mixture
 from data.order import Ledger, Order
-from data.permutation import key_of, permute
 
 pytestmark = pytest.mark.quick
 

@@ -16,21 +16,21 @@ import pytest
 import webdataset
 from pyarrow import parquet
 
-from data.archives.cifar import cifar
-from data.archives.imagenet import train as imagenet_train
-from data.archives.imagenet import validation as imagenet_validation
 from data.errors import DataError
 from data.files import write_whole
 from data.images import jpeg
 from data.images.decode import decode
 from data.index.document import load_index
-from data.index.left_out import without
+from data.index.joined import exclude
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
-from data.shards.sources import Sample, class_folders, digits, tars
-from data.shards.tables import image_parquet, path_table
+from data.sources.folders import class_folders, image_parquet, path_table
+from data.sources.imagenet import train as imagenet_train
+from data.sources.imagenet import validation as imagenet_validation
+from data.sources.samples import Sample, digits
+from data.sources.tars import tars
 
 pytestmark = pytest.mark.quick
 
@@ -101,7 +101,7 @@ def test_a_packing_whose_journal_lost_half_a_line_goes_on_too(tmp_path):
 def test_a_shard_that_is_left_out_may_be_missing(tmp_path):
     made = pack(samples(10), tmp_path, shard_samples=5)
     (tmp_path / "train-000001.tar").unlink()
-    check_sizes(without([made], ["train-000001.tar"]))
+    check_sizes(exclude([made], ["train-000001.tar"]))
 
 
 def test_an_oversize_image_is_read_one_byte_past_what_the_decoder_takes(tmp_path, monkeypatch):
@@ -443,12 +443,3 @@ def test_imagenet_is_read_as_it_is_distributed(tmp_path):
     (tmp_path / "wnids.txt").write_text("n02\nn01\n")
     val = imagenet_validation(tmp_path / "wnids.txt", tmp_path / "val.tar")
     assert [(s.key, s.labels) for s in val] == [("v0", (1,)), ("v1", (0,))]
-
-
-@pytest.mark.parametrize("name, labels", [("data_batch_1", 1), ("train", 2)])
-def test_cifar_s_binary_files_are_read_without_loss(tmp_path, name, labels):
-    records = np.random.default_rng(0).integers(0, 10, (4, labels + 3072), dtype=np.uint8)
-    records.tofile(tmp_path / f"{name}.bin")
-    images = list(cifar([tmp_path / f"{name}.bin"]))
-    assert [s.labels[0] for s in images] == records[:, labels - 1].tolist()
-    assert np.array_equal(decode(images[2].image), records[2, labels:].reshape(3, 32, 32).transpose(1, 2, 0))

@@ -21,7 +21,7 @@ from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
-from data.shards.sources import Sample, digits
+from data.sources.samples import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
 from pipeline.evaluation.evaluate import ProbeConfig
 from pipeline.evaluation.features import FeatureStore, collect

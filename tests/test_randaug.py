@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.draws import Draws
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
-from data.images.draws import Draws
 from data.images.randaug import OPERATIONS, randaug
 from data.index.document import load_index
 from data.loader import TrainLoader

@@ -25,7 +25,7 @@ from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import digits
+from data.sources.samples import digits
 from tests.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}

@@ -22,8 +22,8 @@ from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
-from jobs.cluster import embedded, ray_access, ray_nodes, ray_token
-from jobs.cluster.nodes import disconnect
+from jobs.cluster import embedded, ray_nodes
+from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
@@ -81,8 +81,9 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Nodes]:
     disconnect()
-    with pytest.MonkeyPatch.context() as patch, ray_access._loopback_only():
-        ray_token.ensure_token()
+    with pytest.MonkeyPatch.context() as patch:
+        embedded.make_token()
+        patch.setenv(embedded.LOOPBACK_ONLY, "0")
         for name, value in (embedded.ENVIRONMENT | embedded.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -151,18 +152,22 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
 
 def reserve(cluster: ClusterConfig, run: str, log=print, look=do_nothing, worlds=()) -> PlacementGroup:
     """Reserve the places of a worker group, as a stage does."""
-    nodes = ray_nodes.ray_nodes_of(cluster)
+    nodes = nodes_in(cluster)
     nodes.reserve(run, worlds or [cluster.world], log, look)
     assert nodes.reservation is not None
     return nodes.reservation.group
 
 
+def nodes_in(cluster: ClusterConfig) -> ray_nodes.RayNodes:
+    return ray_nodes.ray_nodes_of(cluster, is_embedded=connect(cluster).embedded)
+
+
 def room_now(cluster: ClusterConfig) -> int:
-    return ray_nodes.ray_nodes_of(cluster).room()
+    return nodes_in(cluster).room()
 
 
 def held(cluster: ClusterConfig) -> int:
-    return ray_nodes.ray_nodes_of(cluster).workers_held
+    return nodes_in(cluster).workers_held
 
 
 RIVAL = """
@@ -198,7 +203,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
         # The next attempt of the first goes on where it was, and does not queue behind the second, its equal.
         assert reserve(two, "/runs/first") == held
-        ray_nodes.ray_nodes_of(two).release()
+        nodes_in(two).release()
         assert rival.stdout.readline() == "placed\n"
         said: list[str] = []
         with pytest.raises(ClusterError):

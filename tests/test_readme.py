@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import models
-from data.shards.sources import digits
+from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.conftest import RECIPE
 
@@ -68,7 +68,21 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     official = folder / "vit_b16.npz"
     assert main(["export", str(folder / "ours"), str(official), "--format", "npz"]) == 0
 
+    own = folder / "own.yaml"  # the recipe of the first screen, with two steps instead of 300
+    text = (ROOT / "jobs/recipes/folder.yaml").read_text()
+    text = text.replace("steps: 300", "steps: 2").replace("warmup_steps: 30", "warmup_steps: 1")
+    own.write_text(
+        text.replace("runs/folder", str(folder / "own"))
+        .replace("batch_size: 64", "batch_size: 4")
+        .replace("micro_batch: 32", "micro_batch: 2")
+    )
+
     return {
+        "jobs/recipes/folder.yaml": str(own),
+        "runs/folder": str(folder / "own"),
+        "shards.sets.train.path=photos/train": f"shards.sets.train.path={folder}/images",
+        "shards.sets.test.path=photos/test": f"shards.sets.test.path={folder}/images",
+        "pretrain.model.classes=3": "pretrain.model.classes=2",
         "jobs/recipes/digits.yaml": str(recipe),
         "runs/digits": str(folder / "run"),
         "/images/train": str(folder / "images"),
@@ -90,10 +104,10 @@ def in_place(word: str, places: dict[str, str]) -> str:
     """What a word of a command stands for: a place itself, or a stage of the run whose key nobody can know before."""
     if word in places:
         return places[word]
-    stage = re.fullmatch(r"runs/digits/(\w+)-[0-9a-f]{8}", word)
+    stage = re.fullmatch(r"(runs/\w+)/(\w+)-[0-9a-f]{8}", word)
     if stage is None:
         return word
-    folders = sorted(Path(places["runs/digits"]).glob(f"{stage[1]}-*"))
+    folders = sorted(Path(places[stage[1]]).glob(f"{stage[2]}-*"))
     assert folders, f"{word}: the run has no such stage"
     return str(folders[0])
 

@@ -29,7 +29,7 @@ from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader
-from data.shards.sources import digits
+from data.sources.samples import digits
 from jobs.__main__ import main
 
 NO_SCHEMA_2 = "has no digests of samples (schema 1), so that a shard that rots after its first reading would go unseen"

@@ -15,15 +15,14 @@ from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
-from data.index.joined import join
-from data.index.left_out import without
+from data.index.joined import exclude, join
 from data.shards import subset
 from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import Reader, check_sizes
-from data.shards.sources import Sample
 from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset, read_all_labels
+from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe.campaign import load
 from tests.tars import write_tar
@@ -211,7 +210,7 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
     report = check(index)
     assert report.ok and report.good == len(numbers)
     assert join([index, parent], [1, 1]).samples == len(numbers) + 25
-    dropped = without([index], [index.shards[0].name])[0]
+    dropped = exclude([index], [index.shards[0].name])[0]
     assert dropped.digest != index.digest and dropped.samples < index.samples
     # A sample that rots is bad, and named.
     tar = Path(index.location(0))
@@ -250,7 +249,7 @@ def test_a_shard_that_two_subsets_have_is_dropped_from_both_as_the_error_says(tm
     lost.unlink()
     with pytest.raises(DataError, match=r"1 of 4 shards cannot(?s:.*)'data\.drop=\[train-000001\.tar\]'"):
         check_sizes(sets, option="data.drop")
-    left = without(sets, ["train-000001.tar"])
+    left = exclude(sets, ["train-000001.tar"])
     check_sizes(left)
     for before, after in zip(sets, left, strict=True):
         kept = [shard.samples * (shard.name != lost.name) for shard in before.shards]

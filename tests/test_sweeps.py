@@ -20,9 +20,8 @@ from jobs.__main__ import main
 from jobs.cluster.recovery import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
-from jobs.planning.outlook import Outlook
-from jobs.recipe import campaign, changes, choices
-from jobs.recipe.carried_recipe import carried
+from jobs.recipe import campaign, changes, choices, render
+from jobs.recipe.portable_recipe import carried
 from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
 from jobs.run import ending, stage_files, stage_run
@@ -252,10 +251,10 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
 
 def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
     before = campaign.load(protocol, [])
-    planned = "\n".join(plan(before, Outlook(None)))
+    planned = "\n".join(plan(before))
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
-    assert "lr: the best of 0.01, 0.1 by accuracy, known after" in campaign.resolved(before)
+    assert "lr: the best of 0.01, 0.1 by accuracy, known after" in render.resolved(before)
     facts = stage_files.facts_of(before, before.stage("finetune.seed-0"))
     assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
 
@@ -268,10 +267,10 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     after = campaign.load(protocol, [])
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
     assert after.stage("finetune.seed-1").config.optim.lr == 0.1
-    assert asdict(choices.settled(before).stage("finetune.seed-1").config) == asdict(
+    assert asdict(choices.resolve_sweep(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
-    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after, Outlook(None)))
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after))
     assert changes.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.
@@ -293,7 +292,7 @@ def test_a_choice_may_be_of_the_model(protocol):
     finish(before, "finetune.depth-1", 0.25)
     finish(before, "finetune.depth-2", 0.75)
     make_table(before, "finetune.grid")
-    after = choices.settled(before)
+    after = choices.resolve_sweep(before)
     assert after.stage("finetune.seed-0").model.depth == after.stage("next").model.depth == 2
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.index.labels import parse_labels
 from data.index.refusals import Refusals
 from data.index.tar import members, walk
-from data.shards.labels import parse_labels
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from data.errors import ConfigError, Preempted
 from jobs.monitor import trackers
 from jobs.monitor.trackers import MlflowConfig, TrackersConfig, WandbConfig, start_trackers
 from jobs.monitor.tracking import Courier, flat, numbers_of
-from jobs.recipe import campaign
+from jobs.recipe import campaign, key
 from jobs.run.session import run_campaign
 from pipeline.monitoring.telemetry import Record, read_metrics
 
@@ -62,7 +62,7 @@ def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -
     tracked = campaign.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
     assert tracked.trackers.used() == ["wandb", "mlflow"]
     assert [stage.key for stage in tracked.stages] == [stage.key for stage in plain.stages]
-    assert campaign.recipe_digest(tracked) == campaign.recipe_digest(plain)
+    assert key.recipe_digest(tracked) == key.recipe_digest(plain)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,13 @@ import torch
 import models
 from data.errors import Preempted
 from data.shards.packing import pack
-from data.shards.sources import Sample
+from data.sources.samples import Sample
 from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
 from models.weights import npz
 from pipeline import config
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.optimization.schedule import ScheduleConfig
+from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
 from pipeline.worker import Job

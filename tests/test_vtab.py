@@ -83,10 +83,6 @@ def test_a_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
     assert labels.kitti_distance([3, 7], [1.0, 2.0]) == 3
 
 
-def test_every_angle_of_smallnorb_has_a_class() -> None:
-    assert [labels.smallnorb_azimuth(tens) for tens in range(0, 36, 2)] == list(range(18))
-
-
 # ----------------------------------------------------------------------------- the table
 
 

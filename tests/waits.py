@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import batches, train
+from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine
-from pipeline.process_group import import_deepspeed
 
 READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
 BY_VALUE = ("nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal")
@@ -174,7 +174,7 @@ def seen(waits: Waits) -> Iterator[None]:
 
     def mark_counts(engine: Engine) -> None:
         start_state(engine)
-        for state in engine._optimizer.state.values():
+        for state in engine.state.optimizer.state.values():
             if "step" in state:
                 mark(state["step"])
 

@@ -25,9 +25,9 @@ import cv2
 import numpy as np
 
 from data.checks import at_least, more_than_0
+from data.draws import Draws
 from data.errors import ConfigError
 from data.images.decode import Box, Header, decode_crop, decode_whole, read_header
-from data.images.draws import Draws
 from data.images.preprocess import resize_small
 
 ATTEMPTS = 100  # to draw a box, as in TensorFlow

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from data.images.draws import Draws
+from data.draws import Draws
 
 FILL = (128, 128, 128)  # what moves in from outside, and the cut-out square
 Operation = Callable[[Image.Image, float, Draws], Image.Image]  # image, level = magnitude / 10, draws

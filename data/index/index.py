@@ -1,7 +1,7 @@
 """What Patchline knows about a list of shards: one small JSON for the set, one table of offsets a shard.
 
 `data.shards.indexing` makes both for any WebDataset tars, unchanged; packing makes them as it writes. The JSON is read
-and written in `data.index.document`, the tables in `data.index.offsets`; here is what they say, as objects.
+and written in `data.index.document`, the tables in `data.index.shard`; here is what they say, as objects.
 
 What holds a set together, from the sample up:
 1. each row of a table has a digest of its sample's bytes, which every read is compared with (`data.shards.reader`);
@@ -30,8 +30,7 @@ import numpy as np
 from data.errors import DataError
 from data.index.columns import MappedShards
 from data.index.names import Names, ids_of
-from data.index.offsets import WrongTable, open_table
-from data.index.shard import Shard, table_name
+from data.index.shard import Shard, WrongTable, open_table, table_name
 
 FIRST_SCHEMA = 1  # the oldest that is still read; its number is in the digest of every index
 

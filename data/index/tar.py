@@ -7,7 +7,7 @@ How a tar becomes a table, in order:
 3. consecutive members with the same key are one sample; `Walk.add` keeps the offsets of its image and its label;
 4. an image and a label of one key that lie apart in the tar are put together (`joined`);
 5. `Walk.table` turns these rows into one array, with a digest of each sample's bytes (`sample_digest`), which
-   `data.index.offsets` saves beside the shard.
+   `data.index.shard` saves beside the shard.
 
     train-000000.tar                      rows (key, image, image_size, label, label_size)
       a/cat.jpg   4711 bytes at 512
@@ -27,14 +27,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
+from data.index.names import some
 from data.index.refusals import Refusals
 
+# What tars are called when they have been compressed; they are read from the middle, which no compression allows.
+COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
@@ -365,3 +369,33 @@ def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | 
             size = int(value)
         body = body[length:]
     return long_name, size
+
+
+# --------------------------------------------------------------------------------------------- the tars of a folder
+
+
+def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
+    """Raise DataError where a folder of tars has compressed ones too, or folders with tars in them."""
+    if not Path(folder).is_dir():
+        return
+    compressed = [path.name for path in compressed_in(folder)]
+    below = []
+    for path in sorted(Path(folder).glob("[!.]*")):
+        if path.is_dir():
+            below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))]
+    if compressed:
+        raise DataError(
+            f"{folder}: {some(compressed)} would be left out: compressed tars\n"
+            "  expected tars that samples can be read from the middle of: uncompress them (gzip -d, zstd -d), "
+            f"or name those that you mean: {folder}/*.tar"
+        )
+    if below:
+        raise DataError(
+            f"{folder}: {some(below)} would be left out: they lie in folders of their own\n"
+            f"  expected tars in the folder itself; name them all: {folder}/*.tar {folder}/*/*.tar"
+        )
+
+
+def compressed_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the compressed tars of a folder, sorted; none where it is no folder."""
+    return [path for path in sorted(Path(folder).glob("[!.]*")) if path.name.endswith(COMPRESSED) and path.is_file()]

@@ -34,8 +34,8 @@ from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness_of
 from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Leaks, Pair, write_leaks
+from data.shards.parallel import in_parallel
 from data.shards.reader import Reader, check_sizes
-from data.shards.side_by_side import side_by_side
 
 # T test images of all sets, K crops of each, D coefficients of a crop
 
@@ -93,7 +93,7 @@ def find_leaks(
             jobs.append(SearchJob(index.alone(number), signatures, fits, cache))
     with Journal(output / JOURNAL, setting) as journal:
         missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
-        with side_by_side(look_through, missing, workers, report) as results:
+        with in_parallel(look_through, missing, workers, report) as results:
             for job, matches in zip(missing, results, strict=True):
                 journal.add(key_of(job.shard.shards[0]), matches)
         # An earlier search of other training sets, killed here, may have left records of more shards.
@@ -128,7 +128,7 @@ def remember(
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
             jobs.append(RememberJob(index.alone(number), path, cache))
     missing = [job for job in jobs if not job.path.exists()]
-    with side_by_side(remember_shard, missing, workers, report) as results:
+    with in_parallel(remember_shard, missing, workers, report) as results:
         for _ in results:
             pass
 

@@ -29,8 +29,8 @@ from typing import Any, Protocol, TypedDict
 from urllib.parse import urlsplit
 
 from data.errors import DataError
-from data.index.folders import COMPRESSED
 from data.index.names import some
+from data.index.tar import COMPRESSED
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it
@@ -121,7 +121,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
-    # Without their folders, as in `data.index.folders`: what is shown of a name is short.
+    # Without their folders, as in `data.index.tar`: what is shown of a name is short.
     compressed = [path.rpartition("/")[2] for path in sorted(entries) if path.endswith(COMPRESSED)]
     if compressed:
         raise Refused(

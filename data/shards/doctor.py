@@ -35,15 +35,15 @@ from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, read_header
 from data.images.jpeg import is_damaged
 from data.index.index import Index
+from data.index.labels import read_labels
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.tar import Row, mapped, walk
 from data.remote.cache import Cache, CacheConfig
-from data.shards.labels import read_labels
 from data.shards.packing import pack
+from data.shards.parallel import in_parallel
 from data.shards.report import GridImage, Report, ShardReport
-from data.shards.side_by_side import side_by_side
-from data.shards.sources import Sample, kind_of
+from data.sources.samples import Sample, kind_of
 
 GRID = 24  # images kept for the page
 HASH_PARTS = 256  # files that hashes are kept in, so that one of them fits in memory
@@ -82,7 +82,7 @@ def check(
         jobs.append(CheckJob(index.alone(number), shown_after - shown_before, decode, cache or CacheConfig()))
     whole = Report(index, [])
     repeated = Repeated()
-    with side_by_side(check_shard, jobs, workers, report) as shard_reports:
+    with in_parallel(check_shard, jobs, workers, report) as shard_reports:
         for shard_report in shard_reports:
             repeated.add(shard_report.hashes)
             whole.add(shard_report)

@@ -4,8 +4,10 @@ How tars become an index, in order:
 1. `local_tars` or `remote_tars` lists them, with the size of each and the folder or URL that holds them all;
 2. nothing may be lost: an index of other tars, or a packing that was stopped, in the same place is an error;
 3. `index_shard` walks one tar, writes its table and returns its record; several processes, or threads for URLs,
-   do so side by side, and a remote tar is deleted as soon as it has been looked at;
-4. the journal keeps the records, so that a killed run goes on, and at the end becomes the index.
+   do so in parallel, and a remote tar is deleted as soon as its record is made;
+4. a few samples of each, evenly spread, are decoded, because a tar whose offsets and labels are right may still hold
+   pages of errors instead of photographs;
+5. the journal keeps the records, so that a killed run goes on, and at the end becomes the index.
 
     build_index("s3://bucket/train", output="indexes/train")
     →   indexes/train/train.index.json            directory: s3://bucket/train
@@ -27,22 +29,27 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 from braceexpand import braceexpand
 
-from data.checks import check_name
+from data.checks import check_name, printable
 from data.errors import DataError
+from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.folders import check_nothing_beside
 from data.index.index import Index
-from data.index.names import Names
-from data.index.shard import table_name
+from data.index.labels import MAX_CLASSES, parse_labels, text_labels, why_no_label
+from data.index.names import Names, ids_of, shown, some
+from data.index.refusals import Refusals
+from data.index.shard import Shard, table_name, write_table
+from data.index.tar import check_nothing_excluded, digest_of_tar, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import Journal, Record
-from data.shards.look import IndexJob, index_shard
-from data.shards.side_by_side import setting_at_error, side_by_side
+from data.shards.parallel import in_parallel, setting_at_error
 
 MOST_ERRORS = 20  # shards that are named when they cannot be used
+DECODED = 4  # samples of a shard that are decoded
+NOT_DECODED = "looked at, and "  # how the reason begins for which a decoded sample is no image
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # how the journal of a packing begins, see `packing.pack`
 
 
@@ -102,10 +109,10 @@ def build_index(
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
-                jobs.append(IndexJob(fetcher if urls else None, tars.directory, tar, size, folder, classes, names))
+                jobs.append(IndexJob(fetcher if urls else None, tars.directory, tar, folder, classes, names, size))
         # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
         with (
-            side_by_side(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
+            in_parallel(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
             setting_at_error(stopped),
         ):
             record_all(results, journal)
@@ -159,6 +166,99 @@ def record_all(results: Iterable[Record | str], journal: Journal) -> None:
         if len(errors) > MOST_ERRORS:
             lines.append(f"… {len(errors)} shards in all")
         raise DataError("\n".join(lines))
+
+
+# ------------------------------------------------------------------------------------------------ one tar
+
+
+@dataclass(frozen=True)
+class IndexJob:
+    """One tar to index, for a process of its own."""
+
+    cache: Cache | None  # what fetches it; None where it is here
+    directory: str
+    name: str
+    output: Path
+    classes: int | None
+    names: Names
+    bytes: int
+
+
+def index_shard(job: IndexJob) -> Record | str:
+    """Write one shard's table; returns its record, or what is wrong with it."""
+    place = f"{job.directory}/{job.name}"
+    try:
+        with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file, mapped(file) as tar:
+            result = walk(tar, job.name)
+            table = result.table(tar)
+            class_counts = count_classes(tar, table, job, result.refused)
+            decode_a_few(tar, table, result.refused)
+            table_digest = write_table(job.output, job.name, table)
+            shard = Shard(job.name, len(table), len(tar), digest_of_tar(tar), table_digest)
+            return Record(shard, class_counts, result.refused)
+    # Returned instead of raised, so that the other shards are indexed too.
+    except (DataError, OSError) as error:
+        return str(error)
+
+
+def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Refusals) -> Counter[int]:
+    """Return the samples a class; those without a usable label or without an image are counted in `refused`.
+
+    Raises DataError on a label that is beyond the classes or, where the classes have names, is a name of none.
+    """
+    limit = job.classes or len(job.names) or MAX_CLASSES
+    ids = ids_of(job.names)
+    counts: Counter[int] = Counter()
+    for row in table:
+        key = row["key"].decode("utf-8", "replace")
+        if not row["image_size"]:
+            refused.add("no image", key)
+        raw = bytes(tar[row["label"] : row["label"] + row["label_size"]])
+        try:
+            labels = parse_labels(raw, ids)
+        except ValueError:
+            texts = text_labels(raw)
+            # Without a class list nobody can tell whether a text is a name.
+            if job.names and texts:
+                raise DataError(
+                    f"{job.name}: sample {printable(key)} is labelled {shown(texts[0])}, which is none of the "
+                    f"{len(job.names)} class names: {some(job.names)}"
+                ) from None
+            # It stays a sample: training replaces it, and counts it as bad.
+            refused.add(why_no_label(raw), key)
+            continue
+        if max(labels) >= limit:
+            raise DataError(
+                f"{job.name}: sample {printable(key)} has label {max(labels)}, "
+                f"but there are {limit} classes (0 … {limit - 1})"
+            )
+        counts.update(set(labels))  # a label that is repeated counts once
+    return counts
+
+
+def decode_a_few(tar: memoryview, table: np.ndarray, refused: Refusals) -> None:
+    """Decode a few samples of a shard, evenly spread, and count in `refused` those that hold no image."""
+    for number in decoded_numbers(len(table)):
+        row = table[number]
+        encoded = bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)])
+        try:
+            read_header(encoded)
+            decode_whole(encoded)
+        except BadImage as error:
+            refused.add(f"{NOT_DECODED}{error}", row["key"].decode("utf-8", "replace"))
+
+
+def decoded_numbers(samples: int) -> list[int]:
+    """Return the numbers of the samples of a shard that are decoded when it is indexed: a few."""
+    count = min(samples, DECODED)
+    return [(2 * number + 1) * samples // (2 * count) for number in range(count)]
+
+
+def decoded_samples(index: Index) -> tuple[int, int]:
+    """Return (samples that were decoded when a set was indexed, those of them that hold no image)."""
+    tried = sum(len(decoded_numbers(shard.samples)) for shard in index.shards)
+    failed = sum(count for reason, count in index.refused.items() if reason.startswith(NOT_DECODED))
+    return tried, failed
 
 
 # ------------------------------------------------------------------------------------- what is refused
@@ -215,7 +315,7 @@ def check_kept(url: str) -> None:
 def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     """Tars of a folder, or those that are listed; raises DataError where there are none, or one is missing."""
     if not isinstance(source, list):
-        check_nothing_beside(source)
+        check_nothing_excluded(source)
     paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
         raise DataError(f"{source}: {why_no_tars(source)}; name the folder that holds the shards")

@@ -32,14 +32,13 @@ from data.files import whole_file
 from data.images.jpeg import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
+from data.index.labels import MAX_CLASSES
 from data.index.names import Names
-from data.index.offsets import write_table
-from data.index.shard import Shard, table_name
+from data.index.shard import Shard, table_name, write_table
 from data.index.tar import digest_of_tar, mapped, walk
 from data.shards.journal import Journal, Record
-from data.shards.look import MAX_CLASSES
-from data.shards.side_by_side import setting_at_error
-from data.shards.sources import Sample
+from data.shards.parallel import setting_at_error
+from data.sources.samples import Sample
 
 JPEG_START = b"\xff\xd8"
 

@@ -29,7 +29,7 @@ from data.errors import DataError, PatchlineError
 from data.files import state_folder
 from data.images.decode import MAX_BYTES
 from data.index.index import Index
-from data.index.left_out import shortest
+from data.index.joined import shortest
 from data.index.shard import Shard
 from data.index.tar import sample_digest
 from data.remote.cache import Cache, CacheConfig
@@ -83,7 +83,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
 def problem_of(place: str, shard: Shard) -> str:
     """What is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
-    is_left_out = shard.samples == 0 and shard.bytes == 0  # see `data.index.left_out`
+    is_left_out = shard.samples == 0 and shard.bytes == 0  # see `data.index.joined`
     if is_left_out or "://" in place:
         return ""
     try:

@@ -31,14 +31,13 @@ from data.checks import check_name
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
+from data.index.labels import parse_labels
 from data.index.names import check_known
-from data.index.offsets import write_table
-from data.index.shard import Shard, table_name
+from data.index.shard import Shard, table_name, write_table
 from data.remote.cache import CacheConfig
-from data.shards.labels import parse_labels
 from data.shards.listed import listed_rows
+from data.shards.parallel import in_parallel
 from data.shards.reader import Reader, check_sizes
-from data.shards.side_by_side import side_by_side
 
 # N samples of the set
 
@@ -193,7 +192,7 @@ def read_all_labels(
     values = [np.empty(0, np.int32)]
     counts = [np.empty(0, np.int32)]
     # A shard that is fetched mostly waits, for which threads will do.
-    with side_by_side(read_shard_labels, jobs, workers, report, in_threads=index.remote) as results:
+    with in_parallel(read_shard_labels, jobs, workers, report, in_threads=index.remote) as results:
         for shard_values, shard_counts in results:
             values.append(shard_values)
             counts.append(shard_counts)

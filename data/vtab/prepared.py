@@ -1,13 +1,15 @@
-"""Any task of VTAB from the folder that TensorFlow Datasets has prepared: the very files that the original reads.
+"""The tasks of VTAB-1k from folders that TensorFlow Datasets has prepared: the very files that the original reads.
 
-    caltech101/3.0.1/                     `path` of the set: this folder, or the one above it
+    caltech101/3.0.1/                     `path` of the set: this folder, or the folder above it
       dataset_info.json                   its name, and how many examples each file of each split holds
       label.labels.txt                    the class names, a line each
       caltech101-train.tfrecord-00000-of-00001
 
-1. `info_of` reads what was prepared, and compares it with what the task is made of;
+1. `prepared_set` reads the description, and compares it with what the task is made of;
 2. `samples` opens the files that hold rows of the task's split, and takes these rows, in their order;
-3. `derived_label` makes each task's label of an example.
+3. `label_of` makes each task's label of an example (`data.vtab.labels`).
+
+    VTAB["dtd"].samples(Path("dtd/3.0.1"), "train800val200")      1,000 samples of 47 classes
 """
 
 from __future__ import annotations
@@ -15,52 +17,48 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from data.archives.images import as_image, encode, tell
 from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.shards.sources import Sample
-from data.vtab import labels
-from data.vtab.order import check_size
-from data.vtab.records import Values, features, records
-from data.vtab.tasks import Split, Task
+from data.sources.published import Archive, Published
+from data.sources.samples import Sample, as_image, encode, warn_of
+from data.vtab.labels import NAMES, label_of
+from data.vtab.records import features, records
+from data.vtab.tasks import TASKS, Split, Task
 
 INFO = "dataset_info.json"
 CLASS_NAMES = "label.labels.txt"
 CONFIGS = {"sun397": "tfds", "eurosat": "rgb", "diabetic_retinopathy_detection": "btgraham-300"}
-
-Example = Mapping[str, Values]
+SPLITS: tuple[Split, ...] = ("train800", "val200", "train800val200", "test")
+SOURCE = "Zhai et al. 2019, table 2; task_adaptation's tests"
 
 
 @dataclass(frozen=True)
-class Info:
-    """What a prepared folder holds."""
+class PreparedSet:
+    """A set of TensorFlow Datasets in its folder."""
 
     folder: Path
     name: str
     shards: Mapping[str, list[int]]  # split → examples of each of its files
 
-    def file(self, split: str, shard: int) -> Path:
-        """The file of a shard."""
-        return self.folder / f"{self.name}-{split}.tfrecord-{shard:05d}-of-{len(self.shards[split]):05d}"
 
-
-def is_prepared(path: Path) -> bool:
-    """Whether this is a folder that TensorFlow Datasets has prepared, or the one above it."""
-    return path.is_dir() and bool(infos(path))
-
-
-def infos(path: Path) -> list[Path]:
-    """The descriptions in this folder and in those right below it, which are called by their version."""
-    return [file for file in (path / INFO, *sorted(path.glob(f"*/{INFO}"))) if file.is_file()]
-
-
-def info_of(path: Path, task: Task) -> Info:
-    """What was prepared; raises DataError where it is another set, or in files that are no TFRecords."""
-    files = infos(path)
+def prepared_set(path: Path, task: Task) -> PreparedSet:
+    """Read what was prepared; raises DataError where it is nothing, another set, or in files that are no TFRecords."""
+    config = CONFIGS.get(task.dataset)
+    expected = f"{task.dataset}/{config}" if config else task.dataset
+    # Folders are called by their version, and people name either.
+    files = [file for file in (path / INFO, *sorted(path.glob(f"*/{INFO}"))) if file.is_file()]
+    if not files:
+        raise DataError(
+            f"{path}: no {INFO} here or one folder below\n"
+            f"  expected the folder of {expected} as TensorFlow Datasets prepares it (docs/vtab.md)\n"
+            "  type, where tensorflow-datasets is installed: python -c "
+            f"\"import tensorflow_datasets as tfds; tfds.builder('{expected}').download_and_prepare()\""
+        )
     if len(files) > 1:
         raise DataError(
             f"{path}: holds {len(files)} prepared sets: {', '.join(map(str, files))}\n  name one of their folders"
@@ -68,39 +66,51 @@ def info_of(path: Path, task: Task) -> Info:
     try:
         content: dict[str, Any] = json.loads(files[0].read_bytes())
         name = content["name"]
-        config = content.get("configName") or CONFIGS.get(task.dataset)
+        prepared_config = content.get("configName") or config
         file_format = content.get("fileFormat", "tfrecord")
         shards = {split["name"]: [int(count) for count in split["shardLengths"]] for split in content["splits"]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{files[0]}: no description of a prepared set ({error}); prepare it again") from None
-    if name != task.dataset or config != CONFIGS.get(task.dataset, config):
-        expected = "/".join(filter(None, (task.dataset, CONFIGS.get(task.dataset))))
-        raise DataError(f"{files[0]}: is {name}/{config or ''}, and {task.name} is made of {expected}")
+    is_expected = name == task.dataset and config in (None, prepared_config)
+    if not is_expected:
+        raise DataError(f"{files[0]}: is {name}/{prepared_config or ''}, and {task.name} is made of {expected}")
     if file_format != "tfrecord":
         raise DataError(
             f"{files[0]}: its files are {file_format}, expected tfrecord: prepare it with file_format='tfrecord'"
         )
-    return Info(files[0].parent, name, shards)
+    return PreparedSet(files[0].parent, name, shards)
 
 
-def samples(path: Path, task: Task, split: Split) -> Iterator[Sample]:
-    """The samples of a task's split, in the order of the rows; raises DataError where the set has another size."""
-    info = info_of(path, task)
+def samples(task: Task, path: Path, split: str) -> Iterator[Sample]:
+    """Give the samples of a task's split, in the order of the rows.
+
+    Raises DataError where the prepared set is not the task's, has another size than is published, or is torn.
+    """
+    prepared = prepared_set(path, task)
     changed = Refusals()
-    for set_split, rows in task.rows(split):
-        counts = info.shards.get(set_split, [])
-        check_size(task, set_split, sum(counts))
-        start = 0  # row at which a shard begins
-        for shard, count in enumerate(counts):
-            wanted = range(max(rows.start, start), min(rows.stop, start + count))
+    for set_split, rows in task.rows(cast(Split, split)):  # checked with the recipe: VTAB names the splits
+        counts = prepared.shards.get(set_split, [])
+        if sum(counts) != task.sizes[set_split]:
+            raise DataError(
+                f"{task.dataset}, {set_split}: found {sum(counts):,} images, expected {task.sizes[set_split]:,}\n"
+                f"  the images of {task.name} are chosen by their place among all of them: prepare the whole set again"
+            )
+        first_row = 0  # of the file
+        for number, count in enumerate(counts):
+            wanted = range(max(rows.start, first_row), min(rows.stop, first_row + count))
+            file = prepared.folder / f"{prepared.name}-{set_split}.tfrecord-{number:05d}-of-{len(counts):05d}"
             if wanted:
-                yield from rows_of(info.file(set_split, shard), task, set_split, start, wanted, changed)
-            start += count
-    tell(info.folder, changed)
+                yield from rows_of(file, task, set_split, first_row, wanted, changed)
+            first_row += count
+    warn_of(prepared.folder, changed)
 
 
 def rows_of(file: Path, task: Task, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
-    """The wanted rows of a file, whose first row is `start`; raises DataError where it ends before them."""
+    """Give the wanted rows of a file, whose first row is `start`; raises DataError where it ends before them."""
+    # Imported here, because every command reads the table of sets below.
+    import cv2
+    import numpy as np
+
     if not file.is_file():
         raise DataError(f"there is nothing at {file}; prepare the set again")
     next_row = wanted.start
@@ -108,69 +118,45 @@ def rows_of(file: Path, task: Task, split: str, start: int, wanted: range, chang
         for row, record in enumerate(records(stream, str(file)), start):
             if row >= wanted.stop:
                 break
-            if row in wanted:
-                example = features(record, str(file))
-                image, kind = image_of(example, task, f"{file}, row {row}", changed)
-                yield Sample(f"{split}-{row:06d}", image, (label_of(example, task, str(file)),), kind)
-                next_row = row + 1
+            if row not in wanted:
+                continue
+            example = features(record, str(file))
+            try:
+                label = label_of(task.name, example)
+            except (KeyError, IndexError, ValueError) as error:
+                raise DataError(f"{file}: an example without {error}; prepare the set again") from None
+            raw = example.get("image", [b""])[0]
+            if not isinstance(raw, bytes) or not raw:
+                raise DataError(f"{file}, row {row}: has no image; prepare the set again")
+            image, kind = as_image(raw, f"{file}, row {row}", changed)
+            if task.dataset == "dsprites":
+                # Its pixels are 0 and 1, which VTAB multiplies by 255.
+                pixels = cv2.imdecode(np.frombuffer(raw, np.uint8), cv2.IMREAD_GRAYSCALE)
+                if pixels is None:
+                    raise DataError(f"{file}, row {row}: its image cannot be decoded; prepare the set again")
+                image, kind = encode(pixels * np.uint8(255)), "png"
+            yield Sample(f"{split}-{row:06d}", image, (label,), kind)
+            next_row = row + 1
     if next_row < wanted.stop:
         raise DataError(
             f"{file}: ends before row {next_row:,}, expected rows to {wanted.stop:,}; prepare the set again"
         )
 
 
-def image_of(example: Example, task: Task, name: str, changed: Refusals) -> tuple[bytes, str]:
-    """The encoded image of an example and its extension; raises DataError where it has none."""
-    raw = example.get("image", [b""])[0]
-    if not isinstance(raw, bytes) or not raw:
-        raise DataError(f"{name}: has no image; prepare the set again")
-    if task.dataset != "dsprites":
-        return as_image(raw, name, changed)
-    import cv2
-    import numpy as np
-
-    # Its pixels are 0 and 1, which VTAB multiplies by 255.
-    pixels = cv2.imdecode(np.frombuffer(raw, np.uint8), cv2.IMREAD_GRAYSCALE)
-    if pixels is None:
-        raise DataError(f"{name}: its image cannot be decoded; prepare the set again")
-    return encode(pixels * np.uint8(255)), "png"
-
-
-def label_of(example: Example, task: Task, name: str) -> int:
-    """The class id of an example; raises DataError where it lacks what that is made of."""
-    try:
-        return derived_label(example, task)
-    except (KeyError, IndexError, ValueError) as error:
-        raise DataError(f"{name}: an example without {error}; prepare the set again") from None
-
-
-def derived_label(example: Example, task: Task) -> int:
-    """The class id in the terms of a task's examples; raises KeyError or IndexError where an example lacks them."""
-    if task.name == "clevr_count":
-        return labels.clevr_count(len(example["objects/size"]))
-    if task.name == "clevr_distance":
-        return labels.clevr_distance(third_of_three(example["objects/pixel_coords"]))
-    if task.name == "kitti_distance":
-        types = [int(entry) for entry in example["objects/type"]]
-        return labels.kitti_distance(types, third_of_three(example["objects/location"]))
-    if task.name == "dsprites_x_position":
-        return labels.dsprites_x_position(int(example["label_x_position"][0]))
-    if task.name == "dsprites_orientation":
-        return labels.dsprites_orientation(int(example["label_orientation"][0]))
-    # TensorFlow Datasets has halved the azimuth already.
-    if task.name == "smallnorb_azimuth":
-        return int(example["label_azimuth"][0])
-    if task.name == "smallnorb_elevation":
-        return int(example["label_elevation"][0])
-    return int(example["label"][0])
-
-
-def third_of_three(values: Values) -> list[float]:
-    """The z of points that lie one after the other: x, y, z, x, y, z, …"""
-    return [float(value) for value in values[2::3]]
-
-
-def names_of(path: Path, task: Task) -> Names:
-    """The class names that were prepared with the set; none where there are none."""
-    file = info_of(path, task).folder / CLASS_NAMES
+def classes(task: Task, path: Path) -> Names:
+    """Return the class names of a task, in the order of their ids; none where neither its set nor we have any."""
+    if task.name in NAMES:
+        return NAMES[task.name]
+    file = prepared_set(path, task).folder / CLASS_NAMES
     return tuple(file.read_text().splitlines()) if file.is_file() else ()
+
+
+def archive_of(task: Task) -> Archive:
+    """Return a task as the sources of a pack stage know data sets."""
+    published: dict[str, Published] = {}
+    for split in SPLITS:
+        published[split] = Published(task.samples(split), task.classes, SOURCE)
+    return Archive(partial(samples, task), partial(classes, task), published)
+
+
+VTAB: dict[str, Archive] = {task.name: archive_of(task) for task in TASKS}

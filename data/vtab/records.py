@@ -1,4 +1,4 @@
-"""TFRecord files: dmlab's own, and any set that TensorFlow Datasets has prepared.
+"""TFRecord files, in which TensorFlow Datasets keeps the sets that it has prepared.
 
 A TFRecord file is a row of records: length (8 bytes), its checksum (4), the record, its checksum (4). Each record here
 is a `tf.train.Example`, a message of named lists of bytes, floats or integers (tensorflow/core/example/*.proto).
@@ -17,6 +17,7 @@ from functools import cache
 from typing import IO, TYPE_CHECKING
 
 from data.errors import DataError
+from data.vtab.labels import Values
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("<QI")  # of a record, and the checksum of this length
 CHECKSUM_BYTES = 4
 MOST_BYTES = 1 << 30  # of a record: a damaged length would ask for any memory
-
-Values = list[bytes] | list[float] | list[int]
 
 
 def records(file: IO[bytes], name: str) -> Iterator[bytes]:
@@ -36,7 +35,7 @@ def records(file: IO[bytes], name: str) -> Iterator[bytes]:
         content = file.read(size) if size <= MOST_BYTES else b""
         checksum = file.read(CHECKSUM_BYTES)
         if len(content) != size or len(checksum) != CHECKSUM_BYTES:
-            raise DataError(f"{name}: cut short or damaged in record {number:,}; download it again")
+            raise DataError(f"{name}: cut short or damaged in record {number:,}; prepare the set again")
         yield content
         number += 1
 
@@ -48,7 +47,7 @@ def features(record: bytes, name: str) -> dict[str, Values]:
     try:
         example = example_type().FromString(record)
     except DecodeError as error:
-        raise DataError(f"{name}: a record that is no tf.train.Example ({error}); download it again") from None
+        raise DataError(f"{name}: a record that is no tf.train.Example ({error}); prepare the set again") from None
     lists: dict[str, Values] = {}
     for key, feature in example.features.feature.items():
         kind = feature.WhichOneof("kind")

@@ -1,33 +1,54 @@
-"""An embedded Ray cluster's processes, as the driver sees them: they start beside its imports, and end with it.
+"""An embedded Ray cluster: `ray start --head` on the loopback, started beside the driver's imports, ended with it.
 
-1. `start` makes the cluster's directory and starts the reaper (reaper.py), which starts the head (ray_head.py), which
-   starts Ray's processes: this takes seconds, and the caller does not wait.
-2. `address` waits until the cluster can be joined.
-3. `end` has the reaper end all of it, and waits; `let_go` does not. The reaper ends it too where this process dies.
+    python -m jobs.cluster.embedded DIRECTORY CPUS        (the guard, a child of the driver)
 
-Ray is not imported here, so that the driver can start its processes before anything else (jobs/run/early_start.py).
+1. `start` makes the cluster's directory and starts the guard, in a session of its own. The driver does not wait.
+2. The guard runs `ray start --head` with free ports, all of them on 127.0.0.1, and with a token that only this user can
+   read. Then it writes "ready host:port" to its standard output, or "failed" and the reason.
+3. `address` waits for that line.
+4. The guard waits for the end of its standard input, which the driver holds open as long as it lives. So `end`, the
+   driver's own end and a SIGKILL of it all come to the same: the guard kills every process of its session, in which
+   all of Ray's are, and removes the directory.
+
+Ray's own fate sharing is not enough: when the head is killed, its agents stay for 40 s and more, and the directory for
+ever. Ray is not imported here, so that the driver can start the cluster before anything else (jobs/run/early_start.py).
+Facts about Ray that this rests on were measured with 2.60.
 """
 
 import os
+import secrets
+import select
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+
+import psutil
 
 from data.errors import ClusterError
-from jobs.cluster import reaper
 from jobs.cluster_config import ClusterConfig
 
 ROOT = Path(__file__).parents[2]
+LOOPBACK = "127.0.0.1"
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
 RAY_SOCKET_BYTES = 75  # Ray appends up to so many to its temporary directory
 DIRECTORY_PREFIX = "pl-ray-"
 INNER_DIRECTORY = "r"
 DIRECTORY_NAME_BYTES = 18  # "/", the prefix, what mkdtemp appends, "/" and the inner directory
+OBJECT_STORE_BYTES = 200 * 2**20  # next to nothing is stored there; Ray's default is 30 % of the memory
+CLEAR_S = 30.0  # for the processes to die; then the directory is removed all the same
 
+# Elsewhere than on macOS, Ray replaces 127.0.0.1 by an outside address, and then most of its ports listen on all
+# interfaces. With this variable at 0 it does as on macOS. Ray reads it, and RAY_AUTH_MODE, when it is imported.
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -42,7 +63,7 @@ ENVIRONMENT = {
 EMBEDDED_ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "240000",  # on a busy small machine the raylet aborts after 30 s
     "RAY_worker_register_timeout_seconds": "240",
-    # Ray would start a process for each CPU at once, and Train's actors, which have variables of their own, use none.
+    # Ray would start a process for each CPU at once, and actors that have variables of their own use none of them.
     "RAY_prestart_worker_first_driver": "0",
 }
 
@@ -51,25 +72,15 @@ EMBEDDED_ENVIRONMENT = {
 class Embedded:
     """A cluster that was started here, whether or not it can be joined yet."""
 
-    reaper: subprocess.Popen[str]
-    directory: Path  # ours
+    guard: subprocess.Popen[str]
+    directory: Path  # ours (0700), around Ray's own, which Ray opens to everybody (0777)
     cpus: int  # that it counts
 
-    @property
-    def ray_directory(self) -> Path:
-        """Return Ray's own, which it opens to everybody (0777); nobody gets through ours (0700), which is around it."""
-        return self.directory / INNER_DIRECTORY
+
+_started: list[Embedded] = []  # none or one
 
 
-_started: list[Embedded] = []  # one, while there is one
-
-
-def start_early(cluster: ClusterConfig) -> None:
-    """Start a cluster where workers will want an embedded one; one that is joined is not touched before it is time."""
-    if is_wanted() and not is_started():
-        # What fails now fails again when the cluster is needed, and is said then.
-        with suppress(OSError):
-            start(cluster)
+# ------------------------------------------------------------------------ in the driver
 
 
 def is_wanted() -> bool:
@@ -82,71 +93,94 @@ def is_started() -> bool:
     return bool(_started)
 
 
+def has_too_few_cpus(cluster: ClusterConfig) -> bool:
+    """Tell whether there is an embedded cluster, perhaps started for fewer workers, that could never place these."""
+    return bool(_started) and _started[0].cpus < cluster.least * cluster.cpus_per_worker
+
+
+def start_early(cluster: ClusterConfig) -> None:
+    """Start a cluster where workers will want an embedded one; one that is joined is not touched before it is time."""
+    if is_wanted() and not is_started():
+        # The same failure comes again when the cluster is needed, and is reported then.
+        with suppress(OSError, ClusterError):
+            start(cluster)
+
+
 def start(cluster: ClusterConfig) -> None:
-    """Start a cluster that counts enough CPUs for these workers, instead of one that counts too few."""
-    needed = cluster.least * cluster.cpus_per_worker
-    if _started and _started[0].cpus >= needed:
+    """Start a cluster that counts enough CPUs for these workers; one that counts too few is ended.
+
+    Raises ClusterError where no token can be kept, and OSError.
+    """
+    if _started and not has_too_few_cpus(cluster):
         return
     end()
+    make_token()
     # Ray's processes inherit the variables.
     set_defaults(ENVIRONMENT)
     set_defaults(EMBEDDED_ENVIRONMENT)
-    # The raylet hands its environment on: workers and jobs import the packages from here, with this Python.
+    os.environ[LOOPBACK_ONLY] = "0"
+    # The raylet hands its environment on: workers import the packages from here, with this Python.
     _put_first("PYTHONPATH", ROOT)
     _put_first("PATH", Path(sys.executable).parent)
     directory = Path(short_directory())
     # Workers that compute with few threads share the cores; Ray only counts.
-    cpus = max(os.cpu_count() or 1, needed)
-    # Before the cluster, so that nothing of it is left behind wherever this process is killed from here on.
+    cpus = max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker)
     try:
-        reaping = reaper.start(directory, INNER_DIRECTORY, cpus)
+        guard = start_guard(directory, cpus)
     except OSError:
         directory.rmdir()
         raise
-    _started.append(Embedded(reaping, directory, cpus))
+    _started.append(Embedded(guard, directory, cpus))
+
+
+def start_guard(directory: Path, cpus: int) -> subprocess.Popen[str]:
+    """Start the guard, and with it the cluster; closing its stdin, or the end of this process, ends both."""
+    return subprocess.Popen(
+        # -P leaves the driver's working directory out, whose files may have names of modules.
+        [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # A reader of the driver's errors, who reads to their end, must not have to wait for the guard's.
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # Ctrl-C goes to the driver's whole process group. And this session is how the guard finds Ray's processes.
+        start_new_session=True,
+    )
 
 
 def address() -> str:
     """Wait until the cluster that was started can be joined; return its host:port. Raises ClusterError."""
-    embedded = _started[0]
-    assert embedded.reaper.stdout is not None
-    word, _, text = embedded.reaper.stdout.readline().strip().partition(" ")
+    answer = _started[0].guard.stdout
+    assert answer is not None
+    word, _, text = answer.readline().strip().partition(" ")
     if word != "ready":
-        raise did_not_start(text or "its processes have ended")
+        raise start_error(text or "its processes have ended")
     return text
 
 
-def did_not_start(reason: str) -> ClusterError:
-    """Return the error of a cluster that cannot be used, with what to type; what has come up of it is to be ended."""
+def start_error(reason: str) -> ClusterError:
+    """Make the error of a cluster that cannot be used; the caller ends the cluster."""
     return ClusterError(
         f"an embedded Ray cluster did not start: {reason}\n"
-        f"it needs 1 GB of memory, free ports on the loopback and room in {_started[0].directory.parent}\n"
+        f"it needs 1 GB of memory, free ports on the loopback and disk space in {_started[0].directory.parent}\n"
         f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
     )
 
 
-def ray_directory() -> Path:
-    """Return the temporary directory of the cluster that was started."""
-    return _started[0].ray_directory
-
-
-def cpus() -> int:
-    """Return how many CPUs the cluster counts that was started."""
-    return _started[0].cpus
-
-
 def end() -> None:
     """End the cluster, if there is one, with every process and its temporary directory."""
-    # `communicate` closes the reaper's standard input, which sets it off, and waits until it has cleared up.
+    # `communicate` closes the guard's standard input, and waits until the guard has cleared up.
     while _started:
-        _started.pop().reaper.communicate()
+        del os.environ[LOOPBACK_ONLY]
+        _started.pop().guard.communicate()
 
 
 def let_go() -> None:
     """End the cluster, if there is one, but do not wait: for a command that has no use for it."""
     while _started:
-        given_up = _started.pop().reaper
-        for pipe in (given_up.stdin, given_up.stdout):
+        del os.environ[LOOPBACK_ONLY]
+        guard = _started.pop().guard
+        for pipe in (guard.stdin, guard.stdout):
             assert pipe is not None
             pipe.close()
 
@@ -167,7 +201,7 @@ def _put_first(name: str, path: Path) -> None:
 
 
 def short_directory() -> str:
-    """Make a temporary directory whose path leaves room for the names of Ray's sockets."""
+    """Make a temporary directory whose path leaves enough bytes for the names of Ray's sockets."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
     # The user's own choice comes first, unless Ray would refuse it: "AF_UNIX path length cannot exceed 107 bytes".
@@ -176,3 +210,145 @@ def short_directory() -> str:
             chosen = parent
             break
     return tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen)
+
+
+# ------------------------------------------------------------------------ the token: who talks to a cluster runs code
+
+
+def token_path() -> Path:
+    """Return where Ray looks for the token, unless RAY_AUTH_TOKEN holds it."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def make_token() -> None:
+    """Have Ray ask for a token, and make one that only this user can read where there is none.
+
+    Call it before Ray is imported, which reads RAY_AUTH_MODE then. Raises ClusterError.
+    """
+    path = token_path()
+    try:
+        if os.environ.get("RAY_AUTH_TOKEN"):
+            pass
+        elif path.exists():
+            # Ray writes the file so that everybody can read it (0644).
+            path.chmod(0o600)
+        else:
+            # The file is whole before it has its name, because another command may make one at the same moment: the
+            # first of them stays. And `mkstemp` makes it unreadable for others from the start.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, made = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+            try:
+                os.write(handle, secrets.token_hex(32).encode())
+                with suppress(FileExistsError):
+                    os.link(made, path)
+            finally:
+                os.close(handle)
+                os.unlink(made)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot keep the cluster's token in {path}: {error.strerror}\n"
+            f"without a token a cluster runs anyone's code\n"
+            f"set RAY_AUTH_TOKEN_PATH to a file that you can write"
+        ) from None
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def use_token_if_any() -> None:
+    """Send our token, if we have one, to a cluster of which we do not know whether it asks; before Ray is imported."""
+    if os.environ.get("RAY_AUTH_TOKEN") or token_path().exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+# ------------------------------------------------------------------------ the guard
+
+
+def main() -> None:
+    # A signal may go to the driver and all its children, and this process must outlive the driver. The handler does
+    # nothing; to ignore the signal instead would have all programs ignore it that are started here, Ray's among them.
+    def outlive(number: int, frame: FrameType | None) -> None:
+        return
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, outlive)
+    directory, cpus = sys.argv[1:]
+
+    # The ports are free at this moment. `ray start` says of a port that has been taken since that it is.
+    port, dashboard_port, client_port = free_ports(3)
+    log = Path(directory) / "start.log"
+    with log.open("w") as output:
+        start = subprocess.Popen(
+            [
+                *("ray", "start", "--head", "--disable-usage-stats"),
+                *("--node-ip-address", LOOPBACK, "--port", str(port)),
+                *("--dashboard-host", LOOPBACK, "--dashboard-port", str(dashboard_port), "--include-dashboard=true"),
+                # Of two clusters on one machine that want the same port for their agents, the later one starts without
+                # its agent's server, says nothing, and then takes no jobs. 0 is any free port.
+                *("--dashboard-agent-listen-port", "0", "--min-worker-port", "0", "--max-worker-port", "0"),
+                # Nobody uses Ray's client server, but `ray start` has no option to leave it out.
+                *("--ray-client-server-port", str(client_port)),
+                *("--num-cpus", cpus, "--object-store-memory", str(OBJECT_STORE_BYTES)),
+                *("--temp-dir", os.path.join(directory, INNER_DIRECTORY)),
+                # Two processes of half a CPU-second each are left out: one that asks for more nodes, of which there are
+                # none, and one that sends the workers' output to drivers, which do not ask for it.
+                *("--no-monitor", "--include-log-monitor=false"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    # Until the cluster is there, look for the end of the driver too.
+    has_driver = True
+    while has_driver and start.poll() is None:
+        readable, _, _ = select.select([sys.stdin], [], [], 0.05)
+        has_driver = not readable  # nothing is ever written to it
+    if has_driver:
+        answer = f"ready {LOOPBACK}:{port}"
+        if start.returncode != 0:
+            lines = log.read_text(errors="replace").split("\n")
+            said = [line.strip() for line in lines if line.strip()]
+            answer = f"failed {said[-1] if said else f'ray start has ended with code {start.returncode}'}"
+        with suppress(BrokenPipeError):
+            print(answer, flush=True)
+        # The pipe closes with the driver, however it ends. Nothing has to be sent, so SIGKILL works as well.
+        sys.stdin.read()
+    clear(directory)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return numbers of ports that are free on the loopback now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind((LOOPBACK, 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def clear(directory: str) -> None:
+    """Kill every process of this one's session, with its children, until none is left; remove the directory."""
+    session = os.getsid(0)
+    deadline = time.monotonic() + CLEAR_S
+    while time.monotonic() < deadline:
+        # Once more after each round: a process may just have been starting another.
+        members = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError, PermissionError, psutil.Error):
+                is_member = process.pid != os.getpid() and os.getsid(process.pid) == session
+                if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+        if not members:
+            break
+        # A worker may have left the session; its parent has not.
+        for process in list(members):
+            with suppress(psutil.Error):
+                members += process.children(recursive=True)
+        for process in members:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(members, timeout=1)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

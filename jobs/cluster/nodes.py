@@ -10,17 +10,21 @@ Ray takes seconds to import, so only a cluster that needs it imports it.
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from data.errors import ClusterError
+from jobs.cluster import embedded
 from jobs.cluster.agent import Agent
 from jobs.cluster.fork_server import COMPILER, PRELOAD
+from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
+
+if TYPE_CHECKING:
+    from jobs.cluster.ray_nodes import RayNodes
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -220,14 +224,12 @@ _machines: dict[bool, ThisMachine] = {}  # of this process: with or without GPUs
 
 
 def nodes_of(cluster: ClusterConfig) -> Nodes:
-    """Return the nodes on which workers of this config start; with Ray, connect first.
+    """Return the nodes on which workers of this config start; a Ray cluster is joined, or started.
 
     What is kept warm there serves every command of this process.
     """
     if cluster.backend == "ray":
-        from jobs.cluster import ray_nodes
-
-        return ray_nodes.ray_nodes_of(cluster)
+        return _ray_nodes(cluster)
     has_gpus = cluster.gpus_per_worker > 0
     if has_gpus not in _machines:
         _machines[has_gpus] = ThisMachine(cluster)
@@ -236,22 +238,19 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
     return machine
 
 
+def _ray_nodes(cluster: ClusterConfig) -> "RayNodes":
+    # First: Ray reads some variables when it is imported, which `connect` has set then.
+    info = connect(cluster)
+    from jobs.cluster import ray_nodes
+
+    return ray_nodes.ray_nodes_of(cluster, is_embedded=info.embedded)
+
+
 def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
     """Return the place beside a worker group of `cluster.world`, which keeps so many cores of this machine busy."""
     if cluster.backend == "ray":
-        from jobs.cluster import ray_nodes
-
-        return ray_nodes.SpareBundle(ray_nodes.ray_nodes_of(cluster))
+        return _ray_nodes(cluster).spare()
     return SpareCore(cluster, cluster.world, busy_cores)
-
-
-def disconnect() -> None:
-    """Leave the Ray cluster where this process has joined one; an embedded one ends with every process."""
-    # Ray is imported only where it is needed; without it there is no cluster to leave.
-    if "jobs.cluster.ray_access" in sys.modules:
-        from jobs.cluster import ray_access
-
-        ray_access.disconnect()
 
 
 def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
@@ -261,6 +260,4 @@ def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
         assert isinstance(machine, ThisMachine)
         machine.warm_up(has_compiler=has_compiler)
     else:
-        from jobs.cluster import embedded
-
         embedded.start_early(cluster)

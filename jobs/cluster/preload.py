@@ -8,7 +8,7 @@ Importing must start no thread and touch no GPU: neither outlives a fork.
 import torch.fx.experimental.symbolic_shapes
 import torch.utils.tensorboard
 
-from pipeline.process_group import import_deepspeed
+from pipeline.engine.deepspeed import import_deepspeed
 
 __all__ = ["import_deepspeed", "torch"]
 

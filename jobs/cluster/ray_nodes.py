@@ -39,7 +39,6 @@ from jobs.cluster.agent import Agent, NodeOrder
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
 from jobs.cluster.fork_server import COMPILER, PRELOAD
 from jobs.cluster.nodes import Log, NodeAgent, Tick
-from jobs.cluster.ray_access import connect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor import job_metadata
 
@@ -149,6 +148,10 @@ class RayNodes:
         node_id = self.own_node()
         if self.is_embedded and node_id not in self.actors:
             self.actors[node_id] = self._start_agent(node_id)
+
+    def spare(self) -> "SpareBundle":
+        """Return the place for an evaluation beside training."""
+        return SpareBundle(self)
 
     # -------------------------------------------------------------------- places
 
@@ -542,16 +545,15 @@ def too_small(text: str, reason: str) -> ClusterError:
 _joined: dict[str, RayNodes] = {}  # of this process, by Ray's id of it in the cluster: none or one
 
 
-def ray_nodes_of(cluster: ClusterConfig) -> RayNodes:
-    """Join the cluster, or start one, and return what this process has there. Raises ClusterError."""
-    info = connect(cluster)
+def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
+    """Return what this process has in the cluster that it has joined."""
     job = ray.get_runtime_context().get_job_id()
     if job not in _joined:
         # What was held under another id was held in a connection that has ended, and Ray has taken it back. The nodes
         # to avoid are kept: it may be the same cluster that was joined again, and no id is given twice.
         avoided = {node: since for nodes in _joined.values() for node, since in nodes.avoided.items()}
         _joined.clear()
-        _joined[job] = RayNodes(cluster, is_embedded=info.embedded)
+        _joined[job] = RayNodes(cluster, is_embedded=is_embedded)
         _joined[job].avoided = avoided
     _joined[job].cluster = cluster
     return _joined[job]

@@ -280,7 +280,7 @@ class WorkerGroup:
         next_tick = 0.0
         while True:
             wake_at = next_tick if patience_until is None else min(next_tick, patience_until)
-            self._poll(max(0.0, wake_at - time.monotonic()))
+            self.poll(max(0.0, wake_at - time.monotonic()))
             self._take_drain_events()
             now = time.monotonic()
             # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
@@ -296,7 +296,7 @@ class WorkerGroup:
                 next_tick = now + TICK_S
                 on_tick()
 
-    def _poll(self, wait_s: float) -> None:
+    def poll(self, wait_s: float) -> None:
         """Ask the agents that are not asked yet, and take the answers that come within so many seconds."""
         now = time.monotonic()
         for link in self.links:
@@ -350,7 +350,7 @@ class WorkerGroup:
         if any(link.has_own_folder for link in links):
             # A poll that is under way may be older than the workers' last words: every agent is asked once more.
             for _ in range(2):
-                self._poll(POLL_S)
+                self.poll(POLL_S)
         with suppress(Exception):
             wait([link.agent.call("end") for link in links], END_S)
 

@@ -1,5 +1,6 @@
-"""`patchline run|plan|preflight|calibrate|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
+"""`patchline run|plan|trial|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +14,6 @@ if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-
-Calibration = Annotated[
-    str | None, typer.Option(metavar="FILE", help="What `calibrate` has measured; without it this machine's own.")
-]
 
 commands = make_group()
 single_stage = make_group()
@@ -67,46 +64,50 @@ def plan(
         bool, typer.Option("--without-data", help="Exit 0 although data or weights are missing that `run` would need.")
     ] = False,
     fresh: Fresh = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="h100, h200 or a100: for an estimate where nothing was tried.")
+    ] = None,
     price: Annotated[float | None, typer.Option(help="Of a worker and an hour, in any currency.")] = None,
-    mtbf_hours: Annotated[float | None, typer.Option(help="Mean time between failures of a node.")] = None,
-    restart_s: Annotated[float, typer.Option(help="From a failure to the next step.")] = 120.0,
-    calibration: Calibration = None,
+    mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Between two failures of the run.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Print the campaign, arithmetic, parameters, FLOPs, time and money; exit as `run` would before its first stage."""
+    """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
+    # At once: to import torch takes seconds, and so may what follows.
+    print(f"plan: reading {recipe} …", file=sys.stderr, flush=True)
     from jobs.commands import plan
-    from jobs.planning.outlook import outlook_of
-    from jobs.recipe import campaign
-    from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished, missing_inputs
+    from jobs.recipe import render
+    from jobs.recipe.validate import refuse, validate_all
+    from jobs.resolved_recipe import INPUTS, MEMORY
     from jobs.run.reevaluation import with_new_evaluations
     from jobs.run.sync import looked_at
 
     loaded = load_campaign(recipe, overrides)
     if resolved:
         # YAML ends its last line itself.
-        print(campaign.resolved(loaded), end="")
+        print(render.resolved(loaded), end="")
         return
-    outlook = outlook_of(calibration, price=price, mtbf_hours=mtbf_hours, restart_s=restart_s)
+    assumed = plan.Assumptions(gpu, price, mtbf)
     with looked_at(loaded.run, loaded.remote) as folder:
         loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
-        check_unfinished(loaded, loaded.stages, fresh=fresh)
-        check_finished(loaded, loaded.stages, print)
-        show(plan.plan(loaded, outlook))
-        check_memory(loaded, loaded.stages, print)
-        # What is missing is refused last, because all but a few lines of the plan can be told without it.
-        missing = missing_inputs(loaded, loaded.stages)
+        results = validate_all(loaded, loaded.stages, fresh=fresh)
+        refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+        show(plan.plan(loaded, assumed, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True)))
+        show([result.text for result in results if result.level != "FAIL"])
+        # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+        missing = [result for result in results if result.subject == INPUTS]
         if missing and without_data:
+            refuse(result for result in results if result not in missing)
             absent = f"{len(missing)} missing inputs"
             show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
         else:
-            check_inputs(loaded, loaded.stages)
+            refuse(results)
 
 
 @commands.command()
 def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
-    from jobs.cluster.nodes import disconnect
+    from jobs.cluster.ray import disconnect
     from jobs.commands import preflight
 
     loaded = load_campaign(recipe, overrides)
@@ -117,26 +118,16 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 
 
 @commands.command()
-def calibrate(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE]... [KEY=VALUE]...", help="Whose models and cluster.")
-    ] = None,
-    output: Annotated[str | None, typer.Option(metavar="FILE", help="Without it: this machine's own file.")] = None,
+def trial(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    stage: Annotated[str | None, typer.Option(metavar="NAME", help="This one alone.")] = None,
     _debug: Debug = False,
 ) -> None:
-    """Measure this machine, or every node of a recipe's cluster (minutes); `plan` then says time and money."""
-    from jobs.cluster.nodes import disconnect
-    from jobs.planning.calibrate import calibrate
-    from pipeline.plan.calibration import calibration_file
+    """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
+    from jobs.commands import trial
 
-    overrides = [word for word in words or [] if "=" in word]
-    campaigns = [load_campaign(word, overrides) for word in words or [] if "=" not in word]
-    if overrides and not campaigns:
-        raise ConfigError(f"{overrides[0]} changes a recipe, and none is named\n  type calibrate RECIPE {overrides[0]}")
-    try:
-        calibrate(campaigns, Path(output) if output else calibration_file(), say)
-    finally:
-        disconnect()
+    trial.trial(load_campaign(recipe, overrides), stage, say)
 
 
 @commands.command()
@@ -194,7 +185,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/recipe/carried_recipe.py).
+    # A submitted job has it in its environment (jobs/recipe/portable_recipe.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()
@@ -217,7 +208,7 @@ def stage_of_kind(loaded: "Campaign", kind: str) -> str:
     from pipeline.config import require
 
     # All runs of a sweep are one section of the recipe, which is run whole.
-    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind == kind))
+    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind.name == kind))
     require(
         len(names) == 1,
         f"the recipe has {len(names)} stages of kind {kind}: {', '.join(names)}; --stage names one",

@@ -27,7 +27,7 @@ def submit(
     _debug: Debug = False,
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
-    from jobs.recipe.carried_recipe import VARIABLE, carried
+    from jobs.recipe.portable_recipe import VARIABLE, carried
     from jobs.submit import submission
     from pipeline.versions import COMMIT_VARIABLE, git_commit
 

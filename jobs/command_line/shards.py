@@ -11,7 +11,7 @@ from jobs.command_line.words import Debug, make_group, show
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
     "img2dataset), parquet (Hugging Face images), digits; or a known data set of docs/data-sets.md: "
-    "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, cifar, pets, "
+    "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, pets, "
     "flowers102, objectnet, vtab."
 )
 TARS = (
@@ -22,7 +22,7 @@ TARS = (
 Source = Annotated[str, typer.Argument(help=SOURCES)]
 ImagesPath = Annotated[str, typer.Argument(help="Where the images are; - for digits.")]
 NewFolder = Annotated[str, typer.Argument(help="Where the shards and their index go.")]
-Split = Annotated[str, typer.Option(help="cifar, digits, known data sets: train, test, or another that it has.")]
+Split = Annotated[str, typer.Option(help="digits, known data sets: train, test, or another that it has.")]
 Root = Annotated[str | None, typer.Option(help="table: what its paths are relative to; else the table's folder.")]
 Wnids = Annotated[
     str | None, typer.Option(help="imagenet-validation: the devkit, or a text file of one wnid a line; 21k: the file.")

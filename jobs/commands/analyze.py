@@ -27,7 +27,7 @@ from data.files import write_whole
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
-from data.shards.sources import tars
+from data.sources.tars import tars
 from jobs.commands.weights import load, refuse_missing, verified
 from models import analysis
 from models.positions import ADDED

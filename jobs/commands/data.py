@@ -21,8 +21,7 @@ from data.index.names import Names, check_unmistakable, read_class_list, some
 from data.index.refusals import refusal_lines
 from data.remote.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
-from data.shards.indexing import build_index
-from data.shards.look import look
+from data.shards.indexing import build_index, decoded_samples
 from data.shards.packing import pack
 from data.shards.page import write_page
 from data.shards.subset import Rule, make_subset
@@ -150,7 +149,7 @@ def listed_names(names: str | None, classes_of: str | None) -> Names:
 
 def refuse_useless(index: Index, lines: list[str]) -> None:
     """Raise DataError, with what indexing has to say, where nothing of a set can be trained on or judged."""
-    tried, failed = look(index)
+    tried, failed = decoded_samples(index)
     reason = ""
     if index.samples == 0:
         reason = "0 samples"
@@ -282,7 +281,7 @@ def summary(index: Index) -> list[str]:
     if index.names:
         lines.append(f"class names: {some(index.names)}")
     lines += refusal_lines(index.refused, index.first_refused)
-    tried, failed = look(index)
+    tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")
     return lines

@@ -2,9 +2,9 @@
 
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.trackers import TrackersConfig
-from jobs.recipe.campaign import KINDS
 from jobs.recipe.configuration_page import page
 from jobs.recipe.sweeps import SweepConfig
+from jobs.stages.kinds import KINDS
 
 INTRODUCTION = """\
 # Configuration
@@ -41,8 +41,8 @@ Any stage's section may hold a `sweep`, which makes many stages of it ([sweeps.m
 def configuration_page() -> str:
     """Return docs/configuration.md as it should be."""
     stages = {}
-    for name, module in KINDS.items():
-        stages[name] = (module.Config, module.DEFAULTS)
+    for name, kind in KINDS.items():
+        stages[name] = (kind.config, kind.defaults)
     shared = {"cluster": ClusterConfig, "trackers": TrackersConfig, "sweep": SweepConfig}
     return page(INTRODUCTION, shared, stages)
 

@@ -1,91 +1,205 @@
-"""The work of `patchline plan RECIPE`: what would run, how the batch falls on the workers, and what it costs.
+"""The work of `patchline plan RECIPE`: whether it fits, how long it takes and what it costs, and what would run.
+
+    fits    yes: pretrain needs the most, 23.1 GiB a worker of the 79.1 GiB of an H100
+    time    4d03h for 1 trained stage; with 2.0 failures 4d05h
+    cost    808 worker-hours, 2,020 at 2.5 each
 
     pretrain (pretrain, key d91ff90d): would run
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-Nothing is started or written. What is not there yet (data, weights) is named, and the lines that need it are left out;
-then the command ends as `run` would, with exit code 65, or with 0 where `--without-data` asks for that.
+1. Each stage gets its lines; a trained one is a `TrainedStage`, which works out batch, data, compute, memory and time.
+2. What those came to makes the first three lines.
+
+Time is that of trials on the cluster (`python -m jobs trial`), or an estimate, which is labelled as one. Nothing is
+started or written. What is not there yet (data, weights) is named, and the lines that need it are left out; then the
+command ends as `run` would, with exit code 65, or with 0 where `--without-data` asks for that.
 """
 
-from dataclasses import dataclass
-from math import ceil
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import models
 from data.decoder import images_per_cpu_s
+from data.errors import ConfigError
+from data.files import memory_text
 from data.index.index import Index
 from data.mixture import shares as shares_of
 from jobs.cluster_config import ClusterConfig
-from jobs.context import reference
-from jobs.planning.outlook import Outlook, time_lines
+from jobs.commands.trial import trial_key
+from jobs.context import index_if_made, reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
-from jobs.recipe.choices import choice_text, settled
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.render import choice_text
+from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
-from pipeline.engine.buckets import reduction_line
-from pipeline.monitoring.telemetry import PEAK, amount
-from pipeline.optimization.thinning import describe, flops_of, phases
+from models.checks import did_you_mean
+from pipeline.arithmetic import batch_arithmetic, steps_of
+from pipeline.engine.settings import reduction_line
+from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan import memory
+from pipeline.plan.cost import (
+    GPUS,
+    HOUR_S,
+    MOST_SHARE,
+    Gpu,
+    Rate,
+    best_save_seconds,
+    estimated_rates,
+    rate_on,
+    seconds_with_failures,
+)
 from pipeline.plan.memory_traces import TraceFailed
+from pipeline.plan.trial import read_trials
+from pipeline.preflight.machine import memory_free
 from pipeline.start import engine_settings
+from pipeline.token_dropping import describe, flops_of, phases
 from pipeline.training_config import TrainConfig, cache_line, training_order
 
-GPU_FLOPS = 0.4 * PEAK["H100"]  # in bf16, at 40 % of its peak
+GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
+LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed
+TRY = "python -m jobs trial RECIPE"
 
 
 @dataclass(frozen=True)
-class TrainingSet:
-    """One of the sets that a stage trains on."""
+class Assumptions:
+    """Says what a plan is to assume beside the recipe."""
 
-    name: str
-    index: Index | None  # None: not made yet
-    weight: float  # its share of every batch, before all are scaled to sum to one
+    gpu: str | None = None  # a key of GPUS, for an estimate and for whether it fits
+    price: float | None = None  # of a worker and an hour
+    mtbf_hours: float | None = None  # mean time between two failures of the run; None: nothing fails
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ConfigError(
+                f"--gpu is {self.gpu}{did_you_mean(self.gpu, GPUS)}\n  expected one of {', '.join(GPUS)}; of another "
+                f"GPU measure it: {TRY}"
+            )
+        for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{option} is {value:g}, expected more than 0")
 
 
-def plan(campaign: Campaign, outlook: Outlook) -> list[str]:
-    """Describe every stage in lines: whether it would run, its arithmetic, parameters, FLOPs, time and money."""
-    campaign = settled(campaign)
+def plan(
+    campaign: Campaign, assumed: Assumptions = Assumptions(), log: Callable[[str], None] | None = None
+) -> list[str]:
+    """Return the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
+    campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
     lines = [
+        "",
         f"run directory  {campaign.place}",
         f"cluster        {workers_text(cluster)} workers ({cluster.backend})",
     ]
     # Stages come parents first: when one is judged, it is known whether those that it reads would run.
     would_run: set[str] = set()
+    to_train: list[TrainedStage] = []
     for stage in campaign.stages:
         if campaign.done(stage) is None:
             would_run.add(stage.name)
-        lines += ["", f"{stage.name} ({stage.kind}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
+        lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
         lines += stage_lines(campaign, stage)
-        if isinstance(stage.config, TrainConfig):
-            lines += training_lines(campaign, stage, stage.config, outlook)
-    return lines
+        if stage.kind.trains:
+            trained = TrainedStage(campaign, stage, assumed, log or (lambda _: None))
+            trained.work_out()
+            lines += [f"  {line}" for line in trained.lines]
+            if stage.name in would_run:
+                to_train.append(trained)
+    return [*first_lines(to_train, assumed), *lines]
+
+
+def first_lines(stages: "Sequence[TrainedStage]", assumed: Assumptions) -> list[str]:
+    """Return whether all fits, how long it takes and how much it costs, of the stages that are still to be trained."""
+    if not stages:
+        return [
+            "fits    nothing is left to train",
+            "time    no time of training",
+            "cost    no worker-hours of training",
+        ]
+    # 1. Whether it fits: the stage that needs the most decides.
+    known = [stage for stage in stages if stage.device_bytes]
+    too_large = [stage.name for stage in stages if not stage.fits]
+    unknown = [stage.name for stage in stages if stage.fits and not stage.device_bytes]
+    if too_large:
+        fits = f"NO: of {', '.join(too_large)} a worker needs more than there is"
+    elif not known:
+        fits = "not known"
+    else:
+        largest = max(known, key=lambda stage: stage.device_bytes)
+        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
+        if largest.limit:
+            fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
+        else:
+            way_out = "; cluster.gpu_memory_gb=…, or --gpu, says what there is" if largest.is_gpu else " of its node's"
+            fits = f"not known: {fits}{way_out}"
+    if unknown:
+        fits += f"; of {', '.join(unknown)} it is not known"
+
+    # 2. How long: the sum over the stages, a range where one is estimated.
+    timed = [stage for stage in stages if stage.most_s]
+    untimed = [stage for stage in stages if not stage.most_s]
+    if not timed:
+        return [f"fits    {fits}", f"time    not known: {untimed[0].no_time}", "cost    not known without the time"]
+    time = span(sum(stage.least_s for stage in timed), sum(stage.most_s for stage in timed))
+    time += f" for {counted(len(timed), 'trained stage')}"
+    if any(stage.is_estimate for stage in timed):
+        time = f"ESTIMATE, not measured: {time}, without saves and failures"
+    elif assumed.mtbf_hours is not None:
+        time += f" with {sum(stage.failures for stage in timed):.1f} failures"
+    if untimed:
+        time += f"; NOT known of {', '.join(stage.name for stage in untimed)}"
+
+    # 3. How much.
+    least_hours = sum(stage.least_s * stage.world for stage in timed) / HOUR_S
+    most_hours = sum(stage.most_s * stage.world for stage in timed) / HOUR_S
+    return [f"fits    {fits}", f"time    {time}", f"cost    {bill(least_hours, most_hours, assumed.price)}"]
+
+
+def span(least_s: float, most_s: float) -> str:
+    """Return "4d03h", or "3d01h to 6d02h" of a range."""
+    if math.isinf(most_s):
+        return "NEVER, because failures cost more than the time between two"
+    if least_s == most_s:
+        return duration(least_s)
+    return f"{duration(least_s)} to {duration(most_s)}"
+
+
+def bill(least_hours: float, most_hours: float, price: float | None) -> str:
+    """Return the worker-hours of a range, and what they cost."""
+    hours = f"{least_hours:,.1f}"
+    money = f"{least_hours * (price or 0):,.2f}"
+    if least_hours != most_hours:
+        hours += f" to {most_hours:,.1f}"
+        money += f" to {most_hours * (price or 0):,.2f}"
+    if price is None:
+        return f"{hours} worker-hours (--price 2.5 says what they cost)"
+    return f"{hours} worker-hours, {money} at {price:g} each"
 
 
 def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
     """Describe what a stage reads and lacks, its model, what was chosen for it, and what its classes are called."""
     lines = []
-    for field, value in stage.parents.items():
+    for part, value in stage.parents.items():
         # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-        if stage.kind != "sweep" and field not in stage.chosen:
-            lines.append(f"  reads   {field} = {value}")
+        if stage.kind is not sweep.KIND and part not in stage.chosen:
+            lines.append(f"  reads   {part} = {value}")
     if stage.model is not None:
         lines.append(f"  model   {model_line(stage)}")
     # What a finished stage was made from is needed no more.
     if campaign.done(stage) is None:
         for message in stage.missing:
             lines.append(f"  MISSING {message}")
-    for field in stage.chosen:
-        lines.append(f"  chosen  {field}: {choice_text(campaign, stage, field)}")
+    for part in stage.chosen:
+        lines.append(f"  chosen  {part}: {choice_text(campaign, stage, part)}")
     if len(stage.known) < len(stage.chosen):
         lines.append("  chosen  until then the lines below have the first of these values")
-    if isinstance(stage.config, sweep.Config):
+    if stage.kind is sweep.KIND:
         lines.append(f"  table   {table_line(stage.config)}")
-    for line in class_names.lines(campaign, stage):
+    for line in class_names.lines(stage, Available(campaign)):
         lines.append(f"  {line}")
     return lines
 
@@ -102,7 +216,7 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
         return "finished, would be skipped"
     if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
         return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs.run.readiness.check_unfinished).
+    # Without --fresh the command has ended before this (jobs/recipe/validate.py).
     if changes_since_half_done(campaign, stage):
         return "half done with another config, would start over"
     # It ran once with other inputs: what changed is a stage before it.
@@ -135,233 +249,307 @@ def model_line(stage: Stage) -> str:
 # ------------------------------------------------------------------------------------------------ a trained stage
 
 
-def training_lines(campaign: Campaign, stage: Stage, cfg: TrainConfig, outlook: Outlook) -> list[str]:
-    """Describe batch, steps, data, compute, memory and time of a trained stage, as far as its data is there."""
-    worlds = allowed_worlds(cfg, campaign.cluster)
-    arithmetic = batch_arithmetic(cfg, worlds[0])
-    # What a worker needs is the most where the workers are the fewest.
-    fewest = batch_arithmetic(cfg, worlds[-1])
-    lines = [f"  batch   {batch_line(arithmetic)}"]
-    if len(worlds) > 1:
-        lines.append(f"  workers {in_words(worlds)}, as there is room; lines about a worker are for {worlds[-1]}")
+@dataclass(frozen=True)
+class TrainingSet:
+    """One of the sets that a stage trains on."""
 
-    sets = training_sets(campaign, cfg)
-    samples = samples_to_train_on(cfg, sets)
-    if samples is None and cfg.steps is None:
-        lines.append(f"  steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
-        return lines
-    steps = steps_of(cfg, samples or 0)
-    lines += data_lines(cfg, sets, samples, steps, fewest)
-    if stage.model is None:
-        lines.append("  model   not known: the weights that it starts from are missing")
-        return lines
-    lines += compute_lines(cfg, stage, steps)
-    if campaign.cluster.gpus_per_worker:
-        lines.append(f"  feed    {feed_line(campaign, stage, indexes_of(sets))}")
-    lines.append(f"  optim   {optimizer_line(cfg)}")
-    return lines + worker_lines(campaign, stage, cfg, steps, arithmetic, fewest, outlook)
+    name: str
+    index: Index | None  # None: not made yet
+    weight: float  # its share of every batch, before all are scaled to sum to one
 
 
-def data_lines(
-    cfg: TrainConfig, sets: list[TrainingSet], samples: int | None, steps: int, fewest: Arithmetic
-) -> list[str]:
-    """Say how long a stage trains, when it is judged, and where its samples come from.
+@dataclass
+class TrainedStage:
+    """Works out a trained stage: its lines, and the numbers that the campaign's first three lines need of it."""
 
-    `samples` are those of all sets, None: unknown; `fewest` is the arithmetic of the smallest worker group.
-    """
-    images = steps * cfg.batch_size
-    indexes = indexes_of(sets)
-    all_there = len(indexes) == len(sets)
-    lines = [f"  steps   {steps:,} ({amount(images)} images, {passes_text(images, samples, all_there)})"]
-    if cfg.evaluate_every:
-        lines.append(f"  judge   {judge_line(cfg)}")
-    if cfg.data.mixture:
-        lines += mixture_lines(cfg.batch_size, sets, steps)
-    if all_there and any(index.remote for index in indexes):
-        index, order = training_order(cfg, indexes)
-        lines.append(f"  cache   a worker needs {cache_line(index, order, fewest.slots(0), 0, cfg.data)}")
-    return lines
+    campaign: Campaign
+    stage: Stage
+    assumed: Assumptions
+    log: Callable[[str], None]  # hears of waits
+    lines: list[str] = field(default_factory=list)
+    device_bytes: int = 0  # that a worker needs; 0: not known
+    limit: int = 0  # bytes of the device; 0: not known
+    limit_source: str = ""
+    fits: bool = True  # as far as is known
+    least_s: float = 0.0  # that the stage takes, at the least and at the most; 0: not known
+    most_s: float = 0.0
+    is_estimate: bool = False
+    failures: float = 0.0  # to be expected
+    no_time: str = "the data or the model is not there yet"  # why it is not known how long it takes
 
+    def __post_init__(self) -> None:
+        self.name = self.stage.name
+        self.cfg: TrainConfig = self.stage.config
+        self.is_gpu = self.campaign.cluster.gpus_per_worker > 0
+        self.worlds = allowed_worlds(self.cfg, self.campaign.cluster)
+        self.world = self.worlds[0]
+        # What a worker needs is the most where the workers are the fewest.
+        self.fewest = self.worlds[-1]
+        self.sets: list[TrainingSet] = []
+        for name, (path, weight) in self.cfg.data.sets().items():
+            self.sets.append(TrainingSet(name, index_if_made(self.campaign.resolve(path) or ""), weight))
+        self.indexes = [part.index for part in self.sets if part.index is not None]
+        self.all_there = len(self.indexes) == len(self.sets)
 
-def worker_lines(
-    campaign: Campaign,
-    stage: Stage,
-    cfg: TrainConfig,
-    steps: int,
-    arithmetic: Arithmetic,
-    fewest: Arithmetic,
-    outlook: Outlook,
-) -> list[str]:
-    """Say what a worker needs of its memory, how gradients are summed over all of them, and the time that takes.
+    def work_out(self) -> None:
+        """Fill lines and numbers, as far as data and model are there."""
+        cfg = self.cfg
+        # 1. How a batch falls on the workers.
+        arithmetic = batch_arithmetic(cfg, self.world)
+        micro_batches = arithmetic.accumulation
+        if cfg.batch_size == self.world * cfg.micro_batch * micro_batches:
+            shares = f"= {self.world} workers × micro_batch {cfg.micro_batch} × accumulation {micro_batches}"
+        else:
+            shares = f"over {self.world} workers unevenly, {micro_batches} micro-batches each"
+        self.lines.append(f"batch   {cfg.batch_size} {shares}")
+        if len(self.worlds) > 1:
+            worlds = in_words(self.worlds)
+            self.lines.append(f"workers {worlds}, as there is room; lines about a worker are for {self.fewest}")
 
-    `arithmetic` is that of the largest worker group, `fewest` that of the smallest.
-    """
-    lines = []
-    # Without a number of blocks for `activation_gb` nobody knows what they cost.
-    no_number = ""
-    try:
-        cfg = memory.with_blocks(cfg, stage.model, is_gpu=campaign.cluster.gpus_per_worker > 0)
-        lines.append(f"  memory  {memory_line(campaign, stage, cfg, fewest.world)}")
-    except TraceFailed as error:
-        lines.append(f"  memory  not known: {error}")
-        if cfg.activation_gb is not None:
-            no_number = "how many blocks activation_gb recomputes is not known"
-    except memory.BudgetTooSmall as error:
-        # After all lines the command ends as `run` would, with what to type (check_memory).
-        lines.append(f"  memory  does not fit {error}")
-        no_number = "no number of recomputed blocks fits activation_gb"
-    # With the tuning of the user's own DeepSpeed file in it.
-    tuned = engine_settings(cfg, arithmetic.accumulation)["zero_optimization"]
-    summed = reduction_line(tuned, models.parameters_of(stage.model), arithmetic.world, cfg.exact_parts)
-    if summed:
-        lines.append(f"  sums    {summed}")
-    if no_number:
-        lines.append(f"  time    not forecast: {no_number}")
-    else:
-        lines += time_lines(campaign, stage, cfg, steps, judged_images(campaign, cfg), outlook)
-    return lines
+        # 2. How many steps, counted where all sets are there, else as the recipe says.
+        samples = cfg.data.samples
+        if self.all_there:
+            samples = sum(index.samples for index in self.indexes)
+        if samples is None and cfg.steps is None:
+            self.lines.append(
+                f"steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"
+            )
+            return
+        self.steps = steps_of(cfg, samples or 0)
+        self.describe_data(samples)
 
+        # 3. What the steps compute.
+        if self.stage.model is None:
+            self.lines.append("model   not known: the weights that it starts from are missing")
+            return
+        whole = models.training_flops(self.stage.model, self.steps * cfg.batch_size)
+        in_order = phases(cfg.thinning, self.steps, self.stage.model)
+        self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
+        if cfg.thinning.is_on:
+            share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
+            self.lines.append(f"compute {self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
+            for phase in in_order:
+                self.lines.append(f"thinned {describe(phase)}")
+        else:
+            self.lines.append(f"compute {whole / 1e18:.4g} exaFLOPs (6 × MACs × images)")
+        if self.is_gpu:
+            self.describe_feed()
+        schedule = cfg.optim.schedule
+        text = (
+            f"{cfg.optim.name} lr {cfg.optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
+            f"decay {cfg.optim.weight_decay:g}, clip {cfg.optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
+        )
+        if cfg.exact_parts:
+            text += f", exact in {cfg.exact_parts} parts"
+        self.lines.append(f"optim   {text}")
 
-def compute_lines(cfg: TrainConfig, stage: Stage, steps: int) -> list[str]:
-    """Say how many operations the stage takes; where it leaves something out, what in which steps."""
-    whole = models.training_flops(stage.model, steps * cfg.batch_size)
-    if not cfg.thinning.is_on:
-        return [f"  compute {whole / 1e18:.4g} exaFLOPs (6 × MACs × images)"]
-    in_order = phases(cfg.thinning, steps, stage.model)
-    flops = flops_of(in_order, stage.model, range(steps), cfg.batch_size)
-    lines = [
-        f"  compute {flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {flops / whole:.2f} × the "
-        f"{whole / 1e18:.4g} of whole images"
-    ]
-    for phase in in_order:
-        lines.append(f"  thinned {describe(phase)}")
-    return lines
+        # 4. What a worker needs, how gradients are summed over all of them, and the time that takes.
+        self.describe_memory()
+        # With the tuning of the user's own DeepSpeed file in it.
+        tuned = engine_settings(cfg, micro_batches)["zero_optimization"]
+        summed = reduction_line(tuned, models.parameters_of(self.stage.model), self.world, cfg.exact_parts)
+        if summed:
+            self.lines.append(f"sums    {summed}")
+        self.describe_time()
 
+    def describe_data(self, samples: int | None) -> None:
+        """Say how long a stage trains, when it is evaluated, and where its samples come from."""
+        cfg = self.cfg
+        images = self.steps * cfg.batch_size
+        passes = "data is not there yet"
+        if samples:
+            passes = f"{images / samples:.2f} passes over {samples:,} samples"
+            if not self.all_there:
+                passes += " (as the recipe says; the data is not there yet)"
+        self.lines.append(f"steps   {self.steps:,} ({amount(images)} images, {passes})")
+        if cfg.evaluate_every and cfg.evaluate_on == "spare":
+            self.lines.append(
+                f"judge   every {cfg.evaluate_every:,} steps, each committed first, on a worker beside training where "
+                "one is spare, else by the workers; the last by the workers"
+            )
+        elif cfg.evaluate_every:
+            self.lines.append(
+                f"judge   every {cfg.evaluate_every:,} steps, by the workers, who stop for it (evaluate_on=spare: "
+                "beside them)"
+            )
+        # How many samples of every batch each set gives, and how often that goes through the set.
+        if cfg.data.mixture:
+            shares = shares_of(cfg.batch_size, [part.weight for part in self.sets])
+            for part, share in zip(self.sets, shares, strict=True):
+                line = f"mixture {part.name}: {share} of every batch"
+                if part.index is not None:
+                    line += (
+                        f", {self.steps * share / part.index.samples:.2f} passes over {part.index.samples:,} samples"
+                    )
+                self.lines.append(line)
+        if self.all_there and any(index.remote for index in self.indexes):
+            index, order = training_order(cfg, self.indexes)
+            slots = batch_arithmetic(cfg, self.fewest).slots(0)
+            self.lines.append(f"cache   a worker needs {cache_line(index, order, slots, 0, cfg.data)}")
 
-def judged_images(campaign: Campaign, cfg: TrainConfig) -> int:
-    """Return the images of one evaluation; 0 where the sets are not there yet."""
-    total = 0
-    for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
-        index = class_names.set_at(campaign, path) if path else None
-        if index is not None:
-            total += index.samples
-    return total
+    def describe_feed(self) -> None:
+        """Say whether a worker's decoding processes keep up with its GPU, and what to type where they do not."""
+        cfg = self.cfg
+        cores_per_worker = self.campaign.cluster.cpus_per_worker
+        # How fast a core decodes depends on the photographs: measured where a set lies on this machine.
+        measured = None
+        for index in self.indexes:
+            if not index.remote:
+                measured = images_per_cpu_s(index, max(self.stage.model.image_size), cfg.data.augment)
+                break
+        rate = measured or CPU_RATE
+        source = "measured here on this set" if measured else "assumed; the set is not here to measure"
+        needed = GPU_FLOPS / models.training_flops(self.stage.model, 1)  # images a second that a GPU takes
+        cores = math.ceil(needed / rate)
+        line = (
+            f"feed    a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
+            f"{needed:,.0f} images/s, a core decodes {rate:,.0f} ({source}): "
+        )
+        # More decoding processes than cores decode no faster.
+        if cfg.data.decode == "gpu":
+            line += "data.decode=gpu, not judged"
+        elif min(cfg.data.processes, cores_per_worker) >= cores:
+            line += f"data.processes={cfg.data.processes} keeps up, {cores} would"
+        else:
+            overrides = f"{self.name}.data.processes={cores}"
+            if cores >= cores_per_worker:
+                overrides += f" cluster.cpus_per_worker={cores + 1}"  # the worker needs a core beside those that decode
+            line += (
+                f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
+                f"type {overrides}, pack with --restarts, or {self.name}.data.decode=gpu"
+            )
+        self.lines.append(line)
 
+    def describe_memory(self) -> None:
+        """Say what a worker needs of its device's memory and of its node's; the step is traced where that is new."""
+        cfg = self.cfg
+        has_gpu = self.is_gpu or self.assumed.gpu is not None
+        if self.is_gpu and self.campaign.cluster.gpu_memory_gb is not None:
+            self.limit = int(self.campaign.cluster.gpu_memory_gb * memory.GIB)
+            self.limit_source = "cluster.gpu_memory_gb"
+        elif self.assumed.gpu is not None:
+            gpu = GPUS[self.assumed.gpu]
+            self.limit = int(gpu.memory_gib * memory.GIB)
+            self.limit_source = f"an {gpu.name}"
+        elif not self.is_gpu and self.campaign.cluster.backend == "processes":
+            self.limit = memory_free() // self.fewest
+            self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
+        self.log(f"{self.name}: what a step needs of memory …")
+        try:
+            self.cfg = cfg = memory.with_blocks(cfg, self.stage.model, is_gpu=has_gpu)
+            need = memory.memory_need(cfg, self.stage.model, self.fewest, is_gpu=has_gpu)
+        except TraceFailed as error:
+            self.lines.append(f"memory  not known: {error}")
+            return
+        except memory.BudgetTooSmall as error:
+            # After all lines the command ends as `run` would, with what to type (jobs/stages/training.py).
+            self.lines.append(f"memory  does not fit {error}")
+            self.fits = False
+            return
+        line = f"{memory.in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
+        if not cfg.thinning.has_whole_images:
+            line += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
+        self.lines.append(f"memory  {line}")
+        self.device_bytes = need.device_bytes
+        self.fits = not self.limit or need.device_bytes <= self.limit
 
-def training_sets(campaign: Campaign, cfg: TrainConfig) -> list[TrainingSet]:
-    sets = []
-    for name, (path, weight) in cfg.data.sets().items():
-        sets.append(TrainingSet(name, class_names.set_at(campaign, path), weight))
-    return sets
+    # -------------------------------------------------------------------------------------------- time and money
 
+    def describe_time(self) -> None:
+        """Say how long all steps take and what they cost: by trials, else by an estimate."""
+        cluster = self.campaign.cluster
+        trials = []
+        key = trial_key(self.campaign, self.stage)
+        for trial in read_trials(self.campaign.run, key):
+            # A worker with a GPU, or with other cores, takes other times.
+            if (trial.gpus_per_worker, trial.cpus_per_worker) == (cluster.gpus_per_worker, cluster.cpus_per_worker):
+                trials.append(trial)
+        if trials and self.assumed.gpu is None:
+            self.describe_measured_time(rate_on(self.world, trials))
+            return
+        gpu = GPUS[self.assumed.gpu or "h100"]
+        if not self.is_gpu and self.assumed.gpu is None:
+            self.no_time = f"type {TRY}, which takes 30 steps of each stage, or --gpu h100 for an estimate"
+        elif self.cfg.precision != "bf16":
+            self.no_time = f"a GPU's peak is of bf16, and this stage computes in {self.cfg.precision}; type {TRY}"
+        else:
+            self.describe_estimate(gpu)
+            return
+        self.lines.append(f"time    not known: {self.no_time}")
 
-def indexes_of(sets: list[TrainingSet]) -> list[Index]:
-    """Return the indexes of those sets that are there."""
-    return [part.index for part in sets if part.index is not None]
+    def describe_measured_time(self, rate: Rate) -> None:
+        """Say what a step took in a trial, and what follows for all steps, with failures where they are assumed."""
+        cfg = self.cfg
+        trial = rate.trial
+        step_s = cfg.batch_size / rate.images_per_s
+        parts = {
+            "compute": trial.compute_s,
+            "storage": trial.storage_s,
+            "decode": trial.decode_s,
+            "transfer": trial.transfer_s,
+        }
+        # Another world's step is divided as the trial's was.
+        shares = ", ".join(f"{name} {milliseconds(part / trial.step_s * step_s)}" for name, part in parts.items())
+        self.lines.append(
+            f"time    {milliseconds(step_s)} a step on {counted(self.world, 'worker')}: {shares}; "
+            f"{amount(rate.images_per_s)} images/s ({rate.source}; {trial.hardware}, "
+            f"{trial.memory_gib:.1f} GiB at most)"
+        )
+        # An evaluation is a forward pass, a third of a training step's work for an image.
+        evaluations_s = self.evaluated_images() / (3 * rate.images_per_s)
+        work_s = self.steps * step_s + evaluations_s
+        between_s = min(cfg.save_every, self.steps) * work_s / self.steps
+        mtbf_s = None if self.assumed.mtbf_hours is None else self.assumed.mtbf_hours * HOUR_S
+        without_failures_s, _ = seconds_with_failures(work_s, between_s, trial, None)
+        seconds, self.failures = seconds_with_failures(work_s, between_s, trial, mtbf_s)
+        self.least_s = self.most_s = seconds
+        text = f"{duration(without_failures_s)} for {self.steps:,} steps"
+        if evaluations_s:
+            text += f" and evaluations ({duration(evaluations_s)}, a third of a step's time an image)"
+        if mtbf_s is not None:
+            text += f"; with {self.failures:.1f} failures {span(seconds, seconds)}"
+        hours = seconds * self.world / HOUR_S
+        self.lines.append(f"finish  {text}; {bill(hours, hours, self.assumed.price)}")
+        if mtbf_s is None:
+            return
+        best_s = best_save_seconds(trial, mtbf_s)
+        best_every = min(max(1, round(best_s / work_s * self.steps)), self.steps)
+        with_best_s, _ = seconds_with_failures(work_s, best_every * work_s / self.steps, trial, mtbf_s)
+        text = f"every {cfg.save_every:,} steps; "
+        if with_best_s < (1 - LEAST_GAIN) * seconds:
+            sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
+            text += f"every {best_every:,} ends {sooner} (Young 1974): type {self.name}.save_every={best_every}"
+        else:
+            text += f"no other number ends {LEAST_GAIN:.0%} sooner (Young 1974)"
+        self.lines.append(
+            f"save    {text}; a save holds up {milliseconds(trial.save_stall_s)} and is kept after "
+            f"{milliseconds(trial.save_s)}, a start takes {milliseconds(trial.start_s)}"
+        )
 
+    def describe_estimate(self, gpu: Gpu) -> None:
+        """Say what the steps' FLOPs take at the least and at the most of a GPU's peak that is to be expected."""
+        flops_of_an_image = self.flops / (self.steps * self.cfg.batch_size)
+        low, high = estimated_rates(flops_of_an_image, gpu, self.world)
+        images = self.steps * self.cfg.batch_size + self.evaluated_images() / 3
+        self.is_estimate = True
+        self.least_s = images / high
+        self.most_s = images / low
+        self.lines.append(
+            f"time    ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak of "
+            f"{self.world} {gpu.name}; {TRY} measures it"
+        )
+        text = f"{span(self.least_s, self.most_s)} for {self.steps:,} steps, without saves and failures"
+        money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
+        self.lines.append(f"finish  {text}; {money}")
 
-def samples_to_train_on(cfg: TrainConfig, sets: list[TrainingSet]) -> int | None:
-    """Return how many samples the sets hold: counted where all are there, as the recipe says where not."""
-    indexes = indexes_of(sets)
-    if len(indexes) < len(sets):
-        return cfg.data.samples
-    return sum(index.samples for index in indexes)
-
-
-def batch_line(arithmetic: Arithmetic) -> str:
-    size = arithmetic.batch_size
-    world = arithmetic.world
-    micro_batch = arithmetic.micro_batch
-    accumulation = arithmetic.accumulation
-    if size == world * micro_batch * accumulation:
-        return f"{size} = {world} workers × micro_batch {micro_batch} × accumulation {accumulation}"
-    return f"{size} over {world} workers unevenly, {accumulation} micro-batches each"
-
-
-def passes_text(images: int, samples: int | None, all_there: bool) -> str:
-    if not samples:
-        return "data is not there yet"
-    text = f"{images / samples:.2f} passes over {samples:,} samples"
-    if all_there:
-        return text
-    return f"{text} (as the recipe says; the data is not there yet)"
-
-
-def judge_line(cfg: TrainConfig) -> str:
-    """Say when the stage is evaluated, and by whom."""
-    line = f"every {cfg.evaluate_every:,} steps, "
-    if cfg.evaluate_on == "spare":
-        line += "each committed first, "
-        return line + "on a worker beside training where one is spare, else by the workers; the last by the workers"
-    return line + "by the workers, who stop for it (evaluate_on=spare: beside them)"
-
-
-def mixture_lines(batch_size: int, sets: list[TrainingSet], steps: int) -> list[str]:
-    """Say how many samples of every batch each set gives, and how often that goes through the set."""
-    shares = shares_of(batch_size, [part.weight for part in sets])
-    lines = []
-    for part, share in zip(sets, shares, strict=True):
-        line = f"  mixture {part.name}: {share} of every batch"
-        if part.index is not None:
-            passes = steps * share / part.index.samples
-            line += f", {passes:.2f} passes over {part.index.samples:,} samples"
-        lines.append(line)
-    return lines
-
-
-def feed_line(campaign: Campaign, stage: Stage, indexes: list[Index]) -> str:
-    """Say whether a worker's decoding processes keep up with its GPU, and what to type where they do not."""
-    cfg: TrainConfig = stage.config
-    cores_per_worker = campaign.cluster.cpus_per_worker
-    # How fast a core decodes depends on the photographs: measured where a set lies on this machine.
-    measured = None
-    for index in indexes:
-        if not index.remote:
-            measured = images_per_cpu_s(index, max(stage.model.image_size), cfg.data.augment)
-            break
-    rate = measured or CPU_RATE
-    source = "measured here on this set" if measured else "assumed; the set is not here to measure"
-    needed = GPU_FLOPS / models.training_flops(stage.model, 1)  # images a second that a GPU takes
-    cores = ceil(needed / rate)
-
-    line = (
-        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at 40 %) takes {needed:,.0f} images/s, a core decodes "
-        f"{rate:,.0f} ({source}): "
-    )
-    if cfg.data.decode == "gpu":
-        return line + "data.decode=gpu, not judged"
-    # More decoding processes than cores decode no faster.
-    if min(cfg.data.processes, cores_per_worker) >= cores:
-        return line + f"data.processes={cfg.data.processes} keeps up, {cores} would"
-    overrides = f"{stage.name}.data.processes={cores}"
-    if cores >= cores_per_worker:
-        overrides += f" cluster.cpus_per_worker={cores + 1}"  # the worker itself needs a core beside those that decode
-    return line + (
-        f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
-        f"type {overrides}, pack with --restarts, or {stage.name}.data.decode=gpu"
-    )
-
-
-def optimizer_line(cfg: TrainConfig) -> str:
-    optim = cfg.optim
-    schedule = optim.schedule
-    line = (
-        f"{optim.name} lr {optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
-        f"decay {optim.weight_decay:g}, clip {optim.clip:g}; ZeRO {cfg.zero}, {cfg.precision}"
-    )
-    if cfg.exact_parts:
-        line += f", exact in {cfg.exact_parts} parts"
-    return line
-
-
-def memory_line(campaign: Campaign, stage: Stage, cfg: TrainConfig, world: int) -> str:
-    """Say what a worker needs of its device's memory and of its node's; the step is traced where that is not known.
-
-    Raises TraceFailed.
-    """
-    is_gpu = campaign.cluster.gpus_per_worker > 0
-    need = memory.memory_need(cfg, stage.model, world, is_gpu=is_gpu)
-    line = f"{memory.in_words(need, is_gpu=is_gpu)} (checkpoint_blocks={need.recomputed})"
-    if not cfg.thinning.has_whole_images:
-        line += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
-    return line
+    def evaluated_images(self) -> int:
+        """Return the images that the workers evaluate in all, of the sets that are there."""
+        images = 0
+        for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
+            index = index_if_made(self.campaign.resolve(path) or "") if path else None
+            if index is not None:
+                images += index.samples
+        times = 1  # at the end
+        if self.cfg.evaluate_every and self.cfg.evaluate_on == "training":
+            times += (self.steps - 1) // self.cfg.evaluate_every
+        return images * times

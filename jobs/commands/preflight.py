@@ -33,11 +33,10 @@ from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.context import index_if_made
-from jobs.planning.passing import folder_in
-from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.readiness import missing_inputs
+from jobs.recipe.validate import validate_all
+from jobs.resolved_recipe import Campaign, Reads, Stage
 from jobs.run.session import warn_of_unused_gpus
-from jobs.stages import pack
+from jobs.run.temporary_run import temporary_run
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
@@ -60,8 +59,8 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     workers = workers_text(cluster) + (" worker" if cluster.most == 1 else " workers")
     say(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     findings = []
-    for message in missing_inputs(campaign, campaign.stages):
-        findings.append(Finding("FAIL", "inputs", message, "bring it there, or correct the recipe", ExitCode.DATA))
+    for result in validate_all(campaign, campaign.stages):
+        findings.append(Finding(result.level, result.subject, result.text, result.remedy, result.exit_code))
     try:
         world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), say, do_nothing)
         needs = needs_of(campaign, world)
@@ -127,7 +126,7 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
     for stage in campaign.stages:
         if campaign.done(stage) is not None:
             continue
-        if isinstance(stage.config, TrainConfig) and stage.model is not None:
+        if stage.kind.trains and stage.model is not None:
             stages.append(stage_need(campaign, stage, stage.config, world))
         for path in set_paths(campaign, stage):
             index = index_if_made(path)
@@ -157,10 +156,9 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
 def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
     """Return the absolute paths of the sets that a stage reads."""
     paths = []
-    for field, value in stage.parents.items():
+    for value, reads in stage.kind.inputs_of(stage.config).values():
         path = campaign.resolve(value)
-        is_set = field != "init" and not field.endswith(pack.LISTS)
-        if is_set and path is not None:
+        if reads is Reads.SET and path is not None:
             paths.append(path)
     return paths
 
@@ -192,7 +190,7 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
     return StageNeed(
         name=stage.name,
-        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.engine)
+        gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,
@@ -212,7 +210,7 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
     largest = max((stage.gradient_bytes for stage in needs.stages), default=0)
-    with folder_in(campaign.run) as folder:
+    with temporary_run(campaign.run) as folder:
         shared = folder / "shared"
         shared.mkdir()
         task = {

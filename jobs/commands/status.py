@@ -15,7 +15,6 @@ from pipeline.checkpoints import manifest
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
-from pipeline.plan.kept_forecast import short_text
 
 
 class Outcome(TypedDict):
@@ -123,13 +122,10 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     to_go = f"eta {duration(last['eta_s'])}"
     if has_ended:
         to_go = f"not running, {duration(last['eta_s'])} to go"
-    forecast = short_text(folder, last)
-    if forecast:
-        forecast += "  "
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
         f"{to_go}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
-        f"{forecast}{to_judge}{account(read_metrics(folder, None)).line()}"
+        f"{to_judge}{account(read_metrics(folder, None)).line()}"
     )
 
 

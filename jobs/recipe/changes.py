@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from jobs.recipe.stage_inputs import MISSING
+from jobs.recipe.key import MISSING
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stored import committed_steps
@@ -37,11 +37,11 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     if not record_path.exists():
         return {}
     record = artifacts.read_record(record_path).values
-    contents = record.get("judged_on", {})
+    contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
     for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
         changes[text.partition(":")[0]] = text
-    for field, content in stage.judged_on.items():
+    for field, content in stage.eval_inputs.items():
         # A finished stage is skipped also where the set that it was judged on is gone.
         if field not in contents or content == MISSING:
             continue

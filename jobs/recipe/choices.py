@@ -13,13 +13,13 @@ from typing import Any
 
 from data.errors import DataError
 from jobs.context import reference
-from jobs.recipe.stage_inputs import model_of_stage
+from jobs.recipe.key import model_of
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages import sweep
 from pipeline import artifacts, config
 
 
-def settled(campaign: Campaign) -> Campaign:
+def resolve_sweep(campaign: Campaign) -> Campaign:
     """Return the campaign with every choice that has been made in the configs of the stages that wait for it.
 
     Raises DataError where a stage was run with other values than its sweep has chosen.
@@ -39,8 +39,7 @@ def settled(campaign: Campaign) -> Campaign:
             is_changed = True
         # A choice may be of the model, which the stages after this one go on with.
         if is_changed and stage.model is not None:
-            model = model_of_stage(stage.name, stage.kind, stage.config, stages, [])
-            stage = dataclasses.replace(stage, model=model)
+            stage = dataclasses.replace(stage, model=model_of(stage, stages, []))
         stages[stage.name] = stage
     return dataclasses.replace(campaign, stages=tuple(stages.values()))
 
@@ -72,33 +71,6 @@ def check_as_chosen(campaign: Campaign, stage: Stage, known: dict[str, Any]) -> 
             "  expected the same: was the table made again, of runs that came to something else?\n"
             f"  bring the folder of {tables} back, or move {folder} away to run {stage.name} with what is chosen now"
         )
-
-
-def choice_text(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Say what a chosen field of a stage is: a value, or the best of several that is not known yet."""
-    table = table_of(campaign, stage.chosen[field])
-    values = []
-    for run in table.config.runs.values():
-        value = str(run.values[field])
-        if value not in values:
-            values.append(value)
-    best = f"the best of {', '.join(values)} by {table.config.best}"
-    if field in stage.known:
-        return f"{stage.known[field]}, {best} ({table.name})"
-    return f"{best}, known after {table.name}"
-
-
-def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, Any]:
-    """Return a stage's config as nested plain values, with a text for what is still to be chosen."""
-    values: dict[str, Any] = config.plain(stage.config)
-    for field in stage.chosen:
-        if field not in stage.known:
-            *path, last = field.split(".")
-            section = values
-            for part in path:
-                section = section[part]
-            section[last] = choice_text(campaign, stage, field)
-    return values
 
 
 def table_of(campaign: Campaign, value: str) -> Stage:

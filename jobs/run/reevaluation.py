@@ -11,12 +11,12 @@ their paths, and puts a stage of kind evaluate behind it, which is run, skipped 
 from dataclasses import replace
 from typing import Any
 
-from jobs.recipe.campaign import Section, resolve_stage
+from jobs.recipe import key
 from jobs.recipe.changes import changed_warnings
-from jobs.recipe.stage_checks import check_stage
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.validate import refuse, validate
+from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import evaluate, sweep
-from jobs.stages.evaluation_config import JudgedConfig
+from jobs.stages.evaluation_config import EvaluationConfig, JudgedConfig
 from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
 
@@ -32,17 +32,18 @@ def with_new_evaluations(campaign: Campaign) -> Campaign:
         stages.append(stage)
         stages += new_evaluations(campaign, stage)
     extended = replace(campaign, stages=tuple(stages))
+    there = Available(extended, looks_at_files=False)
     for stage in stages:
         if stage not in campaign.stages:
-            check_stage(extended, stage)
+            refuse(validate(stage, there))
     return extended
 
 
 def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
     """Return the stages that judge a finished stage's weights as its recipe asks now; none where that was done."""
-    cfg = stage.config
-    if not isinstance(cfg, TrainConfig):
+    if not stage.kind.trains:
         return []
+    cfg: TrainConfig = stage.config
     changed = fields_changed(campaign, stage)
     judging: list[Stage] = []
     if changed & set(ACCURACY_FIELDS) and cfg.data.evaluate is not None:
@@ -70,7 +71,7 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
     while name in names:
         name += "-again"
     cfg: TrainConfig = stage.config
-    section = evaluate.Config(
+    judging = EvaluationConfig(
         init=f"@{stage.name}",
         preprocess=cfg.data.preprocess,
         max_labels=cfg.data.max_labels,
@@ -80,4 +81,4 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
         stall_s=cfg.stall_s,
         **judged,
     )
-    return replace(resolve_stage(name, Section("evaluate", section, name, {}), names, {}), judges=stage.name)
+    return replace(key.resolve(Stage(name, evaluate.KIND, judging, name), names, key.Inputs()), judges=stage.name)

@@ -20,26 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import Preempted
-from jobs.cluster.nodes import disconnect, nodes_of
+from jobs.cluster.nodes import nodes_of
+from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.board import Board, Show
 from jobs.monitor.trackers import Tracker, start_trackers
 from jobs.ownership import owned
-from jobs.recipe.campaign import recipe_digest
 from jobs.recipe.changes import changed_warnings
-from jobs.recipe.choices import settled
-from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.early_start import WORKERLESS_KINDS
+from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.key import recipe_digest
+from jobs.recipe.validate import refuse, validate_all
+from jobs.resolved_recipe import Campaign, Stage, StageKind
 from jobs.run.ending import status_file, table
 from jobs.run.follow import Follower
-from jobs.run.readiness import check_finished, check_inputs, check_memory, check_unfinished
 from jobs.run.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.stage_files import facts_of
 from jobs.run.stage_run import run_stage
 from jobs.run.stopper import Stopper
 from jobs.run.sync import synced
 from jobs.stages.sweep import DIVERGED
-from pipeline.training_config import TrainConfig
 
 Tick = Callable[[Path, int], None]  # given an attempt's folder and number
 
@@ -67,10 +66,10 @@ class Displays:
     board: Board
     trackers: list[Tracker] = field(default_factory=list)
 
-    def begin_stage(self, directory: Path, kind: str) -> None:
+    def begin_stage(self, directory: Path, kind: StageKind) -> None:
         """Show a stage from now on."""
         self.follower.log = directory / "log.txt"
-        if kind not in WORKERLESS_KINDS:
+        if kind.needs_workers:
             self.board.show_stage(directory)
 
     def end_stage(self) -> None:
@@ -109,23 +108,27 @@ def run_campaign(
         say = displays.follower.say
         stopper = Stopper(say)
         # Once more: of a run in a store, the files of the last owner are here only now.
-        loaded = with_new_evaluations(settled(loaded))
+        loaded = with_new_evaluations(resolve_sweep(loaded))
         names = names_of_stages(loaded, only)
         stages = [loaded.stage(name) for name in names]
-        unverified = check_stages(loaded, stages, say, fresh=fresh)
+        # What would be refused later is refused now, before anything starts.
+        results = validate_all(loaded, stages, fresh=fresh)
+        refuse(results)
+        for result in results:
+            say(result.text)
         start_what_stages_need(loaded, stages, displays)
 
         rows = []
         for name in names:
             # What the table of a sweep has just chosen is in the configs that waited for it.
-            loaded = settled(loaded)
+            loaded = resolve_sweep(loaded)
             stage = loaded.stage(name)
             # Before the stopper is asked, or a signal between the two would be heard after the stage.
-            stopper.works_here = stage.kind in WORKERLESS_KINDS
+            stopper.works_here = not stage.kind.needs_workers
             outcome = loaded.done(stage)
             is_skipped = outcome is not None
             if outcome is not None:
-                say_skipped(loaded, stage, name not in unverified, say)
+                say_skipped(loaded, stage, say)
             elif stopper.asked:
                 raise Preempted(f"stopped before {name}; run the same command again to go on")
             else:
@@ -172,14 +175,6 @@ def displayed(loaded: Campaign, also: Tick | None, *, quiet: bool) -> Iterator[D
         disconnect()
 
 
-def check_stages(loaded: Campaign, stages: list[Stage], say: Callable[[str], None], *, fresh: bool) -> set[str]:
-    """Refuse now what would be refused later; return the finished stages in which nobody would see a change."""
-    check_inputs(loaded, stages)
-    check_unfinished(loaded, stages, fresh=fresh)
-    check_memory(loaded, stages, say)
-    return check_finished(loaded, stages, say)
-
-
 def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Displays) -> None:
     """Start or join the cluster where a stage needs workers, and whoever shows the run to others."""
     say = displays.follower.say
@@ -199,9 +194,9 @@ def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Disp
         displays.follower.skip(loaded.directory(stage))
 
 
-def say_skipped(loaded: Campaign, stage: Stage, is_verified: bool, say: Callable[[str], None]) -> None:
+def say_skipped(loaded: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
     """Say why a finished stage is not run again, and which stages judge it anew."""
-    say(skip_line(loaded, stage, is_verified))
+    say(skip_line(loaded, stage))
     for judging in stages_behind(loaded, stage):
         say(f"{stage.name}: asked to be judged otherwise than it was: {judging.name} does it")
 
@@ -226,19 +221,17 @@ def stages_behind(loaded: Campaign, stage: Stage) -> list[Stage]:
 def needs_workers(loaded: Campaign, stages: list[Stage]) -> bool:
     """Tell whether a stage that has not finished runs on workers."""
     unfinished = [stage for stage in stages if loaded.done(stage) is None]
-    return any(stage.kind not in WORKERLESS_KINDS for stage in unfinished)
+    return any(stage.kind.needs_workers for stage in unfinished)
 
 
 def need_compiler(loaded: Campaign, stages: list[Stage]) -> bool:
     """Tell whether workers of a stage that has not finished come to import torch's compiler."""
-    unfinished = [stage.config for stage in stages if loaded.done(stage) is None]
-    return any(cfg.needs_compiler for cfg in unfinished if isinstance(cfg, TrainConfig))
+    unfinished = [stage for stage in stages if loaded.done(stage) is None]
+    return any(stage.config.needs_compiler for stage in unfinished if stage.kind.trains)
 
 
 def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
     """Start or join the cluster and say where to watch it; a stage waits for its workers' places when it needs them."""
-    from jobs.cluster.ray_access import connect  # ray takes seconds to import
-
     info = connect(loaded.cluster)
     kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
     say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
@@ -279,14 +272,12 @@ def order_of_tracking(loaded: Campaign, stages: list[Stage]) -> dict[str, Any]:
     return {"run": loaded.run.name, "stages": told}
 
 
-def skip_line(loaded: Campaign, stage: Stage, is_verified: bool) -> str:
+def skip_line(loaded: Campaign, stage: Stage) -> str:
     """Why a finished stage is not run again, and what it did otherwise than is asked now."""
     line = f"{stage.name}: skipped, finished with the same config and inputs (key {stage.key[:8]})"
     directory = loaded.directory(stage)
     if DIVERGED in (loaded.done(stage) or {}):
         line = f"{stage.name}: skipped, diverged with the same config and inputs (key {stage.key[:8]})"
-    if not is_verified:
-        line += ", unverified: it finished before stages recorded digests of what they hand on"
     warnings = changed_warnings(directory, stage)
     if stages_behind(loaded, stage):
         judged = (*ACCURACY_FIELDS, *PROBE_FIELDS)

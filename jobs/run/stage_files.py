@@ -18,9 +18,9 @@ from typing import Any
 
 import models
 from jobs.context import Context
-from jobs.recipe.campaign import recipe_digest
 from jobs.recipe.changes import forbidden_fields
-from jobs.recipe.choices import config_as_known
+from jobs.recipe.key import recipe_digest
+from jobs.recipe.render import config_as_known
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.versions import code_version, git_commit
@@ -33,13 +33,13 @@ def stage_record(stage: Stage) -> dict[str, Any]:
     """Return the content of stage.json: which config this folder belongs to."""
     return {
         "name": stage.name,
-        "kind": stage.kind,
+        "kind": stage.kind.name,
         "key": stage.key,
         "model": models.to_dict(stage.model) if stage.model else None,
         "forbid": forbidden_fields(stage),
         "config": config.plain(stage.config),
         "warn": config.tagged(stage.config, "warn"),
-        "judged_on": dict(stage.judged_on),
+        "eval_inputs": dict(stage.eval_inputs),
         **({"chosen": dict(stage.known)} if stage.known else {}),
     }
 
@@ -77,7 +77,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
     return {
         "run": str(campaign.run),
         "stage": stage.name,
-        "kind": stage.kind,
+        "kind": stage.kind.name,
         "key": stage.key,
         "recipe": recipe_digest(campaign),
         "code": code_version(),

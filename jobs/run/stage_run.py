@@ -20,11 +20,9 @@ from data.errors import ConfigError, Diverged
 from jobs.cluster.recovery import StageFailed
 from jobs.context import Context, reference
 from jobs.recipe import class_names
-from jobs.recipe.campaign import KINDS
 from jobs.recipe.changes import changed_warnings
-from jobs.recipe.stage_checks import check_stage
-from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.readiness import check_unchanged
+from jobs.recipe.validate import refuse, validate
+from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.run.stage_files import first_started, provenance_of, stage_record
 from jobs.stages import sweep
 from pipeline import artifacts
@@ -48,9 +46,8 @@ def run_stage(
     began = time.time()
     # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
     check_parents(campaign, stage)
-    check_stage(campaign, stage)  # once more: data that stages before it made is there only now
-    if not fresh:
-        check_unchanged(campaign, [stage])
+    there = Available(campaign)
+    refuse(validate(stage, there, fresh=fresh))  # once more: data that stages before it made is there only now
 
     # 3 and 4.
     begin(campaign, stage, began, say)
@@ -65,12 +62,12 @@ def run_stage(
         say=say,
         tick=tick,
         stopping=stopping,
-        class_names=class_names.of_stage(campaign, stage),
+        class_names=class_names.of_stage(stage, there),
         remote=campaign.remote,
         check_owned=check_owned,
     )
     try:
-        outcome = dict(KINDS[stage.kind].run(stage.config, context))
+        outcome = dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
         outcome = divergence_of_run(stage, error, say)
     # 5 and 6.
@@ -129,5 +126,5 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
-        if sweep.DIVERGED in outcome and stage.kind != "sweep":
+        if sweep.DIVERGED in outcome and stage.kind.inputs.get("runs.*.stage") is None:
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[sweep.DIVERGED]}")

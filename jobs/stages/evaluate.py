@@ -16,7 +16,7 @@ the same at any world size, and what is summed is counted, or summed by rank 0 i
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,13 @@ from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.context import Context
-from jobs.stages import any_weights, frozen
-from jobs.stages.evaluation_config import EvaluationConfig, check_sets
+from jobs.resolved_recipe import Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.stages import any_weights, frozen, training
+from jobs.stages.evaluation_config import EvaluationConfig, check_head
 from jobs.stages.evaluation_worker import worker
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
+from pipeline.config import require
 from pipeline.evaluation import async_evaluation, document
 from pipeline.evaluation.protocols import Protocol, protocols_of
 from pipeline.versions import code_version
@@ -65,15 +67,9 @@ class LeaksFile:
 
 Answers = dict[tuple[str | None, ...], dict[str, Any]]  # results by what they are known by: document.question_of
 
-Config = EvaluationConfig
-DEFAULTS: EvaluationConfig | None = None
-INPUTS = ("init", "sets.*.test", "sets.*.train", "leaks")
-FILES: tuple[str, ...] = ()
-
 
 def run(cfg: EvaluationConfig, context: Context) -> dict[str, Any]:
     """Judge what no earlier evaluation of this run has judged, and write the document."""
-    check_sets(cfg, context.resolve)
     path = context.resolve(cfg.init) or ""
     digest = any_weights.digest_of(path, context.say)
     leaks = leaks_at(context.resolve(cfg.leaks))
@@ -247,3 +243,50 @@ def leaked_of(leaks: LeaksFile, question: Question) -> list[int]:
         return np.flatnonzero(leaked_test_samples(leaks.leaks, load_index(question.test))).tolist()
     except DataError as error:
         raise DataError(f"leaks {leaks.path} knows nothing of the set {question.name}: {error}") from None
+
+
+# ------------------------------------------------------------------------ what is known before it runs
+
+
+def model_of(cfg: EvaluationConfig, source_model: SourceModel) -> Any:
+    """Return the architecture of the weights, which may be of another project; None where they are missing."""
+    if any_weights.is_foreign(cfg.init):
+        return any_weights.load(cfg.init, cfg.model).config
+    return source_model(cfg.init)
+
+
+def shared_classes(cfg: EvaluationConfig) -> list[SharedClasses]:
+    """Return each set with the head that it judges, and with the set that protocols of features learn from."""
+    shared = []
+    for name, judged in cfg.sets.items():
+        test = {f"sets.{name}.test": judged.test}
+        shared.append(SharedClasses(test, with_head=cfg.judges_head()))
+        # What it learns from needs no head: these may be other classes than the weights'.
+        if judged.train is not None:
+            shared.append(SharedClasses({**test, f"sets.{name}.train": judged.train}))
+    return shared
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read."""
+    cfg: EvaluationConfig = stage.config
+    paths = list(cfg.paths().values())
+    if stage.model is not None:
+        indexes = {path: index for path in paths for index in there.made([path])}
+        check_head(cfg, stage.model, indexes, stage.name)
+    if there.looks_at_files:
+        require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
+        training.check_usable(there.made(paths))
+    yield from ()
+
+
+KIND = StageKind(
+    name="evaluate",
+    config=EvaluationConfig,
+    run=run,
+    inputs={"init": Reads.ANY_WEIGHTS, "sets.*.test": Reads.SET, "sets.*.train": Reads.SET, "leaks": Reads.FILE},
+    model=model_of,
+    shared_classes=shared_classes,
+    checks=checks,
+    metrics=EvaluationConfig.metrics,
+)

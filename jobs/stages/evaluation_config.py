@@ -6,10 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
-from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
-from jobs.stages import training
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.evaluate import check_ops, check_shape
 from pipeline.evaluation.logistic import LogisticConfig
@@ -94,13 +92,6 @@ class EvaluationConfig:
     def judges_head(self) -> bool:
         """Tell whether a protocol looks at what the head says."""
         return any(protocol not in FEATURES for protocol in self.protocols)
-
-
-def check_sets(cfg: EvaluationConfig, resolve: training.Resolve, load: training.LoadIndex = load_index) -> None:
-    """Raise DataError where a set is empty or lacks a shard; `load` as that of training.check_sets."""
-    require(len(cfg.sets) > 0, "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
-    paths = [resolve(path) for path in cfg.paths().values()]
-    training.check_usable(training.loaded_sets(paths, load))
 
 
 def check_head(cfg: EvaluationConfig, model: Any, indexes: Mapping[str, Index], stage: str) -> None:

@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from data.remote.cache import CacheConfig
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.context import Context
+from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
 from jobs.stages import frozen, training
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
-from pipeline.config import Tags, tags
+from pipeline.config import Tags, require, tags
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.evaluation.evaluate import ProbeConfig
@@ -50,14 +51,8 @@ class Config:
         more_than_0(self, "stall_s")
 
 
-DEFAULTS: Config | None = None
-INPUTS = ("init", "probe.train", "probe.test")
-FILES: tuple[str, ...] = ()
-
-
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute features on the workers and fit the probe on rank 0; write the results to metrics.json."""
-    check_sets(cfg, context.resolve)
     for probed_set in (cfg.probe.train, cfg.probe.test):
         index = load_index(context.resolve(probed_set) or "")
         if not index.sees_rot:
@@ -71,12 +66,6 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     means = [f"{name} {value:.4f}" for name, value in without_single_seeds(results["metrics"]).items()]
     context.say("  ".join(means))
     return results
-
-
-def check_sets(cfg: Config, resolve: training.Resolve, load: training.LoadIndex = load_index) -> None:
-    """Raise DataError where a set is empty or lacks a shard; `load` as that of training.check_sets."""
-    paths = [resolve(cfg.probe.train), resolve(cfg.probe.test)]
-    training.check_usable(training.loaded_sets(paths, load))
 
 
 def make_fewshot_task(cfg: Config, context: Context, attempt: int) -> Task:
@@ -116,3 +105,27 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         "test_samples": len(test.rows),
         "probe": asdict(cfg.probe),
     }
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
+    cfg: Config = stage.config
+    # One question is enough: ProbeConfig takes both sets or neither.
+    require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
+    if stage.model is not None:
+        evaluate.check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+    if there.looks_at_files:
+        training.check_usable(there.made([cfg.probe.train or "", cfg.probe.test or ""]))
+    yield from ()
+
+
+KIND = StageKind(
+    name="fewshot",
+    config=Config,
+    run=run,
+    inputs={"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET},
+    model=lambda cfg, source_model: source_model(cfg.init),
+    shared_classes=lambda cfg: [training.classes_of_probe(cfg.probe)],
+    checks=checks,
+    metrics=lambda cfg: training.metrics_of_probe(cfg.probe),
+)

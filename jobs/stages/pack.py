@@ -1,7 +1,7 @@
 """Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from data.shards.reader import MOST_LINES, problem_of
 from data.shards.subset import make_subset, summary
 from jobs.context import Context
 from jobs.progress import Progress
+from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
@@ -40,28 +41,6 @@ class Config:
         for name in self.sets:
             check_name(name, "a set", "rename it, and what reads it as @stage/set")
         at_least(self, 1, "shard_samples shard_bytes workers")
-
-
-DEFAULTS: Config | None = None
-INPUTS = ("sets.*.classes_of", "sets.*.path", "sets.*.only", "sets.*.but")
-LISTS = (".only", ".but")  # how those of INPUTS end that name a list of samples
-FILES = ("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names")
-
-
-def is_input(cfg: Config, field: str) -> bool:
-    """Tell whether a field of INPUTS names an input by its content: a subset's set does, a path to images does not."""
-    _, name, key = field.split(".")
-    return key != "path" or cfg.sets[name].source == "subset"
-
-
-def missing_sources(stage: str, cfg: Config) -> list[str]:
-    """Return a message for every path of the stage's sources at which there is nothing."""
-    messages = []
-    for name, set_config in cfg.sets.items():
-        for key, path in paths_of(set_config).items():
-            if not is_there(path):
-                messages.append(f"{stage}.sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
-    return messages
 
 
 def check_packed(folder: Path, packed: Mapping[str, Mapping[str, Any]], dropped: Sequence[str]) -> None:
@@ -168,3 +147,54 @@ def make_subset_of(cfg: SetConfig, folder: Path, name: str, workers: int, say: C
     for line in summary(index, parent):
         say(f"{name}: {line}")
     return index
+
+
+# ------------------------------------------------------------------------ what is known before it runs
+
+
+def is_input(cfg: Config, field: str) -> bool:
+    """Tell whether a field names an input by its content: a subset's set does, a path to images does not."""
+    _, name, key = field.split(".")
+    return key != "path" or cfg.sets[name].source == "subset"
+
+
+def missing_sources(cfg: Config) -> list[str]:
+    """Return a message for every path of the stage's sources at which there is nothing."""
+    messages = []
+    for name, set_config in cfg.sets.items():
+        for key, path in paths_of(set_config).items():
+            if not is_there(path):
+                messages.append(f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
+    return messages
+
+
+def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse a finished stage whose shards are gone, but for those that some stage does without."""
+    campaign = there.campaign
+    done = campaign.done(stage)
+    assert done is not None, "of finished stages alone"
+    dropped: list[str] = []
+    for other in campaign.stages:
+        if other.kind.trains:
+            dropped += other.config.data.drop
+    check_packed(campaign.directory(stage), done["sets"], dropped)
+    yield from ()
+
+
+KIND = StageKind(
+    name="pack",
+    config=Config,
+    run=run,
+    inputs={
+        "sets.*.classes_of": Reads.SET,
+        "sets.*.path": Reads.SET,
+        "sets.*.only": Reads.FILE,
+        "sets.*.but": Reads.FILE,
+    },
+    is_input=is_input,
+    files=("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names"),
+    missing=missing_sources,
+    sets=lambda cfg: cfg.sets,
+    check_outputs=check_outputs,
+    needs_workers=False,
+)

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import models
 from data.files import whole_file, write_whole
 from jobs.context import Context
+from jobs.resolved_recipe import Reads, SourceModel, StageKind
 from pipeline import artifacts
 from pipeline.config import Tags, tags
+from pipeline.training_config import model_config
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,6 @@ class Config:
     image_size: Any = 384  # pixels, one number or [height, width] (paper, table 4)
 
     RESUME: ClassVar[Tags] = tags(forbid="init image_size")
-
-
-DEFAULTS: Config | None = None
-INPUTS = ("init",)
-FILES: tuple[str, ...] = ()
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
@@ -44,3 +41,20 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         "new": len(report.new),
         "dropped": len(report.dropped),
     }
+
+
+def model_of(cfg: Config, source_model: SourceModel) -> Any:
+    """Return the architecture at the new size; None where the weights are missing."""
+    source = source_model(cfg.init)
+    return None if source is None else model_config({"image_size": cfg.image_size}, source)
+
+
+KIND = StageKind(
+    name="resize",
+    config=Config,
+    run=run,
+    inputs={"init": Reads.WEIGHTS},
+    makes_weights=True,
+    model=model_of,
+    needs_workers=False,
+)

@@ -11,17 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data.archives.cifar import CIFAR10, PIXELS, cifar, cifar_classes
-from data.archives.sources import Archive, known_archive, samples_of_archive
-from data.archives.tars import rows
 from data.checks import at_least
 from data.errors import DataError
 from data.index.document import load_index
 from data.index.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
-from data.shards.sources import DIGITS, Sample, class_folders, digits, folder_classes, numbered, tars, tars_classes
 from data.shards.subset import Rule, check_seed
-from data.shards.tables import image_parquet, parquet_classes, path_table, table_classes
-from data.vtab.source import VTAB
+from data.sources.folders import (
+    class_folders,
+    folder_classes,
+    image_parquet,
+    parquet_classes,
+    path_table,
+    table_classes,
+)
+from data.sources.known import known_archive
+from data.sources.published import Archive, samples_of_archive
+from data.sources.samples import DIGITS, Sample, digits, numbered
+from data.sources.tars import tars, tars_classes
+from data.vtab.prepared import VTAB
 from pipeline.config import Tags, require, tags
 
 # Sources that need no more than their path: their samples, and the names of their classes.
@@ -30,9 +37,6 @@ SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Name
     "parquet": (image_parquet, parquet_classes),
 }
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
-# CIFAR's binary version has fixed file names and fixed records (cs.toronto.edu/~kriz/cifar.html).
-CIFAR_FILES = {"train": ("data_batch_*.bin", "train.bin"), "test": ("test_batch.bin", "test.bin")}
-CIFAR10_RECORD_BYTES = CIFAR10.binary_label_bytes + PIXELS
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,22 @@ class SetConfig:
         "parquet",  # Hugging Face image parquet: a file, or a folder of them
         "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
         "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
-        "cifar",  # a folder of the binary version, whatever it holds
-        "digits",  # scikit-learn's, which need no path
+        "digits",  # UCI's handwritten digits, which Patchline brings along: no path
         "subset",  # of another set's index, or "@stage/set": some of its samples, nothing is packed (docs/subsets.md)
         "imagenet-21k",  # winter21_whole.tar.gz, or a folder of class tars or class folders
         "imagenet-21k-fall11",  # fall11_whole.tar, or a folder as above
-        "cifar10",  # cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or the folder of either
-        "cifar100",  # cifar-100-python.tar.gz or cifar-100-binary.tar.gz, or the folder of either
+        "cifar10",  # cifar-10-binary.tar.gz, or its folder
+        "cifar100",  # cifar-100-binary.tar.gz, or its folder
         "pets",  # folder of images.tar.gz and annotations.tar.gz
         "flowers102",  # folder of 102flowers.tgz, imagelabels.mat and setid.mat
         "objectnet",  # folder objectnet-1.0
-        "vtab",  # a task of VTAB-1k, from its owners' archives or as TensorFlow Datasets prepared it (docs/vtab.md)
+        "vtab",  # a task of VTAB-1k, from the folder that TensorFlow Datasets has prepared (docs/vtab.md)
     ] = "folder"
     path: str | None = None  # the file or folder that the source reads, or tars as a/train-*.tar; digits need none
     root: str | None = None  # table: what its paths are relative to; None: its own folder
     wnids: str | None = None  # imagenet-validation: the devkit, or a file of one wnid a line; imagenet-21k: the file
     real: str | None = None  # imagenet-validation: real.json of Beyer et al. 2020, all labels of each image
-    # of cifar, digits and the known data sets; those with numbers are vtab's
+    # of digits and the known data sets; those with numbers are vtab's
     split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
     task: str | None = None  # vtab: which of its 19
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
@@ -124,7 +127,7 @@ class SetConfig:
         require(
             not (self.partial and self.source == "vtab"),
             "partial with source vtab: the images of a task are chosen by their place in the whole set\n"
-            "  leave partial out, and give the archives as their owners distribute them",
+            "  leave partial out, and give the whole set as TensorFlow Datasets prepares it",
         )
 
 
@@ -197,8 +200,6 @@ def source_names(cfg: SetConfig) -> Names:
         return table_classes(cfg.path)
     if cfg.source == "tars":
         return tars_classes(cfg.path)
-    if cfg.source == "cifar":
-        return cifar_classes(cfg.path)
     known = known_set(cfg)
     if known is not None:
         return known.classes(Path(cfg.path))
@@ -253,9 +254,7 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
-        return tars(cfg.path, ids, rows)
-    if cfg.source == "cifar":
-        return cifar(cifar_files(cfg))
+        return tars(cfg.path, ids)
     known = known_set(cfg)
     if known is not None:
         # The word for a split says nothing where there is no choice of them.
@@ -280,18 +279,6 @@ def is_there(path: str) -> bool:
     return place.exists() or ("*" in place.name and any(place.parent.glob(place.name)))
 
 
-def cifar_files(cfg: SetConfig) -> list[Path]:
-    """Return the files of a split in the binary version: CIFAR-10's data_batch_1 … 5 or test_batch, CIFAR-100's own."""
-    folder = Path(cfg.path or "")
-    patterns = CIFAR_FILES[cfg.split]
-    files: list[Path] = []
-    for pattern in patterns:
-        files.extend(folder.glob(pattern))
-    if not files:
-        raise DataError(f"{cfg.path}: no {' or '.join(patterns)}; take CIFAR's binary version")
-    return sorted(files)
-
-
 def expected_samples(cfg: SetConfig) -> int | None:
     """Estimate how many samples a source will give, for the progress line; None where that takes long to know."""
     path = Path(cfg.path or "")
@@ -306,7 +293,5 @@ def expected_samples(cfg: SetConfig) -> int | None:
         # Tars without an index would have to be read whole to be counted.
         index_path = path / f"{path.name}.index.json"
         return load_index(index_path).samples if index_path.exists() else None
-    if cfg.source == "cifar":
-        return sum(file.stat().st_size for file in cifar_files(cfg)) // CIFAR10_RECORD_BYTES
     known = known_set(cfg)
     return known.published[cfg.split].samples if known else None

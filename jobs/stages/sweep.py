@@ -17,14 +17,15 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from data.errors import DataError, Diverged
+from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
 from jobs.context import Context
+from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, tags
@@ -57,11 +58,6 @@ class Config:
     groups: dict[str, list[str]] = field(default_factory=dict)  # rows that get a mean of their own
 
     RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups")
-
-
-DEFAULTS: Config | None = None
-INPUTS = ("runs.*.stage",)
-FILES: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -317,3 +313,31 @@ def mean_text(value: Mean) -> str:
         low, high = value.interval
         return f"{text} [{100 * low:.2f}, {100 * high:.2f}]"
     return text if value.sd is None else f"{text} ± {100 * value.sd:.2f}"
+
+
+# ------------------------------------------------------------------------ what is known before it runs
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse a table of a metric that one of its runs will not have."""
+    cfg: Config = stage.config
+    for run_name in cfg.runs:
+        run_stage = there.campaign.stage(run_name)
+        metrics = run_stage.kind.metrics(run_stage.config)
+        if cfg.best not in metrics:
+            raise ConfigError(
+                f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
+                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
+            )
+    yield from ()
+
+
+KIND = StageKind(
+    name="sweep",
+    config=Config,
+    run=run,
+    inputs={"runs.*.stage": Reads.OUTCOME},
+    checks=checks,
+    needs_workers=False,
+)

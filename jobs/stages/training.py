@@ -1,56 +1,57 @@
-"""What pretrain and finetune share: the sets are checked, the workers are told what to do, and how to be stopped.
+"""What pretrain and finetune share: they are checked, the workers are told what to do, and how to be stopped.
 
-1. Every set is loaded and looked at, and the disk: a stage that could not be judged or saved must not begin.
+1. `checks` compares a stage with the cluster, the data and the memory that there are: a stage that could not be judged
+   or saved must not begin.
 2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
 3. To stop, the driver asks the agents; rank 0 hears it at the end of a step, and all workers commit and end.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import models
-from data.errors import DataError
+from data.errors import ConfigError, DataError
 from data.index.document import load_index
 from data.index.index import Index
-from data.index.left_out import without
+from data.index.joined import exclude
 from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import alone, supervise
 from jobs.cluster.worker import Task
 from jobs.context import Context
-from jobs.planning.outlook import keep_forecast
+from jobs.resolved_recipe import MEMORY, Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
+from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
-from pipeline.plan.kept_forecast import beside_measured
-from pipeline.plan.memory import need_if_traced, with_blocks
+from pipeline.config import require
+from pipeline.evaluation.evaluate import ProbeConfig, check_shape
+from pipeline.optimization import OptimConfig, ScheduleConfig
+from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, need_if_traced, with_blocks
+from pipeline.plan.memory_remedies import check_fits, smaller_micro_batches
+from pipeline.plan.memory_traces import TraceFailed
 from pipeline.train import train
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
 from pipeline.versions import code_version
 from pipeline.worker import Job
 
-Resolve = Callable[[str | None], str | None]  # as Context.resolve
-LoadIndex = Callable[[str], Index | None]
-
-INPUTS = ("data.train", "data.mixture.*.train", "data.evaluate", "init", "probe.train", "probe.test")
-FILES = ("deepspeed",)
-
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
-    """Train until the stage is done. Raises Preempted, or StageFailed with the exit code that the worker wanted."""
-    check_sets(cfg, context.name, context.resolve)
+    """Train until the stage is done; its sets have been checked.
+
+    Raises Preempted, or StageFailed with the exit code that the worker wanted.
+    """
     say_what_is_dropped(cfg, context)
     checkpoints = context.directory / "checkpoints"
     check_disk_space(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
     evaluations = evaluations_beside(cfg, context)
-    keeping = keep_forecast(cfg, context)
     outcome = supervise(
         train,
         make_task,
@@ -61,11 +62,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     )
     if evaluations is not None:
         evaluations.finish()
-    if keeping is not None:
-        keeping.join()
-    compared = beside_measured(context.directory)
-    if compared:
-        context.say(f"{context.name}: {compared}")
     if context.remote is not None:
         # Rank 0 may have worked on another node: what it has handed on is brought here.
         StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
@@ -83,63 +79,22 @@ def evaluations_beside(cfg: TrainConfig, context: Context) -> AsyncEvaluation | 
     return AsyncEvaluation(cfg, context)
 
 
-def check_sets(cfg: TrainConfig, name: str, resolve: Resolve, load: LoadIndex = load_index) -> None:
-    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says.
-
-    `name` is the stage's. With a `load` that returns None for a set that is not made yet, the others are checked.
-    """
-    whole_sets = loaded_sets(training_sets(cfg, resolve), load)
-    # Without all of them nobody knows which shard `data.drop` means.
-    if len(whole_sets) == len(cfg.data.sets()):
-        sets = without(whole_sets, cfg.data.drop)
-        check_usable(sets, cfg.data.drop, f"{name}.data.drop")
-    evaluation_paths = [resolve(value) for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test)]
-    check_usable(loaded_sets(evaluation_paths, load))
-
-
-def loaded_sets(paths: Sequence[str | None], load: LoadIndex) -> list[Index]:
-    """Return the indexes of those sets that are named and that are there."""
-    indexes = []
-    for path in paths:
-        index = load(path) if path is not None else None
-        if index is not None:
-            indexes.append(index)
-    return indexes
-
-
-def check_usable(sets: Sequence[Index], dropped: Sequence[str] = (), option: str = "") -> None:
-    """Raise DataError where a set is empty or lacks a shard; `dropped` and `option` are those of `check_sizes`."""
-    for index in sets:
-        check_not_empty(index)
-    # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
-    check_sizes(sets, dropped, option)
-
-
 def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
     """Say how many samples `data.drop` leaves out, where it names shards."""
     if not cfg.data.drop:
         return
-    whole_sets = [load_index(path) for path in training_sets(cfg, context.resolve)]
+    whole_sets = [load_index(path) for path in training_sets(cfg, context)]
     samples = sum(index.samples for index in whole_sets)
-    samples_left = sum(index.samples for index in without(whole_sets, cfg.data.drop))
+    samples_left = sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
     dropped = f"{samples - samples_left:,} of {samples:,} samples"
     context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 
 
-def check_not_empty(index: Index) -> None:
-    """Raise DataError where a set has nothing to learn from or to judge."""
-    if not (index.samples and index.classes):
-        raise DataError(
-            f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
-            "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
-        )
-
-
-def training_sets(cfg: TrainConfig, resolve: Resolve) -> list[str]:
-    """Return the paths of the sets that are trained on, in the order of the sets' names."""
+def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
+    """Return the absolute paths of the sets that are trained on, in the order of the sets' names."""
     paths = []
     for value, _weight in cfg.data.sets().values():
-        path = resolve(value)
+        path = context.resolve(value)
         assert path is not None, "sets() names no set without a path"
         paths.append(path)
     return paths
@@ -165,7 +120,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         key=context.key,
         code=code_version(),
         model=models.to_dict(context.model),
-        train=training_sets(cfg, context.resolve),
+        train=training_sets(cfg, context),
         evaluate=context.resolve(cfg.data.evaluate),
         init=init,
         probe_train=context.resolve(cfg.probe.train),
@@ -191,3 +146,220 @@ def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
     most_workers = allowed_worlds(cfg, context.cluster)[0]
     need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
     return None if need is None else need.device_bytes
+
+
+# ------------------------------------------------------------------------ what is known before it runs
+
+
+def model_of(cfg: TrainConfig, source_model: SourceModel) -> Any:
+    """Return the architecture that training ends with; None where the weights that it starts from are missing."""
+    if cfg.init is None:
+        return trained_model(cfg)
+    source = source_model(cfg.init)
+    return None if source is None else trained_model(cfg, source)
+
+
+def keeps_head(cfg: TrainConfig, source: Any, model: Any) -> bool:
+    """Tell whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
+    # Of weights that are missing nothing is known; the stage is validated once more before it runs.
+    if cfg.objective == "masked" or source is None or model is None:
+        return False
+    return models.keeps_head(source, model, cfg.new_head)
+
+
+def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
+    """Return the sets whose labels the head must know, and those of the probe."""
+    probed = classes_of_probe(cfg.probe)
+    if cfg.objective == "masked":
+        return [probed]
+    sets = {}
+    for name, (path, _weight) in cfg.data.sets().items():
+        field = f"data.mixture.{name}.train" if cfg.data.mixture else "data.train"
+        sets[field] = path
+    trained = tuple(sets)
+    if cfg.data.evaluate is not None:
+        sets["data.evaluate"] = cfg.data.evaluate
+    return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probed]
+
+
+def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
+    """Return the two sets of a probe, which share their classes with nothing else."""
+    sets = {"probe.train": probe.train, "probe.test": probe.test}
+    return SharedClasses({field: path for field, path in sets.items() if path is not None})
+
+
+def metrics_of(cfg: TrainConfig) -> list[str]:
+    """Return the metrics that a trained stage will have in the end."""
+    metrics = ["accuracy"] if cfg.data.evaluate is not None else []
+    return metrics + metrics_of_probe(cfg.probe)
+
+
+def metrics_of_probe(probe: ProbeConfig) -> list[str]:
+    """Return the metrics that a probe gives; none without its sets."""
+    return [f"{shots}shot" for shots in probe.shots] if probe.train is not None else []
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse what does not fit the cluster, or the data that is there: its classes, image shapes, length of training.
+
+    Data that an earlier stage makes may not be there yet: it is compared when the stage is about to start. Raises
+    ConfigError and DataError; yields what nobody can tell of its memory.
+    """
+    cfg: TrainConfig = stage.config
+    name = stage.name
+    has_sets = bool(cfg.data.train or cfg.data.mixture)
+    require(has_sets, f"{name}.data.train is missing: a path, or @stage; or data.mixture")
+    paths = [path for path, _weight in cfg.data.sets().values()]
+    try:
+        worlds = allowed_worlds(cfg, there.campaign.cluster)  # reads and checks the user's DeepSpeed file as well
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+    # Classes and image shapes. The model is not known where the weights that it starts from do not exist.
+    classes: dict[str, int] = {}
+    for path in paths:
+        index = there.index(path)
+        if index is None:
+            continue
+        if index.samples == 0:
+            raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+        classes[path] = index.classes
+    is_judged = cfg.data.evaluate is not None or cfg.probe.train is not None
+    if cfg.data.evaluate is not None:
+        for index in there.made([cfg.data.evaluate]):
+            classes[cfg.data.evaluate] = index.classes
+    if stage.model is not None:
+        check_model(cfg, stage.model, classes, f"{name}.model")
+    if stage.model is not None and is_judged:
+        check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
+
+    # The steps are not known where passes are to be made over data that is not there.
+    sets = there.made(paths)
+    has_all = len(sets) == len(paths)
+    all_samples = sum(index.samples for index in sets) if has_all else cfg.data.samples
+    if cfg.steps is not None or all_samples is not None:
+        check_schedule(cfg, steps_of(cfg, all_samples or 0), name)
+
+    if not there.looks_at_files:
+        return
+    # Without all of them nobody knows which shard `data.drop` means.
+    if has_all:
+        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
+    judged = [path for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test) if path is not None]
+    check_usable(there.made(judged))
+    if stage.model is not None:
+        # What a worker needs is the most where the workers are the fewest.
+        try:
+            yield from check_memory(stage, there, worlds[-1])
+        except ConfigError as error:
+            yield CheckResult.of(error, MEMORY)
+
+
+def check_usable(sets: Sequence[Index], dropped: Collection[str] = (), option: str = "") -> None:
+    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says.
+
+    `dropped` and `option` are those of `check_sizes`.
+    """
+    for index in sets:
+        if not (index.samples and index.classes):
+            raise DataError(
+                f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
+                "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
+            )
+    # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
+    check_sizes(sets, tuple(dropped), option)
+
+
+def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckResult]:
+    """Raise ConfigError, with what to change, where a stage does not fit `activation_gb` or `cluster.gpu_memory_gb` on
+    `fewest` workers, or where how many blocks the first comes to cannot be told.
+
+    Without these fields nothing is traced, which takes some seconds for a step that never was. What the second needs
+    and cannot be traced is said, and goes on unchecked.
+    """
+    cfg: TrainConfig = stage.config
+    limit = there.campaign.cluster.gpu_memory_gb
+    is_gpu = there.campaign.cluster.gpus_per_worker > 0
+    # What is traced is of whole images: of fewer patches nobody knows the need.
+    has_whole_images = cfg.thinning.has_whole_images
+    number_in_its_place = (
+        f"type the number in its place: {stage.name}.activation_gb=null {stage.name}.checkpoint_blocks=N, from 0 to "
+        f"{blocks_of(stage.model)}, with which a worker needs the least memory"
+    )
+    if cfg.activation_gb is not None:
+        if not has_whole_images:
+            text = (
+                f"{stage.name}: activation_gb is counted on whole images, of which patch dropout leaves out a part: "
+                f"fewer blocks may be enough; {number_in_its_place}"
+            )
+            yield CheckResult("WARN", MEMORY, text)
+        try:
+            with_blocks(cfg, stage.model, is_gpu=is_gpu)
+        except BudgetTooSmall as error:
+            way_out = f"type a larger {stage.name}.activation_gb"
+            for micro_batch in smaller_micro_batches(cfg, fewest):
+                if micro_batch <= error.largest:
+                    way_out = f"type {stage.name}.micro_batch={micro_batch}, or a larger {stage.name}.activation_gb"
+                    break
+            raise ConfigError(f"{stage.name}.{error}\n  {way_out}") from None
+        except TraceFailed as error:
+            # To guess would end the run out of memory hours later, or take a third more time without a word.
+            raise ConfigError(
+                f"{stage.name}.activation_gb={cfg.activation_gb:g}: how many blocks to recompute is not known: "
+                f"{error}\n  {number_in_its_place}"
+            ) from None
+    if limit is None or not is_gpu:
+        return
+    unknown = f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known"
+    if not has_whole_images:
+        yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
+        return
+    try:
+        check_fits(cfg, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+    except TraceFailed as error:
+        yield CheckResult("WARN", MEMORY, f"{unknown}: {error}")
+
+
+TRAINED = StageKind(
+    name="",  # that of each of the kinds below
+    config=TrainConfig,
+    run=run,
+    inputs={
+        "data.train": Reads.SET,
+        "data.mixture.*.train": Reads.SET,
+        "data.evaluate": Reads.SET,
+        "init": Reads.WEIGHTS,
+        "probe.train": Reads.SET,
+        "probe.test": Reads.SET,
+    },
+    files=("deepspeed",),
+    makes_weights=True,
+    model=model_of,
+    shared_classes=shared_classes,
+    keeps_head=keeps_head,
+    checks=checks,
+    metrics=metrics_of,
+    trains=True,
+)
+
+# From random weights (paper, section 4.1), seven times over JFT-300M (table 3).
+PRETRAIN = dataclasses.replace(TRAINED, name="pretrain", defaults=TrainConfig(passes=7))
+
+# With a fresh zero head (paper, B.1.1 and table 4).
+FINETUNE = dataclasses.replace(
+    TRAINED,
+    name="finetune",
+    defaults=TrainConfig(
+        model={"representation": None},  # both layers of the pretraining head go (paper, 3.1 and B.1.1)
+        new_head=True,
+        optim=OptimConfig(
+            name="sgd",
+            lr=0.03,  # of the grid 0.003, 0.01, 0.03, 0.06 (paper, table 4)
+            weight_decay=0.0,
+            schedule=ScheduleConfig(decay="cosine", warmup_steps=500),  # vit_jax configs/common.py
+        ),
+        loss="softmax",
+        steps=20_000,  # ImageNet (paper, table 4)
+        batch_size=512,
+    ),
+)

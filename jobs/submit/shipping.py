@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
-
 from data.errors import UsageError
-from jobs.cluster.ray_access import EXCLUDES
+from jobs.cluster.ray import EXCLUDES
 
 MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
@@ -41,6 +39,8 @@ def measure(root: Path) -> dict[str, int]:
 
     Raises UsageError, naming the largest, when that is more than the Jobs API takes.
     """
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
     sizes: Counter[str] = Counter()
 
     def count(path: Path) -> None:

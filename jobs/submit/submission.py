@@ -24,15 +24,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-
-from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+from typing import TYPE_CHECKING
 
 from data.errors import ClusterError, RunOwned, UsageError
-from jobs.cluster.ray_access import EXCLUDES, ROOT
-from jobs.cluster.ray_refusals import explain, require_reachable
-from jobs.cluster.ray_token import use_token_if_any
+from jobs.cluster.embedded import use_token_if_any
+from jobs.cluster.ray import EXCLUDES, ROOT, explain, require_reachable
 from jobs.cluster_config import complaint
 from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
 
 Say = Callable[[str], None]
 
@@ -206,10 +207,13 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
 # ------------------------------------------------------------------------ the Jobs API
 
 
-def _connect() -> JobSubmissionClient:
+def _connect() -> "JobSubmissionClient":
     """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+    # Ray reads the variable that this sets when it is imported.
     use_token_if_any()
+    from ray.job_submission import JobSubmissionClient
+
     # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log.
     for name in RAY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -257,12 +261,12 @@ def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
         time.sleep(POLL_S)
 
 
-def _submitted_jobs(client: JobSubmissionClient) -> list[Job]:
+def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
     """Return the jobs of the cluster, less the drivers that merely joined it, which have no submission id."""
     return [_job(details) for details in client.list_jobs() if details.submission_id]
 
 
-def _job(details: JobDetails) -> Job:
+def _job(details: "JobDetails") -> Job:
     metadata = details.metadata or {}
     milliseconds = details.start_time or 0
     return Job(
@@ -290,13 +294,13 @@ def _place_in_list(job: Job) -> tuple[int, int, float]:
     return 1, place, -job.started_s
 
 
-def _jobs_of_run(client: JobSubmissionClient, run: str) -> list[Job]:
+def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:
     """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
     jobs = [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
     return sorted(jobs, key=_start_time)
 
 
-def _latest_job(client: JobSubmissionClient, run: str) -> Job:
+def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
     jobs = _jobs_of_run(client, run)
     if jobs:
         return jobs[-1]
@@ -308,7 +312,7 @@ def _latest_job(client: JobSubmissionClient, run: str) -> Job:
     )
 
 
-async def _follow(client: JobSubmissionClient, job_id: str, write: Say) -> None:
+async def _follow(client: "JobSubmissionClient", job_id: str, write: Say) -> None:
     async for text in client.tail_job_logs(job_id):
         # Ray's own word, before the driver's first, that an environment is being set up.
         write(RAY_LINE.sub("", text))
@@ -318,14 +322,14 @@ def _print_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _kill_pending(client: JobSubmissionClient, job_id: str, say: Say) -> None:
+def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
     """End a job that waits for its place: a second job kills its supervisor.
 
     The Jobs API has no call for that, and it may be all of the cluster that we can reach.
     """
     command = shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)])
     helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
-    while client.get_job_status(helper) in (JobStatus.PENDING, JobStatus.RUNNING):
+    while client.get_job_status(helper) in ("PENDING", "RUNNING"):
         time.sleep(POLL_S)
     # Otherwise the helper would stay in the cluster's list of jobs.
     client.delete_job(helper)

@@ -13,7 +13,7 @@ from data.errors import CheckpointError
 from data.files import free_bytes, size_text
 from models import ModelConfig
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.optimization.optimizer import STATE
+from pipeline.optimization import STATE
 from pipeline.training_config import TrainConfig
 
 BYTES_FP32 = 4

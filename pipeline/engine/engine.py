@@ -1,91 +1,52 @@
-"""DeepSpeed behind four verbs: backward, step, fragments, restore. Only this file and those of zero/ touch its insides.
+"""A model under DeepSpeed ZeRO: backward, the optimizer's step, and the fp32 state that a checkpoint takes and gives.
 
-The optimizer state leaves and enters as *fragments* (zero/fragments.py): (parameter name, first element, flat fp32
-views). They know nothing of the world size or the ZeRO stage, so what one topology wrote any other can read.
-DeepSpeed's own checkpoints are not used: they cannot cross stages and load flipped bits silently.
-`tests/test_engine.py` guards every private attribute that is used.
+A step:
+1. `backward` adds gradients, reduced over the workers as ZeRO does.
+2. At the last micro-batch every worker adds up the squares of its part of the gradient, on the device.
+3. One reduction adds these over the workers, and beside them the numbers of the training loop: loss, bad samples, how
+   many workers are asked to stop, how many have written their file.
+4. The sums are read by one copy to the host. It is the only point of a step at which the host waits for the device,
+   and it must: the norm decides whether the optimizer steps at all. DeepSpeed has four such points for the norm alone,
+   two kernels for every parameter, and two reductions more.
+5. The optimizer steps, or the gradient is dropped, on all workers alike (pipeline/engine/deepspeed.py).
+
+In:  two workers with the gradients (3, 0) and (0, 4), and each with the numbers (loss 0.5, stop 1)
+Out: norm 5.0 and the sums (1.0, 2.0), on both
+
+The state leaves and enters as fragments, which know nothing of the world size or the ZeRO stage, so that every topology
+reads what another one wrote: a parameter "head.bias" of 10 elements, with two workers at ZeRO 2, is
+Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}) on rank 0, and on rank 1 the same from
+element 5 on. DeepSpeed's own checkpoints are not used: they cannot cross stages and load flipped bits silently.
 """
 
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.engine.buckets import bucket_size
-from pipeline.engine.deepspeed_file import merge_file
+from pipeline.engine.deepspeed import Part, import_deepspeed, one_optimizer_class, state_of
 from pipeline.engine.flat_blocks import FlatBlocks
-from pipeline.engine.fragments import Fragment, Fragments
-from pipeline.engine.norm import clipping, norm_and_sums, sum_of_squares
-from pipeline.engine.update import update_of
-from pipeline.optimization.optimizer import STATE, OptimConfig, build_optimizer
+from pipeline.engine.settings import bucket_size
+from pipeline.optimization import STATE, OptimConfig, build_optimizer
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
 
-
-def over_gloo() -> bool:
-    """Return whether the workers reach one another over gloo; a traced step answers as real workers would."""
-    return dist.get_backend() == "gloo"
-
-
-def deepspeed_config(
-    *, zero: int, precision: str, micro_batch: int, accumulation: int, clip: float, user_file: str | None
-) -> dict[str, Any]:
-    """Return our DeepSpeed settings, with the tuning of the user's own ds_config.json in them.
-
-    Raises ConfigError where that file sets anything else (pipeline.engine.deepspeed_file).
-    """
-    ours: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip,
-        "steps_per_print": None,
-        # DeepSpeed refuses torch's SGD under ZeRO without this.
-        "zero_allow_untested_optimizer": True,
-        # DeepSpeed would add bf16 gradients in bf16, which rounds at every worker: 0.8 % off over 64, 1.6 % over 256.
-        "communication_data_type": "fp32",
-        # DeepSpeed's speed, which nobody reads, has the host wait for the device twice a micro-batch.
-        "timers": {"throughput": {"enabled": False}},
-        "zero_optimization": {"stage": zero},
-    }
-    if zero == 3:
-        # The default replaces torch's linear function for the whole process, even after the engine is closed, and
-        # changes the bf16 results of models that come later.
-        ours["zero_optimization"]["memory_efficient_linear"] = False
-    if precision == "bf16":
-        ours["bf16"] = {"enabled": True}
-        # Left to itself DeepSpeed would add up micro-batches in bf16.
-        ours["data_types"] = {"grad_accum_dtype": "fp32"}
-    if user_file is None:
-        return ours
-    return merge_file(ours, user_file, zero)
+# Elements whose squares are added in fp32. Torch adds one long vector on a CPU in a few running fp32 sums: over 67
+# million elements the norm was 0.5 % too small; by rows of 4,096 it is right to 4e-9, in the same time.
+ROW = 4096
 
 
-@contextmanager
-def one_optimizer_class() -> Iterator[None]:
-    """Have DeepSpeed engines that are made in the block take at stage 1 the optimizer class that stage 2 takes.
+class Fragment(NamedTuple):
+    """Holds what this worker owns of one parameter: `tensors` are flat views, elements [start, start + len)."""
 
-    Where bf16 gradients are added up in fp32 DeepSpeed has another class for stage 1, which has no fragments, though
-    the class that it has for both stages can do it at either.
-    """
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
-
-    original = DeepSpeedEngine._do_optimizer_sanity_check
-
-    def choose_class(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
-        chosen = original(engine, optimizer)
-        return ZERO_OPTIMIZATION if engine.zero_optimization() else chosen
-
-    DeepSpeedEngine._do_optimizer_sanity_check = choose_class
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._do_optimizer_sanity_check = original
+    name: str
+    start: int
+    tensors: dict[str, Tensor]  # "master" and the optimizer's per-element state
 
 
 class Engine:
@@ -100,9 +61,11 @@ class Engine:
     def __init__(
         self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: dict[str, Any], polyak: float = 0.0
     ) -> None:
-        """Collective. `decayed` names the parameters with weight decay, `settings` are `deepspeed_config`'s."""
-        import deepspeed
+        """Collective. `decayed` names the parameters with weight decay, `settings` are `deepspeed_config`'s.
 
+        Raises ConfigError where DeepSpeed is another version than its insides are known of.
+        """
+        deepspeed = import_deepspeed()
         self.zero: int = settings["zero_optimization"]["stage"]
         self.polyak = polyak
         self.state_names: tuple[str, ...] = STATE[optim.name]
@@ -135,9 +98,8 @@ class Engine:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=settings, dist_init_required=False
             )
-        self._update = update_of(self.zero, self.engine.optimizer)
+        self.state = state_of(self.zero, self.engine)
         self.model: nn.Module = self.engine.module
-        self._fragments = Fragments(self.zero, self.model, self.members, self.engine.optimizer)
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
         # DeepSpeed made its masters from weights that it had rounded to bf16: put the ones before rounding there.
@@ -150,38 +112,21 @@ class Engine:
             masters.clear()
         self._start_state()
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer.optimizer if self.zero else self.engine.optimizer
-
-    @property
-    def _flats(self) -> list[Tensor]:
-        """Return the fp32 tensors that the optimizer steps on this worker; its state hangs on them."""
-        if self.zero in (1, 2):
-            return self.engine.optimizer.single_partition_of_fp32_groups
-        if self.zero == 3:
-            return self.engine.optimizer.fp32_partitioned_groups_flat
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
     def _start_state(self) -> None:
         """Allocate the optimizer's state before its first update."""
         # Torch makes an optimizer's state at its first update; a checkpoint of step 0 and a resume need it earlier.
-        inner = self._optimizer
-        for flat in self._flats:
-            state = inner.state[flat]
+        optimizer = self.state.optimizer
+        for flat in self.state.flats:
+            state = optimizer.state[flat]
             for name in self.state_names:
                 state[name] = torch.zeros_like(flat)
             if self.polyak:
                 state["average"].copy_(flat.detach())
             # Adam counts its updates in a tensor. Torch's fused kernel wants it on the device, the others on the CPU.
             if "exp_avg" in self.state_names:
-                device = flat.device if inner.defaults.get("fused") else torch.device("cpu")
+                device = flat.device if optimizer.defaults.get("fused") else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        # DeepSpeed links parameters to their state once, when it is first asked. With several parameter groups its own
-        # accessor fails without this, so the link is made anew, to the state above.
-        if self.zero in (1, 2):
-            self.engine.optimizer._hp_optimizer_states_linked = False
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self.state.link_state()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` / (accumulation × world), reduced over workers as ZeRO does."""
@@ -190,8 +135,8 @@ class Engine:
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
         """Close a micro-batch; at the last of an accumulation the optimizer steps with this learning rate.
 
-        Collective then: returns the sums over workers of what each says in `numbers` (n,), float64, on its device. They
-        travel with the gradient's norm, so that the host waits for the device once a step.
+        Collective then: returns the sums over the workers of their `numbers` (n,), float64, on the device. They travel
+        with the gradient's norm, so that the host waits for the device once a step.
         """
         self._set_rate(rate)
         # Asked before the step, because the step moves on to the next micro-batch.
@@ -210,44 +155,39 @@ class Engine:
     @torch.no_grad()
     def _take_step(self, numbers: Tensor | None) -> list[float]:
         """Clip and update; a gradient that is not finite touches nothing, on any worker. Returns sums of `numbers`."""
-        gradients = self._update.gradients()
+        gradients = self.state.gradients()
         squares = sum_of_squares(gradients)
-        # Where every worker has the whole gradient (ZeRO 0), rank 0 says what its norm is and the others add 0.
-        if not self._update.is_shared and dist.get_rank() != 0:
+        # Where every worker has the whole gradient (ZeRO 0), rank 0 gives its norm and the others add 0.
+        if not self.state.is_shared and dist.get_rank() != 0:
             squares = torch.zeros_like(squares)
         norm, sums = norm_and_sums(squares, numbers)
         # All workers have read the same bits, so all of them skip the step together.
         is_finite = math.isfinite(norm)
         self._norm = norm if is_finite else math.inf
-        if self.zero:
-            # For DeepSpeed's own count of skipped steps.
-            self.engine.optimizer.overflow = not is_finite
-            self.engine.optimizer._global_grad_norm = self._norm
+        self.state.note_norm(self._norm)
         if not is_finite:
-            self._update.drop()
+            self.state.drop()
             return sums
         factor = clipping(norm, self.clip)
         if factor < 1:
             torch._foreach_mul_(gradients, factor)
         # A group's gradient is free once the optimizer has stepped it; this list would keep all of them.
         del gradients
-        self._update.apply()
+        self.state.apply()
         return sums
 
+    @torch.no_grad()
     def _count_update(self) -> None:
         """Note that the optimizer has changed the masters."""
         self._updates += 1
-        if self.polyak:
-            self._average()
+        if not self.polyak:
+            return
+        for flat in self.state.flats:
+            self.state.optimizer.state[flat]["average"].mul_(self.polyak).add_(flat, alpha=1 - self.polyak)
 
     def _set_rate(self, rate: float) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self.state.optimizer.param_groups:
             group["lr"] = rate
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        for flat in self._flats:
-            self._optimizer.state[flat]["average"].mul_(self.polyak).add_(flat, alpha=1 - self.polyak)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -260,13 +200,13 @@ class Engine:
 
     @torch.no_grad()
     def _swap_average(self) -> None:
-        for flat in self._flats:
-            average = self._optimizer.state[flat]["average"]
+        for flat in self.state.flats:
+            average = self.state.optimizer.state[flat]["average"]
             master = flat.detach().clone()
             flat.copy_(average)
             # The masters wait in the average's place; the second swap brings both back to the bit.
             average.copy_(master)
-        self._refresh()
+        self.state.refresh()
 
     def gradient_norm(self) -> float:
         """Return the global norm of the last step's averaged gradient before clipping.
@@ -280,60 +220,43 @@ class Engine:
 
         `kinds` are "master" and names of states; all of them, where none is named.
         """
-        return self._fragments.owned(kinds or ("master", *self.state_names))
+        kinds = kinds or ("master", *self.state_names)
+        return self._cut({name: self.state.owned(p, kinds) for name, p in self.model.named_parameters()})
 
-    def whole(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
-        """Iterate, at stage 0, where every worker has everything, every parameter as one fragment."""
-        return self._fragments.whole(kinds or ("master", *self.state_names))
+    def held(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
+        """Iterate views of what this worker holds: as `fragments`, but at stage 0 every parameter whole."""
+        kinds = kinds or ("master", *self.state_names)
+        return self._cut({name: self.state.held(p, kinds) for name, p in self.model.named_parameters()})
+
+    def _cut(self, parts: Mapping[str, Part]) -> Iterator[Fragment]:
+        """Cut parts of DeepSpeed's parameters, which are flat ones of whole blocks, into those of the model's own."""
+        for name, member in self.members.items():
+            start, views = parts[member.holder]
+            length = 0
+            if views:
+                length = next(iter(views.values())).numel()
+            first = max(start, member.start)
+            stop = min(start + length, member.start + member.size)
+            # A worker may own nothing of a small parameter; an empty fragment would only be an empty entry in its file.
+            if first < stop:
+                tensors = {kind: view[first - start : stop - start] for kind, view in views.items()}
+                yield Fragment(name, first - member.start, tensors)
 
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
         """Collective: fill the state in place with what `read` returns; bring the weights that compute up to it."""
-        fragments = self.fragments(kinds)
         # At stage 0 every worker holds everything. Each reads an equal part, and they tell each other.
-        if self.zero == 0:
-            fragments = self.whole(kinds)
+        if not self.state.is_shared:
             read = shared_over_workers(read, next(self.model.parameters()).device)
-        for fragment in fragments:
-            for kind, view in fragment.tensors.items():
-                view.copy_(read(fragment.name, kind, fragment.start, view.numel()))
-        self._refresh()
+        for name, start, tensors in self.held(kinds):
+            for kind, view in tensors.items():
+                view.copy_(read(name, kind, start, view.numel()))
+        self.state.refresh()
 
     def load(self, read: ReadState, updates: int) -> None:
         """Collective: fill the state from a checkpoint that was saved after so many updates."""
         self.restore(read)
         self.updates = updates
-
-    def _refresh(self) -> None:
-        """Bring the weights that compute up to the masters."""
-        if self.zero in (1, 2) and over_gloo():
-            self._refresh_over_gloo()
-        elif self.zero in (1, 2):
-            self.engine.optimizer.update_lp_params()
-        elif self.zero == 3:
-            self._refresh_stage_3()
-
-    def _refresh_over_gloo(self) -> None:
-        # Gloo's all-gather, which DeepSpeed calls, takes four times as long as a broadcast of every worker's part.
-        zero_2 = self.engine.optimizer
-        for parts, master in zip(
-            zero_2.parallel_partitioned_bit16_groups, zero_2.single_partition_of_fp32_groups, strict=True
-        ):
-            parts[dist.get_rank()].data.copy_(master.data)
-            for owner, part in enumerate(parts):
-                dist.broadcast(part.data, owner)
-
-    def _refresh_stage_3(self) -> None:
-        # DeepSpeed copies masters to the weights only in its own step; after a restore we do what that step does.
-        zero_3 = self.engine.optimizer
-        for group, flat in enumerate(zero_3.fp32_partitioned_groups_flat):
-            zero_3.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
-            zero_3._unflatten_partitioned_parameters(group)
-        # Parameters gathered before, and the small ones that are never partitioned, still have the old values, and the
-        # next forward pass would compute with them.
-        self.engine.empty_partition_cache()
-        if zero_3.persistent_parameters:
-            zero_3.persistent_parameters[0].all_gather(zero_3.persistent_parameters)
 
     @property
     def updates(self) -> int:
@@ -344,7 +267,7 @@ class Engine:
     def updates(self, count: int) -> None:
         self._updates = count
         # Adam's bias correction depends on a count of its own.
-        for state in self._optimizer.state.values():
+        for state in self.state.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(count)
 
@@ -373,3 +296,54 @@ def shared_over_workers(read: ReadState, device: torch.device) -> ReadState:
         return whole[:count]
 
     return read_a_part
+
+
+# ------------------------------------------------------------------------------------------------ the norm
+
+
+def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum over all elements' squares, a float64 scalar on the device; not finite where an element is not.
+
+    Nor where a row's norm is beyond fp32: an element above 1.8e19 makes it infinite, and the step is skipped.
+    """
+    norms: list[Tensor] = []
+    tails: list[Tensor] = []
+    for gradient in gradients:
+        flat = gradient.detach().reshape(-1)
+        in_rows = flat.numel() // ROW * ROW
+        if in_rows:
+            norms.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), dim=1))
+        if in_rows < flat.numel():
+            tails.append(flat[in_rows:])
+    if tails:
+        # What `torch.nn.utils.get_total_norm` is made of: one kernel for all of them on a GPU.
+        norms.append(torch.stack(torch._foreach_norm(tails)))
+    return torch.cat(norms).double().square().sum()
+
+
+def norm_and_sums(squares: Tensor, numbers: Tensor | None) -> tuple[float, list[float]]:
+    """Collective: return the root of the workers' squares, and the sums of their numbers (n,), float64.
+
+    The host waits here until the device has computed everything so far.
+    """
+    parts = [squares.reshape(1)]
+    if numbers is not None:
+        parts.append(numbers)
+    vector = torch.cat(parts)
+    dist.all_reduce(vector)
+    total, *sums = vector.tolist()
+    return math.sqrt(total), sums
+
+
+def clipping(norm: float, limit: float) -> float:
+    """Return the factor that clips a gradient of this norm; 1.0 where there is no limit or it is not reached."""
+    if not limit:
+        return 1.0
+    return min(1.0, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+
+
+def on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return the host's numbers as a float64 tensor on the device, without a wait."""
+    # From memory that is not pinned the host would wait until the device has come to the copy.
+    numbers = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return numbers.to(device, non_blocking=True)

@@ -24,13 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline import config
-from pipeline.arithmetic import exact_gradient_bytes
-from pipeline.engine.engine import Engine
-from pipeline.engine.norm import clipping
-from pipeline.monitoring.telemetry import Telemetry, read_metrics
-from pipeline.optimization.optimizer import OptimConfig
-from pipeline.training_config import TrainConfig
+from pipeline.engine.engine import Engine, clipping
+from pipeline.optimization import OptimConfig
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
@@ -120,10 +115,9 @@ class ExactEngine(Engine):
         # Fragments are views; the storage that a view lies in tells which flat it belongs to. Its own address does, and
         # not that of its numbers: fake tensors, with which a step's memory is planned, have none.
         plans: dict[int, FlatPlan] = {}
-        for flat in self._flats:
+        for flat in self.state.flats:
             plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
-        fragments = self.whole(("master",)) if self.zero == 0 else self.fragments(("master",))
-        for fragment in fragments:
+        for fragment in self.held(("master",)):
             view = fragment.tensors["master"]
             plan = plans[view.untyped_storage()._cdata]
             in_flat = view.storage_offset() - plan.flat.storage_offset()
@@ -208,13 +202,10 @@ class ExactEngine(Engine):
             for in_flat, in_whole in plan.places:
                 flat_gradient.view(-1)[in_flat] = gradient[in_whole]
             plan.flat.grad = flat_gradient
-            if self.zero:
-                self.engine.optimizer._optimizer_step(number)
-        if not self.zero:
-            self._optimizer.step()
+            self.state.step_flat(number)
         for plan in self._plans:
             plan.flat.grad = None
-        self._refresh()
+        self.state.refresh()
         self._count_update()
         return sums
 
@@ -238,38 +229,3 @@ def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
     # A GPU works on after the call has returned: reading an element waits for it.
     float(flat[0])
     return time.monotonic() - began
-
-
-def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
-    """Collective: measure and report the price of the exact sum.
-
-    Reports too what has changed since the attempt before, of the conditions that the bits depend on.
-    """
-    tree_s, plain_s = engine.price()
-    if dist.get_rank() != 0:
-        return
-    world = dist.get_world_size()
-    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
-    line = (
-        f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
-        f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
-    )
-    now = conditions()
-    # Read before this attempt's own record is written.
-    earlier = read_metrics(telemetry.directory, "exact")
-    telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
-    if not earlier:
-        return
-    before = {key: earlier[-1][key] for key in now}
-    changed = config.differences(before, now)
-    if changed:
-        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
-
-
-def conditions() -> dict[str, int | str]:
-    """Return what the last bits of a gradient depend on beside the config."""
-    # With 2 threads instead of 1, 20,218,211 of the 21,669,514 gradient elements of S/16 differed (docs/exact.md).
-    processor = torch.backends.cpu.get_cpu_capability()
-    if torch.cuda.is_available():
-        processor = torch.cuda.get_device_name()
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}

@@ -24,7 +24,7 @@ from data.images.preprocess import shape_of
 from models import ModelConfig
 from pipeline.config import require
 from pipeline.monitoring.watchdog import Phases
-from pipeline.optimization.losses import hits
+from pipeline.optimization import hits
 
 L2 = 2.0**10  # of the few-shot probe (configs/common_fewshot.py): fixed, never selected on validation data
 

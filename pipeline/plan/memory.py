@@ -4,7 +4,7 @@
     need.device_bytes     what lives at the fullest moment: weights, state, gradients, buckets, activations, images
     need.host_bytes       the loader's batches, and the copy of the state that a save makes
 
-The step that is traced sees whole images, of which patch dropout may leave out a part (optimization/thinning.py).
+The step that is traced sees whole images, of which patch dropout may leave out a part (token_dropping.py).
 It holds what torch allocates. On a GPU the context of CUDA, workspaces of its libraries and what the allocator cannot
 use because it is in pieces come on top.
 """

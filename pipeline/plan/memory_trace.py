@@ -41,6 +41,7 @@ from models.catalog import FAMILIES
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
 from pipeline.config import build as build_config
+from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
 from pipeline.evaluation.evaluate import normalise
 from pipeline.objectives import OBJECTIVES
@@ -48,7 +49,6 @@ from pipeline.plan.gpu_kernels import as_on_a_gpu
 from pipeline.plan.hidden_buffers import GlooBuffers, KernelBuffers
 from pipeline.plan.live_bytes import Event, Kind, LiveBytes
 from pipeline.plan.memory_traces import Moment
-from pipeline.process_group import import_deepspeed
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Worker
@@ -92,7 +92,7 @@ def trace(
     model_config: ModelConfig = models.from_dict(model)
     with ExitStack() as around:
         around.enter_context(fake_workers(world))
-        around.enter_context(patch("pipeline.engine.engine.over_gloo", lambda: not is_gpu))
+        around.enter_context(patch("pipeline.engine.deepspeed.over_gloo", lambda: not is_gpu))
         if is_gpu:
             around.enter_context(as_on_a_gpu())
         around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -117,20 +117,15 @@ def fake_workers(world: int) -> Iterator[None]:
     """Be rank 0 of a group whose other workers do not exist: collectives return at once and change nothing."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="1")
     deepspeed = import_deepspeed()
-    from deepspeed.runtime.zero import partitioned_param_coordinator
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    # ZeRO 3 asks the other workers whether they run the layers in the same order.
-    asked = partitioned_param_coordinator.assert_ints_same_as_other_ranks
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda order: None
     apply = nn.Module._apply
     nn.Module._apply = apply_in_place  # type: ignore[assignment]
     try:
-        yield
+        with one_order_of_layers():
+            yield
     finally:
         nn.Module._apply = apply  # type: ignore[method-assign]
-        partitioned_param_coordinator.assert_ints_same_as_other_ranks = asked
         dist.destroy_process_group()
 
 

@@ -1,0 +1,88 @@
+"""Random numbers and permutations by key: the same on every machine, in every process, whoever asks.
+
+All arithmetic is on 64-bit integers and written out here, so that no library's random generator can change an order.
+
+    permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
+    Draws(7).uniform()                               the first number of the key 7
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rackoff 1988), small ones need more
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele et al. 2014): a bijection of uint64 that looks random."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key_of(*parts: np.ndarray | int) -> np.ndarray:
+    """Fold integers (or arrays of them) into one uint64 key each."""
+    # An array of one number, not a scalar: the hash needs products to wrap around at 2⁶⁴, and NumPy warns of it in
+    # scalars.
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        number = np.asarray(part, np.int64).astype(np.uint64)
+        key = mix(key * np.uint64(0x9E3779B97F4A7C15) + number + np.uint64(0x632BE59BD9B4E019))
+    return key
+
+
+def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Element-wise: where the permutation of 0 … size−1 named by `key` sends x; all are arrays of one length.
+
+    A Feistel network permutes the a·b numbers of Z_a × Z_b, a little more than `size` (Black & Rogaway 2002).
+    """
+    size = size.astype(np.uint64)
+    # `a` need not be the exact root: `b` is made so that a·b is at least `size`, whatever floating point gave.
+    a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    b = (size + a - np.uint64(1)) // a
+
+    # What falls outside 0 … size−1 walks on along its cycle of the network until it is inside again.
+    sent = x.astype(np.uint64)
+    outside = np.arange(len(x))
+    while len(outside):
+        moved = feistel(sent[outside], a[outside], b[outside], key[outside])
+        sent[outside] = moved
+        outside = outside[moved >= size[outside]]
+    return sent.astype(np.int64)
+
+
+def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """One pass through the network: each half in turn is shifted by a hash of the other one; all are uint64."""
+    left = x // b
+    right = x % b
+    for turn in range(0, ROUNDS, 2):
+        left = (left + mix(key + right * np.uint64(ROUNDS) + np.uint64(turn))) % a
+        right = (right + mix(key + left * np.uint64(ROUNDS) + np.uint64(turn + 1))) % b
+    return left * b + right
+
+
+# ------------------------------------------------------------------------------------------------ one by one
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ, the counter's step
+
+
+class Draws:
+    """SplitMix64 (Steele et al. 2014) from a key below 2⁶⁴: `Draws(7)` gives the same numbers everywhere."""
+
+    def __init__(self, key: int):
+        self.state = key
+
+    def uniform(self) -> float:
+        """A number in [0, 1)."""
+        # Python's integers do not wrap around as the uint64 of the original do: MASK keeps the lower 64 bits.
+        self.state = (self.state + GOLDEN) & MASK
+        x = self.state
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+        x = x ^ (x >> 31)
+        return (x >> 11) * 2.0**-53  # the 53 bits that a float holds
+
+    def below(self, n: int) -> int:
+        """A whole number in 0 … n−1 (0 where n is 0)."""
+        return int(self.uniform() * n)

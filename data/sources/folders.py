@@ -1,0 +1,318 @@
+"""Samples of files: a folder of one folder a class, a table of paths and labels, or parquet that holds the images.
+
+Labels of tables are class ids, or names of classes; a table whose labels are names gives them ids in the order of the
+alphabet.
+
+    photos/train/cat/1.jpg       Sample("cat/1", Path("photos/train/cat/1.jpg"), (0,), "jpg")
+    photos/train/dog/7.png  →    Sample("dog/7", Path("photos/train/dog/7.png"), (1,), "png")
+
+    path,label
+    a/1.jpg,tabby cat            Sample("a/1", Path("a/1.jpg"), (1,), "jpg")
+    a/2.jpg,pug             →    Sample("a/2", Path("a/2.jpg"), (0,), "jpg"), with the names ("pug", "tabby cat")
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.checks import printable
+from data.errors import DataError
+from data.index.labels import NO_NAMES, parse_labels, text_labels
+from data.index.names import Names, agreed, ids_of, shown
+from data.index.tar import IMAGES
+from data.sources.samples import Sample, kind_of
+
+IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
+TABLE_LABEL_COLUMNS = ("label", "labels", "cls")  # of a table of paths
+MOST_KINDS = 10  # of files that were passed over, that a warning names
+
+
+class ListedFile(NamedTuple):
+    """An image in a list of files: its path below some root, and its class ids."""
+
+    name: str
+    labels: tuple[int, ...]
+
+
+# ----------------------------------------------------------------------------------------------- folders
+
+
+def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`).
+
+    Raises DataError where a class has no images; files that are no images are named in a warning.
+    """
+    entries: list[ListedFile] = []
+    passed_over: Counter[str] = Counter()  # extension, or name → files
+    for label, class_name in enumerate(folder_classes(root)):
+        folder = Path(root, class_name)
+        is_empty = True
+        # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
+        for path in sorted(folder.rglob("[!.]*")):
+            if not path.is_file():
+                continue
+            if extension_of(path) in IMAGES:
+                entries.append(ListedFile(str(path.relative_to(root)), (label,)))
+                is_empty = False
+            else:
+                passed_over[path.suffix or path.name] += 1
+        if is_empty:
+            raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
+    if passed_over:
+        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
+        logging.getLogger(__name__).warning("%s: not packed, being no %s: %s", root, ", ".join(IMAGES), kinds)
+    yield from read_files(root, entries)
+
+
+def folder_classes(root: str | os.PathLike[str]) -> Names:
+    """The class names of a folder of class folders, in the order of their ids; raises DataError where it has none."""
+    names = []
+    if Path(root).is_dir():
+        names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
+    if not names:
+        raise DataError(f"{root}: expected one sub-folder a class, found none")
+    return tuple(names)
+
+
+def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
+    """Samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
+    for name, labels in sorted(entries, key=by_hash_of_name):
+        path = Path(root, name)
+        # A file name is bytes to Linux; a key has to be text.
+        is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
+        if not is_utf8:
+            raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
+        extension = extension_of(path)
+        if extension not in IMAGES or not path.is_file():
+            raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
+        # A dot in the key would be taken for the beginning of the extension, but only in its last part.
+        folder, slash, base = name.removesuffix(path.suffix).lstrip("/").rpartition("/")
+        yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
+
+
+def by_hash_of_name(entry: ListedFile) -> bytes:
+    """The key by which lists of files are sorted: the order looks random and is always the same."""
+    return sha256(os.fsencode(entry.name)).digest()
+
+
+def extension_of(path: Path) -> str:
+    """`photo.JPG` → `jpg`."""
+    return path.suffix[1:].lower()
+
+
+# ------------------------------------------------------------------------------------------- path tables
+
+
+def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> Iterator[Sample]:
+    """Samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
+
+    A label is a class id, or several of them with spaces or commas between, or a list; or a class name, or a list of
+    them, whose ids are those of `table_classes`. Raises DataError where a column is missing, a label is none or a file
+    is no image; `root` is by default the table's own folder.
+    """
+    path = Path(path)
+    rows, label_column = labelled_rows(path)
+    ids = ids_of(classes_in(path, (row[label_column] for row in rows)))
+    entries = []
+    for row in rows:
+        name = str(row["path"])
+        try:
+            labels = parse_labels(label_text(row[label_column]), ids)
+        except ValueError as error:
+            raise DataError(f"{path}: {printable(name)}: {error}") from None
+        entries.append(ListedFile(name, labels))
+    yield from read_files(path.parent if root is None else root, entries)
+
+
+def table_classes(path: str | os.PathLike[str]) -> Names:
+    """The class names of a table whose labels are texts, sorted; none where they are ids."""
+    rows, label_column = labelled_rows(Path(path))
+    return classes_in(Path(path), (row[label_column] for row in rows))
+
+
+def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
+    """The rows of a table of paths, and its column of labels; raises DataError where it lacks one of both columns."""
+    rows = read_rows(path)
+    columns = list(rows[0]) if rows else []
+    label_column = first_of(TABLE_LABEL_COLUMNS, columns)
+    if label_column is None or "path" not in columns:
+        raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
+    return rows, label_column
+
+
+def classes_in(path: Path, labels: Iterable[object]) -> Names:
+    """The names among a column of labels, sorted; none where all are ids. Raises DataError where there are both."""
+    first_id: object = None
+    names: set[str] = set()
+    for label in labels:
+        text = label_text(label)
+        try:
+            parse_labels(text)
+        except ValueError:
+            # A cell that is a number and yet no id, as −1 or NaN, is not a name.
+            if isinstance(label, str | list):
+                names.update(text_labels(text))
+        else:
+            first_id = label if first_id is None else first_id
+    # Numbered by their names, ids and names would meet in one class; and a single name is more likely a slip.
+    if names and first_id is not None:
+        raise DataError(
+            f"{path}: some labels are class ids ({first_id}), others are names ({shown(min(names))})\n"
+            "  expected ids in every row, or names in every row: write the one or the other"
+        )
+    return tuple(sorted(names))
+
+
+def label_text(label: object) -> bytes:
+    """A cell of a column of labels as a label file would hold it."""
+    # A CSV has only text: parquet's numbers and lists of them read the same as `7` and `[3, 17]`.
+    if isinstance(label, list):
+        return json.dumps(label, ensure_ascii=False, default=str).encode()
+    return str(label).encode() if label is not None else b""
+
+
+def read_rows(path: Path) -> list[dict[str, object]]:
+    """The rows of a CSV or parquet file, each by column; raises DataError where a CSV is not UTF-8."""
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        with naming_parquet(path):
+            return parquet.read_table(path).to_pylist()
+    try:
+        # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a column's name.
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            return list(csv.DictReader(file))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+
+
+# ------------------------------------------------------------------------------------------ image parquet
+
+
+def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
+
+    Labels that are texts have the ids of `parquet_classes`. Raises DataError where a column is missing, an image is not
+    embedded or a label is none.
+    """
+    ids: Mapping[str, int] | None = None
+    for path in files_of(source, "*.parquet"):
+        image_column, label_column = parquet_columns(path)
+        if ids is None:
+            # Names in the schema are those of ids; only where the labels are texts do the names give the ids.
+            ids = NO_NAMES if parquet_features(path) else ids_of(parquet_classes(source))
+        stem = path.stem.replace(".", "_")
+        for row_number, row in enumerate(parquet_rows(path, [image_column, label_column])):
+            image = row[image_column]
+            encoded = image["bytes"] if isinstance(image, dict) else image
+            if encoded is None:
+                raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
+            try:
+                labels = parse_labels(label_text(row[label_column]), ids)
+            except ValueError as error:
+                raise DataError(f"{path}: row {row_number}: {error}") from None
+            yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
+
+
+def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
+    """The files of a folder, those that a path like a/train-*.tar stands for, or the file itself.
+
+    Raises DataError where there are none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        paths = sorted(path.glob(f"[!.]{pattern}"))
+    elif "*" in path.name and not path.exists():
+        paths = sorted(path.parent.glob(path.name))
+    else:
+        paths = [path]
+    if not paths:
+        raise DataError(f"{path}: no {pattern} here")
+    return paths
+
+
+def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first of these names that is a column of the table, or None."""
+    for name in names:
+        if name in columns:
+            return name
+    return None
+
+
+def parquet_columns(path: Path) -> tuple[str, str]:
+    """The columns of images and of labels of a parquet file; raises DataError where one is missing."""
+    from pyarrow import parquet
+
+    with naming_parquet(path):
+        columns = parquet.read_schema(path).names
+    image_column = first_of(IMAGE_COLUMNS, columns)
+    label_column = first_of(LABEL_COLUMNS, columns)
+    if not image_column or not label_column:
+        raise DataError(f"{path}: expected columns image and label, found {', '.join(columns)}")
+    return image_column, label_column
+
+
+def parquet_classes(source: str | os.PathLike[str]) -> Names:
+    """The class names of image parquet: those of its schema, or its labels where they are texts; otherwise none.
+
+    Raises DataError where two files of a folder name them differently.
+    """
+    paths = files_of(source, "*.parquet")
+    names = agreed([(str(path), parquet_features(path)) for path in paths], str(source))
+    if names:
+        return names
+    labels: set[str] = set()
+    for path in paths:
+        _, label_column = parquet_columns(path)
+        labels.update(classes_in(path, (row[label_column] for row in parquet_rows(path, [label_column]))))
+    return tuple(sorted(labels))
+
+
+def parquet_features(path: Path) -> Names:
+    """The class names that Hugging Face's `datasets` keeps in a parquet file's schema; none where it does not."""
+    from pyarrow import parquet
+
+    _, label_column = parquet_columns(path)
+    with naming_parquet(path):
+        described = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+    try:
+        feature = json.loads(described)["info"]["features"][label_column]
+        # A list of labels has its ClassLabel one level below.
+        names = feature.get("names", feature.get("feature", {}).get("names", ()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()
+    return tuple(map(str, names))
+
+
+def parquet_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file, each by column."""
+    from pyarrow import parquet
+
+    with naming_parquet(path):
+        # A few rows at a time: a file may hold more images than fit the memory.
+        for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
+            yield from batch.to_pylist()
+
+
+@contextmanager
+def naming_parquet(path: Path) -> Iterator[None]:
+    """Raise DataError, which names the file, where pyarrow cannot read it."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError) as error:
+        # An error of the operating system has a number, and says enough; pyarrow's own of a torn file has none.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None

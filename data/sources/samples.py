@@ -1,0 +1,139 @@
+"""Samples on their way into shards: an encoded image with its class ids, and the digits that Patchline brings along.
+
+A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of their names,
+so that a shard mixes classes whatever order the files were in. Nothing is unpickled. A function `…_classes` beside a
+source gives the names of its classes, in the order of its ids.
+
+    encode(pixels)                                   an array of RGB pixels, or of grey pixels → PNG
+    as_image(raw, "cat_1.jpg", others)               a JPEG stays as it is, whatever its name says; a GIF becomes a PNG
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from data.checks import printable
+from data.errors import DataError
+from data.index.names import Names, Numbering
+from data.index.refusals import Refusals
+
+# scikit-learn's copy of UCI's "Optical Recognition of Handwritten Digits", byte for byte; digits.LICENSE beside it.
+DIGITS_FILE = Path(__file__).with_name("digits.csv.gz")
+DIGITS: Names = tuple("0123456789")  # what the digits' classes are called
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An encoded image, in memory or in a file, with its class ids; `key` names it, without a dot."""
+
+    key: str
+    image: bytes | Path
+    labels: tuple[int, ...]
+    extension: str = "jpg"
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the encoded image."""
+        return len(self.image) if isinstance(self.image, bytes) else self.image.stat().st_size
+
+    def read(self) -> bytes:
+        """Return the encoded image; raises DataError where its file cannot be read."""
+        if isinstance(self.image, bytes):
+            return self.image
+        try:
+            return self.image.read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None
+
+
+def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
+    """Give the samples with their classes numbered so, without those of classes that the numbering excludes."""
+    for sample in samples:
+        labels = numbering.labels(sample.labels, sample.key)
+        # A sample without labels stays as it is: packing refuses it by name.
+        if labels or not sample.labels:
+            yield replace(sample, labels=labels) if labels != sample.labels else sample
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def kind_of(encoded: bytes) -> str:
+    """Return the extension that goes with an image's first bytes; "jpg" where they are of no kind that is known."""
+    if encoded[1:4] == b"PNG":
+        return "png"
+    if encoded[8:12] == b"WEBP":
+        return "webp"
+    return "jpg"
+
+
+def encode(pixels: np.ndarray) -> bytes:
+    """Return a PNG of uint8 pixels of shape (H, W, 3) in RGB, or (H, W) in grey; same pixels give the same bytes."""
+    import cv2
+
+    # OpenCV encodes BGR.
+    ordered = pixels[..., ::-1] if pixels.ndim == 3 else pixels
+    return cv2.imencode(".png", np.ascontiguousarray(ordered))[1].tobytes()
+
+
+def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
+    """Return an encoded image and its extension, by what its bytes are; kinds that no decoder here reads become PNG.
+
+    Each change is counted in `changed`. Raises DataError where it is no image at all.
+    """
+    kind = kind_of(raw)
+    if kind != "jpg" or raw.startswith(b"\xff\xd8"):
+        return raw, kind
+
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(raw)) as image:
+            # Of a GIF with several frames, the first: what TensorFlow's data sets and Pillow show of it.
+            pixels = np.asarray(image.convert("RGB"))
+            changed.add(f"{image.format} made a PNG, pixel by pixel", name)
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{printable(name)}: no image ({error}); download the archive again") from None
+    return encode(pixels), "png"
+
+
+def warn_of(source: Path, notes: Refusals) -> None:
+    """Log a warning of what was passed over in a source, or changed, a line a reason."""
+    log = logging.getLogger(__name__)
+    for line in notes.lines():
+        log.warning("%s: %s", source, line.removeprefix("refused: "))
+
+
+# ------------------------------------------------------------------------------------------------ digits
+
+
+def digits(
+    train: bool, classes: Sequence[int] | None = None, image_size: int = 32, quality: int = 95
+) -> Iterator[Sample]:
+    """Give UCI's 1,797 handwritten digits as RGB JPEGs; every fifth of each class is for testing.
+
+    `classes` keeps only some digits; their ids stay the digits themselves.
+    """
+    import cv2
+
+    table = np.loadtxt(DIGITS_FILE, np.uint8, delimiter=",")  # (1797, 65): 8 × 8 values of 0 … 16, and the digit
+    seen = [0] * 10  # images of each digit so far
+    for number, row in enumerate(table):
+        label = int(row[-1])
+        seen[label] += 1
+        # Counted within each digit, so that both parts have about the same share of every digit.
+        is_for_testing = seen[label] % 5 == 0
+        is_kept = classes is None or label in classes
+        if is_for_testing == train or not is_kept:
+            continue
+        grey = np.round(row[:-1].reshape(8, 8) * (255 / 16)).astype(np.uint8)
+        large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
+        colour = cv2.cvtColor(large, cv2.COLOR_GRAY2BGR)
+        encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+        yield Sample(f"digit{number:04d}", encoded, (label,))

@@ -1,0 +1,126 @@
+"""WebDataset tars as a source, to pack them anew: plain, or compressed and read as a stream, never unpacked to disk.
+
+    train-000.tar.gz                     (key "a/cat", image b"\\xff\\xd8…", label b"1")
+      a/cat.jpg  a/cat.cls          →    (key "a/dog", image b"\\xff\\xd8…", label b"0")
+      a/dog.jpg  a/dog.cls
+
+Members of one sample in a compressed tar have to lie side by side: a stream does not go back. Halves that lie apart are
+counted as samples without a label and without an image.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from data.errors import DataError
+from data.index.document import SUFFIX, load_index
+from data.index.labels import NO_NAMES, parse_labels, why_no_label
+from data.index.names import Names
+from data.index.refusals import Refusals
+from data.index.tar import COMPRESSED, IMAGES, LABELS, check_nothing_excluded, compressed_in, mapped, split_name, walk
+from data.sources.folders import files_of
+from data.sources.members import is_compressed, members
+from data.sources.samples import Sample, kind_of
+
+
+class TarSample(NamedTuple):
+    """A sample as it lies in a tar; an image or a label that it does not have is empty."""
+
+    key: str
+    image: bytes
+    label: bytes
+
+
+def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES) -> Iterator[Sample]:
+    """Give samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
+
+    `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are
+    excluded and counted in a warning; raises DataError where no sample has both, and where a tar is damaged.
+    """
+    excluded = Refusals()
+    is_usable = False
+    for path in tars_of(source):
+        # `train-000.tar.gz` → `train-000`
+        suffix = next((suffix for suffix in (".tar", *COMPRESSED) if path.name.endswith(suffix)), "")
+        stem = path.name.removesuffix(suffix)
+        for key, encoded, raw in compressed_samples(path) if is_compressed(path) else plain_samples(path):
+            try:
+                labels = parse_labels(raw, ids)
+            except ValueError:
+                excluded.add(why_no_label(raw), f"{key} of {path.name}")
+                continue
+            if not encoded:
+                excluded.add("no image", f"{key} of {path.name}")
+                continue
+            is_usable = True
+            # Keys may begin anew in every tar: the tar's name tells them apart.
+            yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
+    lines = [line.removeprefix("refused: ") for line in excluded.lines()]
+    if not is_usable:
+        raise DataError(
+            f"{source}: no sample has a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
+            "  expected class ids in a .cls, or as `label` in a .json\n"
+            "  labels that are names are read by a list of them: --names FILE, in a recipe names: FILE"
+        )
+    if lines:
+        logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
+
+
+def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
+    """Return the class names in the one index beside the tars of a folder; none without such an index."""
+    if not isinstance(source, str | os.PathLike) or not Path(source).is_dir():
+        return ()
+    indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
+    return load_index(indexes[0]).names if len(indexes) == 1 else ()
+
+
+def tars_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
+    """Return the tars of a folder, the tar itself, or those that are listed; raises DataError where there are none.
+
+    Compressed tars are taken where a folder has no others: beside others they may be the same ones again.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return list(map(Path, source))
+    if not any(Path(source).glob("[!.]*.tar")):
+        compressed = compressed_in(source)
+        if compressed:
+            return compressed
+    check_nothing_excluded(source)
+    return files_of(source, "*.tar")
+
+
+def plain_samples(path: Path) -> Iterator[TarSample]:
+    """Give the samples of a tar that is not compressed; raises DataError where it is none, or is cut short."""
+    with open(path, "rb") as file, mapped(file) as tar:
+        for row in walk(tar, str(path)).rows:
+            image = bytes(tar[row.image : row.image + row.image_size])
+            label = bytes(tar[row.label : row.label + row.label_size])
+            yield TarSample(row.key.decode("utf-8", "replace"), image, label)
+
+
+def compressed_samples(path: Path) -> Iterator[TarSample]:
+    """Give the samples of a compressed tar: consecutive members that share the name up to the first dot."""
+    key = b""
+    parts: dict[str, bytes] = {}  # extension → content, of the sample that is being read
+
+    def whole_sample() -> TarSample:
+        image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
+        label = next((parts[extension] for extension in LABELS if extension in parts), b"")
+        return TarSample(key.decode("utf-8", "replace"), image, label)
+
+    for member in members(path):
+        member_key, extension = split_name(member.name.encode("utf-8", "surrogateescape"))
+        if member_key != key:
+            if parts:
+                yield whole_sample()
+            key = member_key
+            parts = {}
+        if extension in IMAGES + LABELS and extension not in parts:
+            parts[extension] = member.read()
+    # The last sample has no successor that would complete it.
+    if parts:
+        yield whole_sample()

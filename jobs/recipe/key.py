@@ -1,0 +1,209 @@
+"""The key of a stage: what it reads, which model its weights are of, and the digest of all that it depends on.
+
+    pretrain: {data: {train: "@shards/train"}}     a set of the pack stage `shards`: its key stands for it
+    finetune: {init: weights/b16}                  a folder from outside the campaign: the sha256 of its weights
+
+The key of a parent stands for its output, which need not exist yet: so `plan` knows all keys before a run.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import models
+from data.errors import ConfigError, DataError
+from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
+from data.images.preprocess import corrections
+from data.index.document import load_index
+from jobs.context import reference
+from jobs.resolved_recipe import Campaign, Reads, Stage
+from jobs.stages import any_weights
+from jobs.stages.kinds import KINDS
+from models.checks import did_you_mean
+from models.weights.files import CONFIG
+from pipeline import artifacts, config
+from pipeline.config import require
+
+SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
+MISSING = "missing"  # stands for the digest of an input that cannot be read
+
+
+@dataclass
+class Inputs:
+    """Inputs from outside a campaign, each read once: the runs of a sweep start from the same weights."""
+
+    digests: dict[tuple[Reads, str], str] = field(default_factory=dict)
+
+    def digest(self, reads: Reads, path: str) -> str:
+        """Return the digest of an input: an index's own, or the sha256 of weights or of a file.
+
+        Raises DataError where it does not exist or is not what its maker wrote, OSError.
+        """
+        if (reads, path) not in self.digests:
+            # A stage says what is to be said of its weights when it starts from them; reading a recipe prints nothing.
+            if reads is Reads.FILE:
+                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            elif reads is Reads.WEIGHTS:
+                digest = artifacts.check_weights(Path(path), say=lambda text: None).sha256
+            elif reads is Reads.ANY_WEIGHTS:
+                digest = any_weights.digest_of(path, say=lambda text: None)
+            else:
+                digest = load_index(path).digest
+            self.digests[reads, path] = digest
+        return self.digests[reads, path]
+
+
+def resolve(stage: Stage, earlier: Mapping[str, Stage], outside: Inputs) -> Stage:
+    """Return a parsed stage with its inputs, its model and its key; `earlier` has the stages that it reads."""
+    # 1. A key for what each input holds, by its field.
+    missing: list[str] = []
+    keys: dict[str, str] = {}
+    inputs = stage.kind.inputs_of(stage.config)
+    for field_name, (value, reads) in inputs.items():
+        link = reference(value)
+        if link is not None:
+            check_part(f"{stage.name}.{field_name}", value, reads, earlier)
+            parent_name, part = link
+            keys[field_name] = f"{earlier[parent_name].key}/{part}"
+            continue
+        require(value != "???", f"{stage.name}.{field_name} is missing: a path, or @stage")
+        try:
+            keys[field_name] = outside.digest(reads, value)
+        except (DataError, OSError) as error:
+            keys[field_name] = MISSING
+            text = str(error)
+            if isinstance(error, OSError):
+                is_weights = reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS)
+                expected = "a folder that holds the weights, or @stage" if is_weights else "a file that is there"
+                text = f"cannot be read: {error}\n  give {expected}"
+            missing.append(f"{stage.name}.{field_name}: {text}")
+    missing += [f"{stage.name}.{message}" for message in stage.kind.missing(stage.config)]
+
+    # 2. The inputs that the key is of: those that may not change on resume. A test set may change half way: it is
+    # tagged otherwise. A value that a sweep is still to choose stands in the config as the first of its grid, and here
+    # with the key of the table that chooses.
+    forbidden = config.tagged(stage.config, "forbid")
+    inputs_in_key = {name: key for name, key in keys.items() if name in forbidden}
+    for name, value in stage.chosen.items():
+        require(name not in keys, f"{stage.name}: {name} names an input, which a grid with held_out cannot choose")
+        inputs_in_key[name] = f"{earlier[value[1:]].key}/{name}"
+    warned = config.tagged(stage.config, "warn") if stage.is_run else {}
+    # The numbers of a sweep's run depend on more than its weights: it is there to be judged.
+    for name, warned_value in warned.items():
+        if name in ("data.evaluate", "data.preprocess") or name.startswith("probe."):
+            inputs_in_key[name] = keys.get(name, str(warned_value))
+
+    # 3. The key. Inputs are in it by content and not by path: the same data in another place is the same stage.
+    input_fields = {*keys, *stage.kind.inputs}
+    identity: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": stage.kind.name,
+        "config": {name: value for name, value in forbidden.items() if name not in input_fields},
+        "inputs": inputs_in_key,
+    }
+    # Only where there are any: the keys of all other stages stay what they were.
+    corrected = corrected_ops(forbidden | warned)
+    if corrected:
+        identity["corrected"] = corrected
+
+    stage = replace(
+        stage,
+        parents={**{name: value for name, (value, _reads) in inputs.items()}, **stage.chosen},
+        key=config.digest(identity),
+        inputs=inputs_in_key,
+        eval_inputs={name: key for name, key in keys.items() if name not in forbidden},
+    )
+    # 4. Weights that are missing or have changed tell nothing about the model.
+    if keys.get("init") != MISSING:
+        stage = replace(stage, model=model_of(stage, earlier, missing))
+    return replace(stage, missing=tuple(missing))
+
+
+def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage]) -> None:
+    """Raise ConfigError unless the stage that a field names makes what the field reads."""
+    link = reference(value)
+    assert link is not None, "of references alone"
+    parent_name, part = link
+    parent = earlier[parent_name]
+    if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
+        # The table of a sweep is what people name when they mean one of its runs.
+        if Reads.OUTCOME in parent.kind.inputs.values():
+            runs = ", ".join(parent.parents.values())
+            raise ConfigError(
+                f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}"
+            )
+        makers = ", ".join(kind.name for kind in KINDS.values() if kind.makes_weights)
+        require(
+            parent.kind.makes_weights and not part,
+            f"{field_name} is {value}: that is no weights\n"
+            f"  expected @stage, of one of the kinds {makers}, or a folder of weights",
+        )
+    elif reads is not Reads.OUTCOME:
+        sets = parent.kind.sets(parent.config)
+        require(
+            bool(sets),
+            f"{field_name} is {value}: a {parent.kind.name} stage makes no data\n"
+            "  expected @stage/set of a pack stage, or the path of an index",
+        )
+        require(
+            part in sets,
+            f"{field_name} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
+            f"  expected one of its sets: {', '.join(f'@{parent.name}/{name}' for name in sets)}",
+        )
+
+
+def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> Any:
+    """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
+
+    It is None for a stage without one, and where the weights that the stage starts from do not exist yet; where they
+    do, and tell nothing of their model, that is noted in `missing`.
+    """
+
+    def source_model(init: str) -> Any:
+        link = reference(init)
+        if link is not None:
+            parent_name, _ = link
+            return earlier[parent_name].model
+        source = model_at(init)
+        if source is None:
+            missing.append(
+                f"{stage.name}.init: no {CONFIG} in {init}, which tells the model of the weights\n"
+                "  give a folder as a stage or `python -m jobs import` writes it, or @stage"
+            )
+        return source
+
+    try:
+        return stage.kind.model(stage.config, source_model)
+    except ConfigError as error:
+        raise ConfigError(f"{stage.name}.{error}") from None
+
+
+def model_at(folder: str) -> Any:
+    """Return the architecture of the weights in a folder; None where nothing there tells it. Raises DataError."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        return models.from_dict(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
+        raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
+
+
+def corrected_ops(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the corrections of the preprocessing that a stage's fields, by dotted name, ask for; {} of most."""
+    corrected: dict[str, int] = {}
+    for field_name, value in fields.items():
+        if field_name.endswith("augment.crop") and value == "random":
+            corrected |= corrections(RESIZE_BEFORE_RANDOM_CROP)
+        elif field_name.split(".")[-1] == "preprocess" and value is not None:
+            corrected |= corrections(value)
+    return corrected
+
+
+def recipe_digest(campaign: Campaign) -> str:
+    """Return a short digest of all stages' keys: campaigns that have the same one compute the same."""
+    keys = {stage.name: stage.key for stage in campaign.stages}
+    return config.digest(keys)[:12]

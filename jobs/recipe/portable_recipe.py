@@ -1,0 +1,97 @@
+"""A recipe that travels with a submitted job: from the submitter's folder, wherever that is, to the cluster's head.
+
+1. The recipe is read where `submit` was typed, with its overrides on top: environment variables and `~` are the
+   submitter's, as they were when the recipe was checked.
+2. Relative paths are taken from the submitter's folder, as `run` would take them. Left as they are they would point
+   into the folder into which Ray unpacks the checkout. The folder of the cache is none: it is absolute, or in the home
+   of each node.
+3. The text goes along in the job's environment, and its command reads it from there: `jobs run env:PATCHLINE_RECIPE`.
+
+A stage's key is the same as if the recipe had been run here: of inputs it holds the content and not the path. Only
+what a `pack` stage reads is in its key by path.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from data.errors import ConfigError
+from jobs.cluster_config import SECRET_VALUE
+from jobs.recipe import sweeps
+from jobs.stages.kinds import KINDS
+from pipeline import config
+
+VARIABLE = "PATCHLINE_RECIPE"
+
+
+def carried(recipe: Path, overrides: list[str], run: str, folder: Path) -> tuple[str, list[str]]:
+    """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`.
+
+    Raises ConfigError where it holds a secret.
+    """
+    values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
+    values["run"] = run
+    changed: list[str] = []
+    for name, section in values.items():
+        if name in ("run", "cluster", "trackers"):
+            continue
+        kind = KINDS[section.get("kind", name)]
+        patterns = (*kind.inputs, *kind.files)
+        for pattern in patterns:
+            make_absolute(section, pattern.split("."), name, folder, changed)
+        # What varies may be a path too: at any depth of these three, with and without dots in a key.
+        for part in ("each", "grid", "held_out"):
+            fields = (section.get("sweep") or {}).get(part)
+            if fields:
+                section["sweep"][part] = absolute_fields(fields, patterns, f"{name}.sweep.{part}", folder, changed)
+    text = config.to_yaml(values)
+    # An environment variable of the recipe stands there in clear now.
+    if SECRET_VALUE.search(text):
+        raise ConfigError(
+            f"{recipe} holds what looks like a secret: a key, a token, or a password in an address\n"
+            "  it would travel with the job, in clear to whoever lists the jobs\n"
+            "  leave it out: secrets belong to the nodes, their environment, instance role or mounted files"
+        )
+    return text, changed
+
+
+def make_absolute(section: Any, parts: list[str], where: str, folder: Path, changed: list[str]) -> None:
+    """Make the paths absolute that a pattern names in a section, where it has them; `changed` is told their keys."""
+    # What the section leaves to its defaults is no path.
+    if not isinstance(section, Mapping):
+        return
+    names = [parts[0]] if parts[0] != "*" else list(section)
+    for name in names:
+        value = section.get(name)
+        if len(parts) > 1:
+            make_absolute(value, parts[1:], f"{where}.{name}", folder, changed)
+        elif isinstance(value, str) and is_relative(value):
+            section[name] = os.path.abspath(folder / value)  # type: ignore[index]
+            changed.append(f"{where}.{name}")
+
+
+def absolute_fields(
+    fields: Mapping[str, Any], patterns: Sequence[str], where: str, folder: Path, changed: list[str]
+) -> dict[str, Any]:
+    """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
+    values = sweeps.flat(fields, where)
+    for key, value in values.items():
+        # Below `each` a field stands under a name, and may stand under held_out.
+        is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
+        if not is_path:
+            continue
+        paths = list(value) if isinstance(value, list) else [value]
+        for number, path in enumerate(paths):
+            if isinstance(path, str) and is_relative(path):
+                paths[number] = os.path.abspath(folder / path)
+                changed.append(f"{where}.{key}")
+        values[key] = paths if isinstance(value, list) else paths[0]
+    return sweeps.with_fields({}, values, where)
+
+
+def is_relative(value: str) -> bool:
+    """Tell whether a value is a path that depends on the folder in which a command is typed."""
+    is_elsewhere = value.startswith(("@", "/")) or "://" in value
+    return not is_elsewhere

@@ -1,0 +1,101 @@
+"""What is wrong with a stage, or worth a word, before it runs: the one check that `plan`, `run` and `preflight` make.
+
+`validate(stage, there)` → [CheckResult("FAIL", "inputs", "pretrain.data.train: data/train: there is no index", …), …]
+
+Of a stage that has not finished:
+1. inputs from outside the campaign that are missing;
+2. whether it is half done with another config;
+3. whether a class id means the same in all its sets, and in the weights whose head it keeps (class_names.py);
+4. what its kind checks (jobs/stages): its config against the cluster, its sets, its memory.
+Of a finished stage: whether what it handed on is what it wrote.
+
+Data that an earlier stage makes may not be there yet: `run` validates a stage once more when it is about to start.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from data.errors import DataError, ExitCode, PatchlineError
+from jobs.context import reference
+from jobs.recipe import class_names
+from jobs.recipe.changes import changes_since_half_done
+from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
+from pipeline import artifacts
+
+
+def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
+    """Return what is wrong with a stage and what is to be said of it.
+
+    `fresh` lets a stage start over that is half done with another config. Raises OSError.
+    """
+    is_done = there.looks_at_files and there.campaign.done(stage) is not None
+    results: list[CheckResult] = []
+    try:
+        for result in results_of_finished(stage, there) if is_done else results_of(stage, there, fresh):
+            results.append(result)
+    except PatchlineError as error:
+        # What comes after a failure may go by what has failed.
+        results.append(CheckResult.of(error, stage.name))
+    return results
+
+
+def results_of(stage: Stage, there: Available, fresh: bool) -> Iterator[CheckResult]:
+    """Check a stage that has not finished. Raises ConfigError and DataError for what cannot run."""
+    if there.looks_at_files:
+        for message in stage.missing:
+            yield CheckResult.of(DataError(message), INPUTS)
+        changes = [] if fresh else changes_since_half_done(there.campaign, stage)
+        if changes:
+            yield CheckResult(
+                "FAIL",
+                "config",
+                f"{stage.name} is half done with another config:\n    " + "\n    ".join(changes),
+                "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)",
+                ExitCode.CONFIG,
+            )
+    class_names.check(stage, there)
+    yield from stage.kind.checks(stage, there)
+
+
+def results_of_finished(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Check that what a finished stage handed on is what it wrote. Raises DataError where it is not."""
+    said: list[str] = []
+    has_digests = artifacts.check_files(there.campaign.directory(stage), said.append)
+    for text in said:
+        yield CheckResult("OK", "files", text)
+    if not has_digests:
+        text = f"{stage.name}: unverified: it finished before stages recorded digests of what they hand on"
+        yield CheckResult("WARN", "files", text)
+    yield from stage.kind.check_outputs(stage, there)
+
+
+def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
+    """Return the results of these stages, and of the finished stages that they read."""
+    there = Available(campaign)
+    names = {stage.name for stage in stages}
+    for stage in stages:
+        if campaign.done(stage) is None:
+            links = [reference(value) for value in stage.parents.values()]
+            names |= {link[0] for link in links if link is not None}
+    finished: list[Stage] = []
+    results: list[CheckResult] = []
+    for stage in campaign.stages:
+        if campaign.done(stage) is not None and stage.name in names:
+            finished.append(stage)
+        elif stage in stages:
+            results += validate(stage, there, fresh=fresh)
+    # Last, because a stage that reads a lost shard can say how to do without it.
+    for stage in finished:
+        results += validate(stage, there)
+    return results
+
+
+def refuse(results: Iterable[CheckResult]) -> None:
+    """Raise the error of the first FAIL; inputs that are missing come first, and all in one."""
+    failures = [result for result in results if result.level == "FAIL"]
+    missing = [result for result in failures if result.subject == INPUTS]
+    if len(missing) > 1:
+        # On one line with the first, because status.json keeps one line.
+        messages = [str(result.error()) for result in missing]
+        raise DataError(f"{len(missing)} inputs are missing: " + "\n  ".join(messages))
+    for failure in [*missing, *failures]:
+        raise failure.error()

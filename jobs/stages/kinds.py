@@ -1,0 +1,15 @@
+"""The kinds of stages that a recipe may have."""
+
+from jobs.resolved_recipe import StageKind
+from jobs.stages import evaluate, fewshot, pack, resize, sweep, training
+
+ALL = (
+    pack.KIND,
+    training.PRETRAIN,
+    resize.KIND,
+    training.FINETUNE,
+    fewshot.KIND,
+    evaluate.KIND,
+    sweep.KIND,
+)
+KINDS: dict[str, StageKind] = {kind.name: kind for kind in ALL}

@@ -1,0 +1,172 @@
+"""The optimizers, the learning rate and the losses, as pure functions and small configs.
+
+- Adam with decoupled decay on kernels only, and SGD with momentum: the paper's optimizers in torch terms.
+- The learning rate is a pure function of the step. Steps count from 0: the first update of a warm-up has rate 0. The
+  formulas are those of the paper's code, big_vision and vit_jax utils.create_learning_rate_schedule.
+
+      learning_rate(step=5_000, steps=100_000, peak=8e-4, cfg=ScheduleConfig(warmup_steps=10_000))  →  4e-4
+
+- Losses over dense targets, and how padded label lists and mixup make those targets.
+"""
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.checks import at_least, more_than_0
+from pipeline.config import Tags, require, tags
+
+# B batch, C classes, L labels a sample at most
+
+# What the optimizer keeps per element of a parameter, fp32; a checkpoint holds it under these names of torch's.
+STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate rises to `optim.lr`, its peak, and falls again over a stage."""
+
+    decay: Literal["linear", "cosine", "rsqrt", "constant"] = "linear"  # JFT, ImageNet-21k: linear (paper, table 3)
+    warmup_steps: int = 10_000  # steps of linear rise from 0 to the peak (paper, table 3); 0: none
+    end: float = 1e-5  # linear: the rate it ends with, absolute (vit_jax utils.py: linear_end)
+    timescale: int = 10_000  # rsqrt: steps after the warm-up until the rate is 1/√2 of the peak (big_vision)
+    shift: int = 0  # rsqrt: steps by which the decay is ahead (big_vision)
+    cooldown_steps: int = 0  # last steps, over which the rate goes linearly to 0 (big_vision); 0: none
+
+    RESUME: ClassVar[Tags] = tags(forbid="decay warmup_steps end timescale shift cooldown_steps")
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "warmup_steps end shift cooldown_steps", "optim.schedule.")
+        more_than_0(self, "timescale", "optim.schedule.")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Which optimizer, how fast, with how much decay. The defaults are the paper's pretraining on JFT-300M."""
+
+    name: Literal["adam", "sgd"] = "adam"  # adam decays decoupled from the gradient, as torch's AdamW
+    lr: float = 8e-4  # the peak; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
+    weight_decay: float = 0.1  # torch convention: multiplied by the rate; kernels only (paper, table 3)
+    head_weight_decay: float | None = None  # of the head's kernel; None: as the rest (ViT-G: 3.0 beside 0.03)
+    clip: float = 1.0  # largest global gradient norm (the paper mentions 1 for ImageNet, SPEC 2.1); 0 is off
+    beta1: float = 0.9  # adam: decay of the gradient's mean a step (paper, section 4.1)
+    beta2: float = 0.999  # adam: decay of the squared gradient's mean a step (paper, section 4.1)
+    eps: float = 1e-8  # adam: added to the root of the squared gradient's mean
+    momentum: float = 0.9  # sgd: buf = 0.9·buf + g; p −= lr·buf (paper, section 4.1)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # of the learning rate
+
+    RESUME: ClassVar[Tags] = tags(
+        forbid="name lr weight_decay head_weight_decay clip beta1 beta2 eps momentum schedule"
+    )
+
+    def __post_init__(self) -> None:
+        more_than_0(self, "lr eps", "optim.")
+        at_least(self, 0, "weight_decay head_weight_decay clip", "optim.")
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name} is {value}, expected 0 ≤ {name} < 1")
+
+
+def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> torch.optim.Optimizer:
+    """Build the optimizer with a parameter group for each strength of decay; `decayed` names those that decay at all.
+
+    The rate is set by the loop before every step.
+    """
+    # Torch has one decay a group. Groups are by value, so equal decays of head and body make a single group.
+    by_decay: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        decay = 0.0
+        if name in decayed:
+            decay = cfg.weight_decay
+            if name.startswith("head.") and cfg.head_weight_decay is not None:
+                decay = cfg.head_weight_decay
+        by_decay.setdefault(decay, []).append(parameter)
+    groups: list[dict[str, object]] = [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()]
+    if cfg.name == "adam":
+        # Not on CPUs: there torch's fused kernels give other bits where a vector is cut in pieces. Exact mode cannot
+        # have that: with 30,011 pieces 72,002 of 200,003 second moments differed after five steps (docs/exact.md).
+        is_fused = next(model.parameters()).is_cuda
+        return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=is_fused)
+    return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+
+
+def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> float:
+    """Return the rate of update `step` (0-based) of `steps`: warm-up, decay and cool-down multiplied together."""
+    # The decay runs over the steps after the warm-up; a stage that is all warm-up has none, and no division by zero.
+    progress = (step - cfg.warmup_steps) / max(steps - cfg.warmup_steps, 1)
+    progress = min(max(progress, 0.0), 1.0)
+    if cfg.decay == "linear":
+        rate = cfg.end + (peak - cfg.end) * (1 - progress)
+    elif cfg.decay == "cosine":
+        rate = peak * 0.5 * (1 + math.cos(math.pi * progress))
+    elif cfg.decay == "rsqrt":
+        # Constant during the warm-up, as in big_vision: only the linear rise changes the rate there.
+        since = max(step, cfg.warmup_steps) + cfg.shift - cfg.warmup_steps
+        rate = peak / math.sqrt(1 + since / cfg.timescale)
+    else:
+        rate = peak
+    if cfg.warmup_steps:
+        rate *= min(1.0, step / cfg.warmup_steps)
+    if cfg.cooldown_steps:
+        # The last update, step steps − 1, still has a rate above 0.
+        rate *= min(1.0, (steps - step) / cfg.cooldown_steps)
+    return rate
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
+    """(B, L) class ids padded with −1 → (B, C) multi-hot float32, smoothed to t·(1 − s) + s/C."""
+    # Padding goes to a column more than there are classes, which is cut off again: scatter must write somewhere.
+    targets = torch.zeros(len(labels), classes + 1, device=labels.device)
+    targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
+    targets = targets[:, :classes]
+    if not smoothing:
+        return targets
+    return targets * (1 - smoothing) + smoothing / classes
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, C), (B, C) → (B,): summed over classes, as big_vision utils.sigmoid_xent does."""
+    # In fp32 also where the model computes in bf16: the sum is over up to some 20,000 classes.
+    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, C), (B, C) → (B,): targets need not sum to 1 (big_vision utils.softmax_xent)."""
+    return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sigmoid": sigmoid_cross_entropy,  # ImageNet-21k and JFT (authors, vision_transformer issue 34)
+    "softmax": softmax_cross_entropy,  # fine-tuning (paper, B.1.1)
+}
+
+
+def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Blend every image and target with its neighbour in the batch (big_vision utils.get_mixup).
+
+    One a ~ Beta(p, p) is drawn for the whole call, then a = max(a, 1 − a); the partner is the batch rolled by one.
+    `seed` makes it a pure function: give it (seed, step) so that all workers of a step draw the same a.
+    """
+    drawn = float(np.random.default_rng(seed).beta(p, p))
+    a = max(drawn, 1 - drawn)  # the image itself always has the larger share
+    mixed_images = a * images + (1 - a) * images.roll(1, 0)
+    mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)
+    return mixed_images, mixed_targets
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B, C), (B, L) → (B,) bool: the top-1 prediction is one of the labels (single-label accuracy, ReaL)."""
+    predicted = logits.argmax(-1, keepdim=True)
+    return (labels == predicted).any(-1)

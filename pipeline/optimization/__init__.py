@@ -1,1 +1,0 @@
-"""The optimizers, the learning rate and the losses, as pure functions and small configs."""

@@ -1,0 +1,153 @@
+"""What a trial has measured of a stage on one number of workers, and the small JSON document that keeps it.
+
+In:  the records that 30 steps of training have left in metrics.jsonl (pipeline/monitoring/telemetry.py)
+Out: <run>/trials/d91ff90d-8.json: {"world": 8, "images_per_s": 5120.0, "step_s": 0.8, "start_s": 14.2, …}
+
+The document is found by the number of workers and the digest of all that a step's time depends on: model, sets, batch,
+engine. A stage of another length, rate or seed goes by the same trial, and so do the runs of a sweep over them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import models
+from data.errors import DataError
+from models import ModelConfig
+from pipeline import artifacts, config
+from pipeline.monitoring.telemetry import Record
+from pipeline.optimization import ScheduleConfig
+from pipeline.training_config import ProbeConfig, TrainConfig
+
+FOLDER = "trials"  # in the run directory
+STEPS = 30
+WARM_UP = 5  # steps that do not count: in the first ones torch and malloc set things apart
+LOG_EVERY = 5
+SAVE_AT = 16  # with steps before and behind it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Holds what was measured of a stage; seconds unless a name says otherwise."""
+
+    stage: str
+    key: str  # `key_of` it
+    world: int
+    backend: str
+    gpus_per_worker: int
+    cpus_per_worker: int
+    hardware: str  # of rank 0: "NVIDIA H100 80GB HBM3", "AMD EPYC"
+    commit: str
+    date: str
+    steps: int  # that were measured
+    images_per_s: float  # of all workers together, without saves
+    step_s: float  # without saves: the sum of the next four
+    compute_s: float  # forward, backward, sums of gradients, optimizer
+    storage_s: float  # a step's wait for data: for shards,
+    decode_s: float  # for decoded images,
+    transfer_s: float  # for their copy
+    memory_gib: float  # at most, of rank 0
+    save_stall_s: float  # that a save holds the loop up
+    save_s: float  # from a save's beginning until it is kept
+    start_s: float  # from the driver's claim of an attempt to its first step
+
+    @property
+    def per_worker(self) -> float:
+        """Return the images a second of a worker."""
+        return self.images_per_s / self.world
+
+
+def key_of(cfg: TrainConfig, model: ModelConfig, sets: Sequence[str]) -> str:
+    """Return the digest of all that a step's time depends on; `sets` are the resolved paths of what is trained on."""
+    # What is set to one value here has no say in a step's time.
+    alike = replace(
+        cfg,
+        data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
+        model={},
+        init=None,
+        new_head=False,
+        optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
+        steps=1,
+        passes=None,
+        seed=0,
+        evaluate_every=0,
+        evaluate_on="training",
+        probe=ProbeConfig(),
+        log_every=1,
+        save_every=1,
+        keep=2,
+        keep_every=0,
+        max_skipped=1,
+        max_failed_saves=1,
+        timeout_s=1.0,
+        stall_s=1.0,
+    )
+    weights = [weight for _, weight in cfg.data.sets().values()]
+    depends_on = {"config": config.plain(alike), "model": models.to_dict(model), "sets": list(sets), "weights": weights}
+    return config.digest(depends_on)
+
+
+def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str, Any]:
+    """Return the fields of a Trial that the records of one attempt, of all kinds, come to.
+
+    Steps up to WARM_UP do not count. Of the saves the first counts: the loop waits for the last one at the stage's end.
+    Raises DataError where steps or a save are missing.
+    """
+    starts = [record for record in records if record["kind"] == "start"]
+    reports = [record for record in records if record["kind"] == "train"]
+    saves = [record for record in records if record["kind"] == "checkpoint"]
+    later = [report for report in reports if report["step"] - len(report["losses"]) >= WARM_UP]
+    if not starts or not later or not saves:
+        raise DataError(
+            f"{stage}: the trial left {len(later)} reports of steps behind the first {WARM_UP} and {len(saves)} saves, "
+            "expected one of each at least\n  type the same command again"
+        )
+    steps = sum(len(report["losses"]) for report in later)
+    step_s = sum(report["seconds"] - report["stalled_s"] - report["evaluated_s"] for report in later) / steps
+    waits = {}
+    for name in ("storage", "decode", "transfer"):
+        waits[name] = sum(report[f"wait_{name}"] * report["seconds"] for report in later) / steps
+    first = reports[0]
+    return {
+        "world": starts[0]["world"],
+        "hardware": starts[0]["hardware"],
+        "steps": steps,
+        "images_per_s": batch_size / step_s,
+        "step_s": step_s,
+        "compute_s": step_s - sum(waits.values()),
+        "storage_s": waits["storage"],
+        "decode_s": waits["decode"],
+        "transfer_s": waits["transfer"],
+        "memory_gib": max(report["memory_gb"] for report in reports),
+        "save_stall_s": saves[0]["stalled_s"],
+        "save_s": saves[0]["took_s"],
+        # From the claim until the first report began.
+        "start_s": first["time"] - first["seconds"] - starts[0]["claimed"],
+    }
+
+
+def name_of(key: str, world: int) -> str:
+    """Return the name of a trial's document below the run's place."""
+    return f"{FOLDER}/{key[:8]}-{world}.json"
+
+
+def read_trials(run: Path, key: str) -> list[Trial]:
+    """Return the trials of a stage, the smallest world first. Raises DataError where a document was altered."""
+    trials = []
+    for path in run.glob(f"{FOLDER}/{key[:8]}-*.json"):
+        try:
+            trial = Trial(**artifacts.read_record(path).values)
+        except TypeError as error:
+            raise DataError(f"{path} is no trial: {error}\n  delete it, and type the trial's command again") from None
+        if trial.key == key:
+            trials.append(trial)
+    return sorted(trials, key=lambda trial: trial.world)
+
+
+def write_trial(run: Path, trial: Trial) -> Path:
+    """Write a trial's document, which carries its own digest, and return where it lies."""
+    path = run / name_of(trial.key, trial.world)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    artifacts.write_record(path, asdict(trial))
+    return path

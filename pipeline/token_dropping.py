@@ -1,0 +1,195 @@
+"""Fewer operations for the same features, where a recipe asks for it: patches that are left out, small images at first.
+
+1. `phases` cuts the steps of a stage where the size of the images or the share of the patches changes.
+2. The loader makes images of the phase's size, and `phase_at` tells the loss how many patches a step keeps.
+3. `kept_patches` draws which: for each image by itself, from the seed, the step and the sample's id alone.
+
+All are pure functions of the step: a resume repeats them, at any world size, and evaluation sees whole images.
+
+In:  patch_dropout 0.5 up to 0.9 of 1,000 steps, images of 128 px up to 0.7, then the model's 224; B/16
+Out: steps 0 … 699: 128 px, 32 of 64 patches; 700 … 899: 224 px, 98 of 196; 900 … 999: 224 px, all 196
+
+docs/fewer-flops.md says what it does to accuracy, and what was measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import models
+from data.draws import key_of, mix
+from models import ModelConfig
+from pipeline.config import Tags, require, tags
+
+# b samples of a micro-batch, N patches of an image, K of them kept
+
+PATCH_DROPOUT = 2  # keeps these draws apart from others of the same seed, step and sample (objectives.DROPOUT is 1)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's counter
+
+
+@dataclass(frozen=True)
+class TokenDroppingConfig:
+    """What training leaves out, so that it costs less; nothing by default. Evaluation always sees whole images."""
+
+    patch_dropout: float = 0.0  # share of an image's patches that training leaves out (Li et al. 2023: 0.5); 0: none
+    patch_dropout_until: float = 1.0  # share of the steps from which on all patches are seen; 1: never
+    image_sizes: tuple[int, ...] = ()  # pixels of the images that training begins with, all below model.image_size
+    image_sizes_until: tuple[float, ...] = ()  # share of the steps at which each of these sizes ends
+
+    RESUME: ClassVar[Tags] = tags(forbid="patch_dropout patch_dropout_until image_sizes image_sizes_until")
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.patch_dropout < 1,
+            f"thinning.patch_dropout is {self.patch_dropout}, expected 0 (off) to less than 1, for example 0.5",
+        )
+        require(
+            0 < self.patch_dropout_until <= 1,
+            f"thinning.patch_dropout_until is {self.patch_dropout_until}, expected a share of the steps, up to 1",
+        )
+        require(
+            len(self.image_sizes) == len(self.image_sizes_until),
+            f"thinning has {len(self.image_sizes)} image_sizes and {len(self.image_sizes_until)} image_sizes_until\n"
+            "  expected one share of the steps for each size, as image_sizes=[128,160] image_sizes_until=[0.4,0.7]",
+        )
+        for size in self.image_sizes:
+            require(size >= 1, f"thinning.image_sizes holds {size}, expected pixels")
+        shares = (0.0, *self.image_sizes_until)
+        require(
+            all(before < after < 1 for before, after in pairwise(shares)),
+            f"thinning.image_sizes_until is {list(self.image_sizes_until)}, expected shares of the steps that rise "
+            "and stay below 1\n  the rest of the steps is for model.image_size",
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether anything is left out."""
+        return bool(self.patch_dropout or self.image_sizes)
+
+    @property
+    def has_whole_images(self) -> bool:
+        """Tell whether any step sees whole images: the last ones do, unless patches are left out to the end."""
+        return not self.patch_dropout or self.patch_dropout_until < 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps, counted from 0, whose images have one size and keep one number of patches."""
+
+    steps: range
+    image_size: int  # pixels of a side
+    patches: int  # of an image; 0 for a model without
+    kept: int | None  # patches of an image; None: all
+
+    def flops(self, model: ModelConfig, images: int) -> int:
+        """Return the operations to train on `images` images in this phase."""
+        smaller = replace(model, image_size=(self.image_size, self.image_size))
+        return models.training_flops(smaller, images, self.kept)
+
+
+def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig) -> list[Phase]:
+    """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
+    size_ends = [round(share * steps) for share in cfg.image_sizes_until]
+    dropout_end = round(cfg.patch_dropout_until * steps)
+    edges = sorted({0, *size_ends, dropout_end, steps})
+    result = []
+    for first, stop in pairwise(edges):
+        # The first size that has not ended yet; behind all of them comes the model's own.
+        image_size = model.image_size[0]
+        for size, end in zip(cfg.image_sizes, size_ends, strict=True):
+            if first < end:
+                image_size = size
+                break
+        is_dropping = cfg.patch_dropout > 0 and first < dropout_end
+        patches = 0
+        kept = None
+        if isinstance(model, models.ViTConfig):
+            patches = (image_size // model.stride[0]) * (image_size // model.stride[1])
+            if is_dropping:
+                kept = max(1, round(patches * (1 - cfg.patch_dropout)))
+        result.append(Phase(range(first, stop), image_size, patches, kept))
+    return result
+
+
+def phase_at(step: int, in_order: Sequence[Phase]) -> Phase:
+    """Return the phase of a step, counted from 0; the last one for a step behind the end."""
+    for phase in in_order:
+        if step < phase.steps.stop:
+            return phase
+    return in_order[-1]
+
+
+def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_size: int) -> int:
+    """Return the operations of these steps of a stage, counted from 0."""
+    total = 0
+    for phase in in_order:
+        common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
+        if common:
+            total += phase.flops(model, len(common) * batch_size)
+    return total
+
+
+def share_of_operations(cfg: TokenDroppingConfig, model: ModelConfig) -> float:
+    """Return the operations of a stage as a share of those on whole images, whatever its number of steps."""
+    if not cfg.is_on:
+        return 1.0
+    many = range(10_000)  # enough that where a phase ends is rounded to nothing
+    return flops_of(phases(cfg, len(many), model), model, many, 1) / models.training_flops(model, len(many))
+
+
+def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:
+    """Raise ConfigError where the model cannot train with less; `key` is what a user types to reach the section."""
+    if not cfg.is_on:
+        return
+    require(
+        objective == "classification" and model.family == "vit",
+        f"{key} is for plain ViTs and hybrids with labels; this is the family {model.family}, objective {objective}\n"
+        f"  leave {key} out",
+    )
+    assert isinstance(model, models.ViTConfig)
+    require(
+        model.positions != "relative",
+        f"{key}: relative positions are tied to one grid and to neighbours that are there\n"
+        "  use another model.positions, or leave it out",
+    )
+    require(
+        not cfg.patch_dropout or model.positions_at == "stem",
+        f"{key}.patch_dropout: with positions_at={model.positions_at} every layer adds positions to all patches\n"
+        "  use model.positions_at=stem, or leave it out",
+    )
+    stride = max(model.stride)
+    for size in cfg.image_sizes:
+        divides = size % model.stride[0] == 0 and size % model.stride[1] == 0
+        below = max(stride, size // stride * stride)
+        require(
+            divides and size < model.image_size[0],
+            f"{key}.image_sizes holds {size}; expected multiples of {stride} below model.image_size "
+            f"{model.image_size[0]}, for example {min(below, model.image_size[0] - stride)}",
+        )
+
+
+def describe(phase: Phase) -> str:
+    """Return a phase in words, for a line of `plan`."""
+    text = f"steps {phase.steps.start:,} … {phase.steps.stop - 1:,}: {phase.image_size} px"
+    if phase.kept is not None:
+        text += f", {phase.kept} of {phase.patches} patches"
+    return text
+
+
+def kept_patches(seed: int, step: int, ids: Tensor, patches: int, kept: int) -> Tensor:
+    """Draw (b, K) patches to keep of every sample, in rising order; `ids` (b, 3) are epoch, shard and sample.
+
+    Any K of the N are equally likely. What is drawn for a sample does not depend on those beside it.
+    """
+    epochs, shards, samples = ids.numpy().T
+    keys = key_of(seed, PATCH_DROPOUT, step, epochs, shards, samples)
+    counters = np.arange(1, patches + 1, dtype=np.uint64) * GOLDEN
+    numbers = mix(keys[:, None] + counters)  # (b, N), as random as SplitMix64's
+    # Those with the smallest numbers, put back into the order of the image.
+    chosen = np.argpartition(numbers, kept - 1, axis=1)[:, :kept]
+    return torch.from_numpy(np.sort(chosen, axis=1))

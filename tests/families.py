@@ -1,0 +1,26 @@
+"""The processes that one has started, those of an embedded Ray cluster among them."""
+
+import os
+from contextlib import suppress
+
+import psutil
+
+
+def family_of(pid: int | None = None) -> list[psutil.Process]:
+    """The children of a process, or of this one, with theirs, and all in the sessions that these have begun.
+
+    Ray's processes are no children of the guard that started them (jobs/cluster/embedded.py): they share its session.
+    """
+    family = psutil.Process(pid).children(recursive=True)
+    known = {process.pid for process in family}
+    sessions = set()
+    for process in family:
+        with suppress(OSError):
+            if os.getsid(process.pid) == process.pid:
+                sessions.add(process.pid)
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            if os.getsid(process.pid) in sessions and process.pid not in known and not is_zombie:
+                family.append(process)
+    return family

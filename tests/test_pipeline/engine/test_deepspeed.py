@@ -1,0 +1,84 @@
+"""What of DeepSpeed is not documented is named in one file, which checks at start that it is there."""
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from data.errors import ConfigError
+from pipeline.engine import deepspeed as insides
+from pipeline.engine.deepspeed import EXPECTED, NAMES, Partitions, Shards, import_deepspeed
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[3]
+FILE = ROOT / "pipeline" / "engine" / "deepspeed.py"
+CHECKED = {name for names in NAMES.values() for name in names.split()}
+
+
+def attributes(path: Path) -> set[str]:
+    """The names that a file takes as an attribute of something."""
+    tree = ast.parse(path.read_text())
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_every_private_name_that_the_file_uses_is_checked_and_every_checked_one_is_used() -> None:
+    text = FILE.read_text()
+    used = {name for name in attributes(FILE) if is_private(name)}
+    assert used - {"_foreach_mul_"} <= CHECKED
+    behind_the_table = text[text.index("def check_names") :]
+    for name in CHECKED:
+        assert re.search(rf"\b{name}\b", behind_the_table), f"{name} is checked, and nothing uses it"
+
+
+def test_no_other_file_of_the_product_knows_deepspeeds_insides() -> None:
+    private = {name for name in CHECKED if is_private(name)}
+    for package in ("models", "data", "pipeline", "jobs"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path == FILE:
+                continue
+            assert not attributes(path) & private, f"{path}: {attributes(path) & private}"
+            imported = re.findall(r"^ *(?:from|import) (deepspeed\.\S+)", path.read_text(), re.MULTILINE)
+            assert not imported, f"{path} imports {imported}; let {FILE.name} do it"
+
+
+def test_the_names_are_those_of_the_version_that_is_pinned() -> None:
+    assert f'"deepspeed=={EXPECTED}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"deepspeed=={EXPECTED}\n" in (ROOT / "constraints.txt").read_text()
+    assert import_deepspeed().__version__ == EXPECTED
+
+
+def test_a_module_without_a_name_ends_the_start_with_both_versions_and_a_way_out(monkeypatch) -> None:
+    monkeypatch.setattr(import_deepspeed(), "__version__", "0.20.1")
+    engine = import_deepspeed().DeepSpeedEngine
+    monkeypatch.delattr(engine, "_do_optimizer_sanity_check")
+    with pytest.raises(ConfigError) as raised:
+        import_deepspeed()
+    assert str(raised.value).splitlines() == [
+        "DeepSpeed 0.20.1: deepspeed.runtime.engine.DeepSpeedEngine has no _do_optimizer_sanity_check",
+        "  expected DeepSpeed 0.19.8, whose insides Patchline uses (pipeline/engine/deepspeed.py)",
+        "  type: pip install deepspeed==0.19.8",
+    ]
+
+
+def test_a_module_that_has_gone_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(insides.NAMES, "deepspeed.runtime.nowhere", "anything")
+    with pytest.raises(ConfigError, match=r"deepspeed\.runtime\.nowhere has no anything"):
+        import_deepspeed()
+
+
+@pytest.mark.parametrize(
+    ("stage", "of"), [(Partitions, "the optimizer of ZeRO 1 and 2"), (Shards, "the optimizer of ZeRO 3")]
+)
+def test_an_optimizer_without_a_name_ends_the_start(stage, of) -> None:
+    names = dict.fromkeys(NAMES[of].split())
+    del names["_optimizer_step"], names["overflow"]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(**names), module=SimpleNamespace(parameters=list))
+    with pytest.raises(ConfigError, match=rf"{of} has no _optimizer_step, overflow\n  expected DeepSpeed {EXPECTED}"):
+        stage(engine)

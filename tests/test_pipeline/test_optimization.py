@@ -1,0 +1,165 @@
+"""Optimizers, schedules and losses against arrays that the original code produced."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from data.errors import ConfigError
+from pipeline.optimization import (
+    LOSSES,
+    OptimConfig,
+    ScheduleConfig,
+    build_optimizer,
+    dense_targets,
+    hits,
+    learning_rate,
+    mixup,
+)
+
+pytestmark = pytest.mark.quick
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+
+
+def golden(name: str):
+    if not (GOLDEN / name).exists():
+        pytest.skip(f"golden data is absent: ../shared/golden/{name}")
+    return np.load(GOLDEN / name)
+
+
+def schedule_of(case: dict) -> ScheduleConfig:
+    settings = case["kwargs"]
+    return ScheduleConfig(
+        decay=settings["decay_type"],
+        warmup_steps=settings.get("warmup_steps", 0),
+        end=1e-5 if case["kind"] == "vit_jax" else 0.0,  # big_vision's linear ends at 0 by default
+        timescale=settings.get("timescale", 10_000),
+        cooldown_steps=settings.get("cooldown_steps", 0),
+    )
+
+
+def test_every_golden_schedule_is_met():
+    arrays = golden("lr_schedules.npz")
+    cases = json.loads(str(arrays["cases_json"]))
+    for number, case in cases.items():
+        total, peak = case["kwargs"]["total_steps"], case["kwargs"]["base"]
+        ours = [learning_rate(int(s), total, peak, schedule_of(case)) for s in arrays[f"steps_{number}"]]
+        np.testing.assert_allclose(ours, arrays[f"lr_{number}"], rtol=1e-5, atol=3e-8 * peak)  # theirs is float32
+    assert len(cases) == 5
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("kind", ["onehot", "multihot", "mixed"])
+def test_every_golden_loss_is_met(loss, kind):
+    arrays = golden("losses.npz")
+    ours = LOSSES[loss](torch.from_numpy(arrays["logits"]), torch.from_numpy(arrays[f"labels_{kind}"]).float())
+    np.testing.assert_allclose(ours.numpy(), arrays[f"{loss}_{kind}_per_example"], rtol=1e-5, atol=1e-5)
+
+
+def flat_model(arrays) -> tuple[nn.Module, dict[str, str]]:
+    """The golden parameters under names without slashes, and those names by golden key."""
+    keys = [key.removeprefix("init/") for key in arrays.files if key.startswith("init/")]
+    model = nn.Module()
+    names = {key: key.replace("/", "-").replace("head-", "head.") for key in keys}
+    model.add_module("head", nn.Module())
+    for key, name in names.items():
+        owner, leaf = (model.head, name.removeprefix("head.")) if "." in name else (model, name)
+        owner.register_parameter(leaf, nn.Parameter(torch.from_numpy(arrays[f"init/{key}"]).clone()))
+    return model, names
+
+
+def config_of(meta: dict) -> tuple[OptimConfig, float, int]:
+    """The original's settings in ours: its decay is not multiplied by the rate, torch's is (SPEC 2.2)."""
+    if "momentum" in meta:
+        schedule = ScheduleConfig(decay=meta["decay"], warmup_steps=meta["warmup_steps"])
+        cfg = OptimConfig(name="sgd", lr=meta["base_lr"], weight_decay=0.0, clip=meta["clip"], schedule=schedule)
+        return cfg, meta["clip"], meta["total_steps"]
+    settings = meta["schedule"]
+    schedule = ScheduleConfig(
+        decay=settings["decay_type"],
+        warmup_steps=settings["warmup_steps"],
+        timescale=settings.get("timescale", 10_000),
+        cooldown_steps=settings.get("cooldown_steps", 0),
+    )
+    decay = meta["wd"] / meta["lr"]
+    head = dict(meta.get("wd_mults", [])).get(".*head/kernel")
+    clip = meta.get("grad_clip_norm", 0.0)
+    head_decay = None if head is None else decay * head
+    cfg = OptimConfig(lr=meta["lr"], weight_decay=decay, head_weight_decay=head_decay, clip=clip, schedule=schedule)
+    return cfg, clip, meta["total_steps"]
+
+
+@pytest.mark.parametrize("name", ["optim_pretrain_adam", "optim_pretrain_adam_headwd_noclip", "optim_finetune_sgd"])
+def test_every_step_of_the_original_optimizer_chain_is_met(name):
+    arrays = golden(f"{name}.npz")
+    cfg, clip, total = config_of(json.loads(str(arrays["meta_json"])))
+    model, names = flat_model(arrays)
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(model, {n for key, n in names.items() if key.endswith("/kernel")}, cfg)
+    for step in range(total):
+        for key, ours in names.items():
+            parameters[ours].grad = torch.from_numpy(arrays[f"grad_{step}/{key}"])
+        if clip:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, total, cfg.lr, cfg.schedule)
+        optimizer.step()
+        for key, ours in names.items():
+            expected = arrays[f"param_after_{step}/{key}"]
+            np.testing.assert_allclose(parameters[ours].detach().numpy(), expected, atol=1e-6, err_msg=f"{step} {key}")
+
+
+def test_padded_label_lists_become_multi_hot_targets():
+    labels = torch.tensor([[2, -1, -1], [0, 3, -1], [-1, -1, -1]])
+    expected = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]).float()
+    assert torch.equal(dense_targets(labels, 4), expected)
+    assert torch.allclose(dense_targets(labels[:1], 4, smoothing=0.2), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
+
+
+def test_a_prediction_is_right_when_it_is_any_of_the_labels():
+    logits = torch.eye(4)[[1, 1, 2]]
+    assert hits(logits, torch.tensor([[1, -1], [0, 1], [0, 3]])).tolist() == [True, True, False]
+
+
+def test_mixup_blends_with_the_neighbour_by_the_larger_share():
+    images, targets = torch.eye(4).reshape(4, 1, 2, 2), torch.eye(4)
+    mixed, labels = mixup(images, targets, 0.2, (0, 5))
+    share = labels.max().item()
+    assert share >= 0.5 and torch.allclose(labels.sum(1), torch.ones(4))
+    assert torch.allclose(mixed.flatten(1), share * torch.eye(4) + (1 - share) * torch.eye(4).roll(1, 0))
+    assert torch.equal(labels, mixed.flatten(1)), "a target has other neighbours than its image"
+    assert torch.equal(labels, mixup(images, targets, 0.2, (0, 5))[1])
+
+
+def test_decay_falls_on_kernels_alone():
+    model = nn.Linear(3, 2)
+    groups = build_optimizer(model, {"weight"}, OptimConfig(weight_decay=0.1)).param_groups
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.1), (1, 0.0)]
+
+
+def test_a_step_has_the_hooks_and_the_name_in_a_profile_that_torchs_own_has():
+    model = nn.Linear(3, 2)
+    torchs = torch.optim.AdamW(model.parameters())
+    seen = []
+    for optimizer in (build_optimizer(model, {"weight"}, OptimConfig()), torchs):
+        calls: list[object] = []
+        every = register_optimizer_step_pre_hook(lambda *_, calls=calls: calls.append("every optimizer's"))
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(("before", torch.is_grad_enabled())))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(("after", torch.is_grad_enabled())))
+        with torch.profiler.profile() as profile:
+            optimizer.step(lambda calls=calls: calls.append(("closure", torch.is_grad_enabled())))
+        every.remove()
+        calls += [event.key for event in profile.key_averages() if event.key.startswith("Optimizer.")]
+        seen.append(calls)
+    assert seen[0] == seen[1] and len(seen[0]) == 5, seen
+
+
+@pytest.mark.parametrize("wrong", [{"lr": 0}, {"weight_decay": -1}, {"clip": -0.1}, {"beta2": 1.0}, {"momentum": 1.5}])
+def test_ranges_are_checked(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        OptimConfig(**wrong)
