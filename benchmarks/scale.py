@@ -130,7 +130,7 @@ def measure_look(folder: Path) -> None:
     for world in WORLDS:
         reports: dict[int, bytes] = {}
 
-        def poll(method: str, *arguments: object, node: int) -> Future[NodeReport]:
+        def poll(method: str, *arguments: object, node: int, reports: dict[int, bytes] = reports) -> Future[NodeReport]:
             answer: Future[NodeReport] = Future()
             answer.set_result(pickle.loads(reports[node]))
             return answer

@@ -33,7 +33,8 @@ from jobs.cluster import agent, embedded, worker
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.elastic import Growth
 from jobs.cluster.fork_server import with_malloc
-from jobs.cluster.nodes import NodeAgent, nodes_of
+from jobs.cluster.nodes import NodeAgent
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Alone, Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, WorkerGroupError, do_nothing, run_worker_group
@@ -850,7 +851,7 @@ EARLY_DRIVER = """
     import sys
     from pathlib import Path
     from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.nodes import start_early
+    from jobs.cluster.placement import start_early
     from jobs.cluster.worker_group import run_worker_group
     from tests import worker_functions
 
@@ -877,7 +878,7 @@ DRIVER = """
     import sys
     from pathlib import Path
     from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.nodes import start_early
+    from jobs.cluster.placement import start_early
     from jobs.cluster.worker_group import run_worker_group
     from tests import worker_functions
 

@@ -19,7 +19,8 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
-from jobs.cluster.ray import ROOT, disconnect, explain
+from jobs.cluster.embedded import LOOPBACK
+from jobs.cluster.ray import ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata

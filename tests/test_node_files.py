@@ -201,7 +201,7 @@ DRIVER = """
 import json, sys, time
 from pathlib import Path
 import ray
-from jobs.cluster.nodes import nodes_of
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import disconnect
 from jobs.cluster.worker import records
 from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError, do_nothing

@@ -172,7 +172,7 @@ def held(cluster: ClusterConfig) -> int:
 
 RIVAL = """
     import sys
-    from jobs.cluster.nodes import nodes_of
+    from jobs.cluster.placement import nodes_of
     from jobs.cluster.worker_group import do_nothing
     from jobs.cluster_config import ClusterConfig
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from jobs.__main__ import main
+from jobs.cluster.ray_nodes import WORKER_GAUGE
 from jobs.cluster.worker import records
 from jobs.commands.demo import step_losses
-from jobs.monitor import worker_gauge
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.recipe import campaign
@@ -90,7 +90,7 @@ def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
     for name in {*OF_REPORT, *OF_DRIVER} - unknown_on_a_cpu:
         labels = scraper.seen.get(f"ray_patchline_{name}", {})
         assert (labels.get("run"), labels.get("stage")) == (run.name, "pretrain"), (name, sorted(scraper.seen))
-    worker = scraper.seen[f"ray_{worker_gauge.NAME}"]
+    worker = scraper.seen[f"ray_{WORKER_GAUGE}"]
     assert (worker["run"], worker["stage"]) == (run.name, "pretrain") and worker["rank"] in "01"
     train_run = scraper.train_runs[f"{folder.name}-attempt-000001"]
     assert sorted(worker["world_rank"] for worker in train_run["attempts"][0]["workers"]) == [0, 1]

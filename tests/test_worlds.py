@@ -9,7 +9,7 @@ import torch
 from data.errors import ClusterError, ConfigError
 from jobs.__main__ import main
 from jobs.cluster.elastic import Growth, Proven, Sizes
-from jobs.cluster.nodes import nodes_of
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign

@@ -33,6 +33,7 @@ from typing import NoReturn, Protocol
 from jobs.cluster.worker import STOP_SIGNALS, WorkerOrder, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
+ROOT = Path(__file__).parents[2]
 # Imported once for all workers. The first brings what their functions import, the last what training alone needs.
 PRELOAD = ("jobs.stages.fewshot", "jobs.cluster.preload")
 COMPILER = "torch._dynamo"  # imported there too where a stage needs it: 1.3 CPU-seconds
@@ -95,7 +96,8 @@ class ForkServer:
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())
         words = [sys.executable, "-m", "jobs.cluster.fork_server", str(theirs.fileno()), str(lifeline), str(folder)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if keeps_memory:
             # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers.
             environment = with_malloc({**environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})

@@ -41,7 +41,7 @@ from typing import Any, Protocol, Self, cast
 
 from data.errors import ExitCode, Preempted
 from jobs.cluster.elastic import Growth, Sizes
-from jobs.cluster.nodes import nodes_of
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.recovery import (
     GO_ON,
     FailuresInARow,

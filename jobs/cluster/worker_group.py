@@ -29,7 +29,8 @@ from typing import Any
 from data.errors import PatchlineError
 from jobs.cluster.agent import NodeOrder, NodeReport, WorkerState
 from jobs.cluster.node_files import Mark, begin_as_driver, take_over
-from jobs.cluster.nodes import NodeAgent, Nodes, nodes_of
+from jobs.cluster.nodes import NodeAgent, Nodes
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction, WorkerRecord, worker_file
 from jobs.cluster_config import ClusterConfig
 from pipeline.health import LEFT_OUT

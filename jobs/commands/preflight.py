@@ -27,7 +27,7 @@ from typing import Any, cast
 import models
 from data.errors import ExitCode, PatchlineError, exit_code
 from data.files import refusal, write_whole
-from jobs.cluster.nodes import nodes_of
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.commands.findings import judge
 from jobs.commands.needs import Finding, Needs, StageNeed

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError, ExitCode
-from jobs.cluster import embedded, nodes
+from jobs.cluster import embedded, placement
 from jobs.cluster_config import ClusterConfig
 from pipeline import config
 
@@ -57,7 +57,7 @@ def start_early(recipe: Path, overrides: list[str], kind: str | None = None) -> 
     has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
     if has_work_for_workers and not is_done(values.get("run", f"runs/{recipe.stem}")):
         has_compiler = any(asks_for_compiler(section) for section in sections.values())
-        nodes.start_early(cluster, has_compiler=has_compiler)
+        placement.start_early(cluster, has_compiler=has_compiler)
 
 
 def is_done(run: object) -> bool:

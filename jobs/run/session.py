@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import Preempted
-from jobs.cluster.nodes import nodes_of
+from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.board import Board, Show
