@@ -365,7 +365,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
 def test_a_killed_fork_server_takes_its_workers_along_and_the_next_attempt_has_another(backend, two, tmp_path) -> None:
     def kill() -> None:
         if (tmp_path / "ready").exists():
-            for process in psutil.Process().children(recursive=True):
+            for process in family_of():
                 with suppress(psutil.Error):
                     if "jobs.cluster.fork_server" in process.cmdline() and process.children():
                         process.kill()

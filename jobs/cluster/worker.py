@@ -35,7 +35,6 @@ import psutil
 
 from data.errors import ClusterError
 from data.files import refusal, write_with_reserve
-from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
 from pipeline.monitoring.watchdog import NODE_FOLDER
 
 Task = dict[str, Any]  # what the workers of an attempt are told; JSON
@@ -209,6 +208,9 @@ def _prepare(order: WorkerOrder) -> None:
 
 def _require_folder(folder: Path) -> None:
     """Raise ClusterError where the attempt's folder, which the driver has made, is not there on this node."""
+    # Here, because an agent imports this module and not numpy, which this one brings.
+    from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
+
     # With patience, because a network file system may show it late.
     unseen, waited_s = look_for(folder.parent, {folder.name: None})
     if unseen:
