@@ -97,7 +97,7 @@ def start(tmp_path: Path, act: str = "") -> Any:
     ("act", "message"),
     [
         ("other code", r"worker 1 on \S+ runs other code than this command: [0-9a-f]{12} in /.*copy"),
-        ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.phase, and rank 0 on \S+ does not see it after 0 s"),
+        ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.log, and rank 0 on \S+ does not see it after 0 s"),
         pytest.param("no claim", r"worker 1 on \S+ does not see /.*/attempts/000001.json", marks=pytest.mark.slow),
         pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, worker 0 on \S+ has 2", marks=pytest.mark.slow),
     ],
