@@ -26,15 +26,15 @@ import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
+from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.arithmetic import batch_arithmetic, exact_gradient_bytes, steps_of
-from pipeline.checkpoints import checkpoint, restore, stored_restore
-from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.checkpoints import restore
 from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.stored import StoredCheckpoints
+from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
@@ -43,6 +43,7 @@ from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight.identity import device_name
+from pipeline.preflight.machine import processor
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
@@ -61,7 +62,7 @@ class Joined:
     world: int  # size: workers of the group
     telemetry: Telemetry
     network: str  # a line about the interfaces between the workers; "" for a single one
-    remote: StoredCheckpoints | None  # None: the run's folder is on storage that the nodes share
+    checkpoints: StageCheckpoints
 
 
 def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
@@ -78,7 +79,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     report_start(worker, progress, manifest)
     # A slow collective is most often one over the wrong interface.
     if joined.rank == 0 and joined.network:
-        joined.telemetry.say(joined.network)
+        joined.telemetry.log(joined.network)
     if isinstance(worker.engine, ExactEngine):
         # Measured in every attempt, because the nodes and the links between them may be others now.
         report_exact(worker.engine, cfg, joined.telemetry, progress.step)
@@ -97,9 +98,10 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
     rank = dist.get_rank()
     network = network_line()
     directory = Path(job.directory)
-    remote = None
-    if job.remote is not None:
-        remote = StoredCheckpoints(job.remote, directory, has_all_metrics=is_drivers_folder(job))
+    storage = job.storage
+    stage = directory.relative_to(job.run).as_posix()
+    # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines.
+    checkpoints = StageCheckpoints(storage, stage, sends_metrics=storage.is_shared or is_drivers_folder(job))
     telemetry = Telemetry(directory, rank, job.attempt)
     check_start(
         run=Path(job.run),
@@ -109,11 +111,11 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
         claimed=job.claimed,
         device=device,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=job.remote is None,
+        is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
-        say=telemetry.say,
+        say=telemetry.log,
     )
-    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, remote)
+    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
 
 
 def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None:
@@ -121,22 +123,13 @@ def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None
 
     Raises CheckpointError, also where it is of another stage.
     """
-    checkpoints = checkpoints_of(job)
     # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with joined.phases.led("restore", 0, joined.rank == 0):
-        if joined.remote is None:
-            chosen = checkpoint.choose_together(checkpoints, job.attempt, joined.telemetry.say)
-        else:
-            chosen = stored_restore.choose_together(joined.remote, job.attempt, joined.telemetry.say)
+        chosen = restore.choose_together(joined.checkpoints, job.attempt, joined.telemetry.log)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
-        check_stage(cfg, job, chosen.manifest, checkpoints)
+        check_stage(cfg, job, chosen.manifest, joined.checkpoints.address)
     return chosen
-
-
-def checkpoints_of(job: Job) -> Path:
-    """Return the folder of the stage's checkpoints."""
-    return Path(job.directory) / "checkpoints"
 
 
 def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worker:
@@ -153,8 +146,8 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
     model_config: ModelConfig = models.from_dict(job.model)
     labelled = [path for path in (*job.train, job.evaluate) if path is not None]
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
-    if init is not None and job.remote is not None:
-        fetch_init(job.remote, job.run, init)
+    if init is not None:
+        fetch_init(job.storage, init)
     model = build_model(cfg, init, model_config, joined.telemetry).to(joined.device)
 
     joined.phases.enter("engine", 0)
@@ -179,21 +172,19 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         model_config=model_config,
         engine=engine,
         saver=saver,
-        health=Health(cfg, Path(job.directory), saver.folder, joined.telemetry, job.remote),
+        health=Health(cfg, Path(job.directory), joined.checkpoints, joined.telemetry),
     )
 
 
 def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelConfig) -> Saver:
     """Return what saves this stage's checkpoints."""
     return Saver(
-        checkpoints_of(job),
-        Path(job.run),
+        joined.checkpoints,
         joined.telemetry,
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
-        remote=joined.remote,
         needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
@@ -208,12 +199,9 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
         return Progress(step=0, bad_samples=0, ledger=ledger), None
     job = worker.job
     worker.phases.enter("load", 0)
-    if joined.remote is None:
-        checkpoints = checkpoints_of(job)
-        chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
-        check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
-    else:
-        stored_restore.load(worker.engine.load, chosen)
+    checkpoints = joined.checkpoints
+    chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.log)
+    check_stage(worker.cfg, job, chosen.manifest, checkpoints.address)  # it may be an older one than before
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
     worker.saver.last_committed = manifest.step
@@ -223,20 +211,20 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
 def is_drivers_folder(job: Job) -> bool:
     """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
     try:
-        left = artifacts.read_record(Path(job.directory) / artifacts.TASK).values["job"]
+        left = artifacts.read_record(Path(job.directory) / artifacts.TASK)["job"]
     except (OSError, DataError):
         return False
     return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
 
 
-def fetch_init(remote: str, run: str, init: str) -> None:
-    """Collective: one worker of each node fetches the weights that another stage of this run handed on.
+def fetch_init(storage: Storage, init: str) -> None:
+    """Collective: one worker of each node makes sure that it has the weights that another stage of this run handed on.
 
     Raises DataError where they are not what that stage wrote, StorageError.
     """
     # A path outside the run is on every node, or this node says that it is missing.
-    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(run):
-        artifacts.fetch_weights(remote, Path(run), Path(init))
+    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
+        artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
     dist.barrier()
 
 
@@ -296,7 +284,7 @@ def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engin
     return Engine(model, decayed, cfg.optim, settings, cfg.polyak)
 
 
-def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: Path) -> None:
+def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> None:
     """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return
@@ -333,7 +321,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         # The user's own DeepSpeed file may ask for it.
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
-    worker.telemetry.say(
+    worker.telemetry.log(
         f"attempt {attempt_of_stage(Path(job.directory), job.attempt)}: {text}; "
         f"{worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
@@ -343,21 +331,20 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "step": progress.step,
         "text": text,
         "world": worker.world,
+        # For `trial`, whose driver may run on another machine.
+        "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
         "drop": cfg.data.drop,
     }
     worker.telemetry.report("start", record)
-    for _, index in sorted(worker.sets.items()):
-        if not index.sees_rot:
-            worker.telemetry.say(index.lack)
     if worker.index.remote:
         # A node's workers have neighbouring ranks, so their slots are one range; rank 0's node is the example.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
         slots = range(arithmetic.slots(last_local_rank).stop)
         needed = cache_line(worker.index, worker.order, slots, progress.step, cfg.data)
-        worker.telemetry.say(f"this node needs {needed}")
+        worker.telemetry.log(f"this node needs {needed}")
 
 
 def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
@@ -388,4 +375,4 @@ def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, st
     before = {key: earlier[-1][key] for key in now}
     changed = config.differences(before, now)
     if changed:
-        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
+        telemetry.log(f"the bits may differ from here on: {'; '.join(changed)}")

@@ -12,7 +12,6 @@ from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.nodes import Nodes
 from jobs.cluster.worker_group import DrainEvent, WorkerGroupError
 from jobs.context import Context
-from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.watchdog import Watch
 
 GO_ON = "run the same command again to go on"
@@ -87,7 +86,7 @@ def move(
 
 def last_step(context: Context) -> int:
     """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
-    newest_first = committed_steps(context.directory, context.remote)
+    newest_first = context.checkpoints.committed_steps()
     if not newest_first:
         return -1
     return newest_first[0]

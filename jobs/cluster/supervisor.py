@@ -181,7 +181,7 @@ def supervise(
     sizes = Sizes(worlds)
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        run = context.remote or str(context.run)
+        run = context.storage.address()
         world = nodes.reserve(run, sizes.open_worlds(), context.say, partial(end_if_asked, context))
         sizes.begins(world)
         cluster = dataclasses.replace(context.cluster, workers=world)
@@ -192,14 +192,14 @@ def supervise(
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context)
         context.check_owned()
-        number = claim_attempt(context.run, context.remote, context.directory.name)
+        number = claim_attempt(context.storage, context.directory.name)
         task = make_task(number)
         folder = attempt_folder(context.directory, number)
         folder.mkdir(parents=True)
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
-        group = WorkerGroup(nodes, cluster, folder, is_shared=context.remote is None)
+        group = WorkerGroup(nodes, cluster, folder, is_shared=context.storage.is_shared)
         companion = accompany(task, folder, cluster)
         attempt = Attempt(context, number, group, watch, growth, companion, can_commit)
         try:

@@ -1,6 +1,5 @@
 """`patchline run|plan|trial|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say, show
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, Waiting, make_group, say, show
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
@@ -24,12 +23,15 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
     """Run a campaign, or go on with it: the same command resumes."""
     # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
     from jobs.run.early_start import started_early
+    from pipeline.config import read_recipe
 
-    with started_early(recipe_path(recipe), overrides or []):
+    document = read_recipe(recipe_path(recipe), overrides or [])
+    with started_early(document):
         # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
+        from jobs.recipe import campaign
         from jobs.run.session import run_campaign
 
-        run_campaign(load_campaign(recipe, overrides), fresh=fresh)
+        run_campaign(campaign.resolve(document), fresh=fresh)
 
 
 @single_stage.command()
@@ -43,11 +45,14 @@ def run_stage(
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
     from jobs.run.early_start import started_early
+    from pipeline.config import read_recipe
 
-    with started_early(recipe_path(recipe), overrides or [], kind=context.obj):
+    document = read_recipe(recipe_path(recipe), overrides or [])
+    with started_early(document, kind=context.obj):
+        from jobs.recipe import campaign
         from jobs.run.session import run_campaign
 
-        loaded = load_campaign(recipe, overrides)
+        loaded = campaign.resolve(document)
         if stage is None:
             stage = stage_of_kind(loaded, kind=context.obj)
         run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
@@ -72,36 +77,36 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
-    # At once: to import torch takes seconds, and so may what follows.
-    print(f"plan: reading {recipe} …", file=sys.stderr, flush=True)
-    from jobs.commands import plan
-    from jobs.recipe import render
-    from jobs.recipe.validate import refuse, validate_all
-    from jobs.resolved_recipe import INPUTS, MEMORY
-    from jobs.run.reevaluation import with_new_evaluations
-    from jobs.run.sync import looked_at
+    # To import torch takes seconds, and so may what follows.
+    with Waiting(f"plan: reading {recipe} …") as waiting:
+        from jobs.commands import plan
+        from jobs.recipe import render
+        from jobs.recipe.validate import refuse, validate_all
+        from jobs.resolved_recipe import INPUTS, MEMORY
+        from jobs.run.reevaluation import with_new_evaluations
+        from jobs.run.sync import looked_at
 
-    loaded = load_campaign(recipe, overrides)
-    if resolved:
-        # YAML ends its last line itself.
-        print(render.resolved(loaded), end="")
-        return
-    assumed = plan.Assumptions(gpu, price, mtbf)
-    with looked_at(loaded.run, loaded.remote) as folder:
-        loaded = with_new_evaluations(replace(loaded, run=folder))
-        # As `run` does before its first stage: a plan promises nothing that would be refused.
-        results = validate_all(loaded, loaded.stages, fresh=fresh)
-        refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-        show(plan.plan(loaded, assumed, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True)))
-        show([result.text for result in results if result.level != "FAIL"])
-        # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
-        missing = [result for result in results if result.subject == INPUTS]
-        if missing and without_data:
-            refuse(result for result in results if result not in missing)
-            absent = f"{len(missing)} missing inputs"
-            show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
-        else:
-            refuse(results)
+        loaded = load_campaign(recipe, overrides)
+        if resolved:
+            # YAML ends its last line itself.
+            print(render.resolved(loaded), end="")
+            return
+        assumed = plan.Assumptions(gpu, price, mtbf)
+        with looked_at(loaded.storage) as folder:
+            loaded = with_new_evaluations(replace(loaded, run=folder))
+            # As `run` does before its first stage: a plan promises nothing that would be refused.
+            results = validate_all(loaded, loaded.stages, fresh=fresh)
+            refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+            show(plan.plan(loaded, assumed, waiting.now))
+            show([result.text for result in results if result.level != "FAIL"])
+            # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+            missing = [result for result in results if result.subject == INPUTS]
+            if missing and without_data:
+                refuse(result for result in results if result not in missing)
+                absent = f"{len(missing)} missing inputs"
+                show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
+            else:
+                refuse(results)
 
 
 @commands.command()

@@ -13,11 +13,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import ConfigError, DataError
-from data.store import Store
 from jobs.cluster.ray import connect, disconnect
 from jobs.context import Context, index_if_made
 from jobs.recipe import class_names
@@ -34,45 +33,53 @@ from pipeline.versions import git_commit
 def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> None:
     """Try each stage that trains, or the one that is named, and keep what was measured.
 
-    Raises ConfigError where no stage is to be tried, DataError where none can be; as a run's stage otherwise.
+    Raises ConfigError where no stage takes steps, DataError where none can be tried; else as a run's stage does.
     """
     campaign = resolve_sweep(campaign)
-    stages = stages_to_try(campaign, only)
-    problems = {}
-    for stage in stages:
-        problem = what_is_missing(campaign, stage)
-        if problem:
-            problems[stage.name] = problem
-            say(f"{stage.name}   not tried: {problem}")
-    if len(problems) == len(stages):
-        raise DataError("no stage can be tried: " + "\n  ".join(f"{name}: {text}" for name, text in problems.items()))
-    if campaign.cluster.backend == "ray":
-        connect(campaign.cluster)
-    try:
-        for stage in stages:
-            if stage.name not in problems:
-                try_stage(campaign, stage, say)
-    finally:
-        disconnect()
-
-
-def stages_to_try(campaign: Campaign, only: str | None) -> Sequence[Stage]:
-    """Return the trained stages, or the one that is named. Raises ConfigError where there is none."""
+    # 1. Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
+    stages: dict[str, Stage] = {}
+    for stage in campaign.stages:
+        if stage.kind.trains and only is None:
+            stages.setdefault(trial_key(campaign, stage) or stage.name, stage)
     if only is not None:
         stage = campaign.stage(only)
         if not stage.kind.trains:
             raise ConfigError(
-                f"{only} is a stage of kind {stage.kind.name}, which takes no steps\n  name one that trains"
+                f"{only} is a stage of kind {stage.kind.name}, which takes no steps: name one that trains"
             )
-        return [stage]
-    # Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
-    stages: dict[str, Stage] = {}
-    for stage in campaign.stages:
-        if stage.kind.trains:
-            stages.setdefault(trial_key(campaign, stage) or stage.name, stage)
+        stages[only] = stage
     if not stages:
         raise ConfigError("the recipe trains nothing: there are no steps to try")
-    return list(stages.values())
+
+    # 2. What lacks its data is named, and the rest is tried all the same.
+    to_try = []
+    problems = []
+    for stage in stages.values():
+        unmade = None
+        for value, _weight in stage.config.data.sets().values():
+            path = campaign.resolve(value)
+            if path is None or index_if_made(path) is None:
+                unmade = path
+        if unmade is not None:
+            problem = f"{unmade} is not there yet; type python -m jobs.pack RECIPE, or run the campaign first"
+        elif stage.model is None:
+            problem = "the weights that it starts from are not there, and they say which model it is"
+        else:
+            to_try.append(stage)
+            continue
+        problems.append(f"{stage.name}: {problem}")
+        say(f"{stage.name}   not tried: {problem}")
+    if not to_try:
+        raise DataError("no stage can be tried: " + "\n  ".join(problems))
+
+    # 3. The steps, on one cluster for all.
+    if campaign.cluster.backend == "ray":
+        connect(campaign.cluster)
+    try:
+        for stage in to_try:
+            try_stage(campaign, stage, say)
+    finally:
+        disconnect()
 
 
 def trial_key(campaign: Campaign, stage: Stage) -> str:
@@ -83,24 +90,14 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     return key_of(stage.config, stage.model, sets)
 
 
-def what_is_missing(campaign: Campaign, stage: Stage) -> str:
-    """Return what a stage lacks to take steps, and what to type; "" where it lacks nothing."""
-    for value, _weight in stage.config.data.sets().values():
-        path = campaign.resolve(value)
-        if path is None or index_if_made(path) is None:
-            return f"its data is not there yet ({value}); type python -m jobs.pack RECIPE, or run the campaign first"
-    if stage.model is None:
-        return "its model is not known: the weights that it starts from are missing"
-    return ""
-
-
-def short_config(campaign: Campaign, stage: Stage) -> TrainConfig:
-    """Return the config of a trial: the stage's own, but for its length, its saves and its evaluations."""
+def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
+    """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
+    # 1. The stage's own config, but for its length, its saves and its evaluations.
     cfg: TrainConfig = stage.config
     init = campaign.resolve(cfg.init)
     # Steps take the same time from any weights.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
-    return dataclasses.replace(
+    cfg = dataclasses.replace(
         cfg,
         steps=STEPS,
         passes=None,
@@ -115,10 +112,7 @@ def short_config(campaign: Campaign, stage: Stage) -> TrainConfig:
         init=cfg.init if has_weights else None,
     )
 
-
-def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
-    """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
-    cfg = short_config(campaign, stage)
+    # 2. The steps, as `run` would have the workers take them.
     workers = counted(campaign.cluster.most, "worker")
     say(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
     with temporary_run(campaign.run) as folder:
@@ -146,9 +140,10 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
             stage.kind.run(cfg, context)
             records = read_metrics(directory, kind=None)
         finally:
-            if remote is not None:
-                store = Store(remote)
-                store.delete(list(store.sizes()))
+            # Nothing stays in a bucket either.
+            context.storage.delete(context.storage.list())
+
+    # 3. What they took.
     result = Trial(
         stage=stage.name,
         key=trial_key(campaign, stage),
@@ -160,8 +155,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    if campaign.remote is not None:
-        Store(campaign.remote).put(name_of(result.key, result.world), path.read_bytes())
+    campaign.storage.send(name_of(result.key, result.world))
     say(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "

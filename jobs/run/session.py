@@ -102,7 +102,7 @@ def run_campaign(
     with (
         displayed(loaded, also, quiet=quiet) as displays,
         owned(loaded.run),
-        synced(loaded.run, loaded.remote, displays.follower.say) as put_files,
+        synced(loaded.storage, displays.follower.say) as put_files,
         status_file(loaded.run, typed_command(), displays.follower.keep),
     ):
         say = displays.follower.say

@@ -3,8 +3,8 @@
 1. While an attempt runs, a thread looks once a second whether a place is free (SparePlace, jobs/cluster/nodes.py) and
    says so in a file. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/evaluation/async_evaluation.py).
-2. The oldest committed step that was requested is given to a worker of its own (pipeline/judge.py), under an agent that
-   stays warm. Another one may wait; where several do, all but the newest are skipped, and each is logged.
+2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
+   that stays warm. Another one may wait; where several do, all but the newest are skipped, and each is logged.
 3. A worker that dies or hangs costs training nothing: that is logged, and the step is tried again. It is also tried
    again, as often as that happens, where somebody wants the place.
 4. Records lie in the stage's folder until rank 0 reports them.
@@ -31,10 +31,9 @@ from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
-from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.evaluate import AsyncOutcome, evaluate_commit
 from pipeline.evaluation import async_evaluation
-from pipeline.judge import Judged, judge
 from pipeline.monitoring.telemetry import Telemetry, duration
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
@@ -146,7 +145,7 @@ class AsyncEvaluation:
             self.place.close()
         # Checkpoints stayed beyond `keep` because they were to be evaluated.
         try:
-            prune(self.stage / "checkpoints", self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
         except OSError as error:
             self.context.say(f"old checkpoints stay: {error}")
 
@@ -231,7 +230,7 @@ class AsyncEvaluation:
         try:
             if not self.place.take():
                 raise NoPlace("what seemed to be free was not")
-            judged = cast(Judged, group.run(judge_beside, task, lambda: self.look_at_evaluation(group, watch)))
+            judged = cast(AsyncOutcome, group.run(judge_beside, task, lambda: self.look_at_evaluation(group, watch)))
             for remark in judged["remarks"]:
                 self.context.say(remark)
             where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
@@ -293,4 +292,4 @@ def judge_beside(task: Task) -> object:
     """Evaluate one checkpoint at the lowest priority; what the worker of an evaluation does."""
     # On a place of its own it takes nothing from anybody; but cores are shared by whoever is on the machine.
     os.nice(NICE)
-    return judge(task)
+    return evaluate_commit(task)
