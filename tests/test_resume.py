@@ -103,7 +103,7 @@ def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float])
         attempt = found[0]["attempt"]
         time.sleep(pause)
         if victim == "agent":
-            (pid,) = (p.pid for p in family_of() if " ".join(p.cmdline()).startswith("ray::RayAgent"))
+            (pid,) = (p.pid for p in family_of() if "RayAgent" in " ".join(p.cmdline()))
         else:
             pid = records(folder / "attempts" / f"attempt-{attempt:06d}", 2)[int(victim)]["pid"]
         os.kill(pid, signal.SIGKILL)
