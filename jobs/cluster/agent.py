@@ -246,10 +246,13 @@ class Agent:
                     kill_group(worker.pid)
                 if not worker.has_ended:
                     worker.death = "its node's fork server died (killed, or crashed)"
-            if self.server is server:
+            has_died = self.server is server
+            if has_died:
                 self.server = None
             self.news += 1
             self.changed.notify_all()
+        if has_died:
+            server.close()
 
     def _take_answer(self, answer: object) -> None:
         if isinstance(answer, Listening):
