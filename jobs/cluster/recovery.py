@@ -5,14 +5,14 @@ A **move** is an attempt that ended because a node gave notice, or for more work
 
 import builtins
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.nodes import Nodes
 from jobs.cluster.worker_group import DrainEvent, WorkerGroupError
 from jobs.context import Context
-from pipeline.monitoring.watchdog import Watch
+from pipeline.monitoring.watchdog import Place
 
 GO_ON = "run the same command again to go on"
 
@@ -50,9 +50,10 @@ class FailuresInARow:
         return is_same_again or self.count > self.max_restarts
 
 
-def add_what_the_driver_knows(failure: WorkerGroupError, watch: Watch) -> None:
+def add_what_the_driver_knows(failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
     """Add to a failure what its worker was doing, and what a user can lower where memory ran out."""
-    failure.place = watch.place(failure.rank)
+    if failure.rank in places:
+        failure.place = str(places[failure.rank])
     if any(word in failure.cause for word in OUT_OF_MEMORY):
         failure.cause += LESS_MEMORY
 

@@ -210,7 +210,7 @@ def supervise(
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                add_what_the_driver_knows(error, watch)
+                add_what_the_driver_knows(error, group.places())
                 write_incident(context, error)
             # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
             # is raised below. A store that is gone would be asked for a minute.
