@@ -52,7 +52,7 @@ class FailuresInARow:
 
 def add_what_the_driver_knows(failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
     """Add to a failure what its worker was doing, and what a user can lower where memory ran out."""
-    if failure.rank in places:
+    if failure.rank is not None and failure.rank in places:
         failure.place = str(places[failure.rank])
     if any(word in failure.cause for word in OUT_OF_MEMORY):
         failure.cause += LESS_MEMORY
