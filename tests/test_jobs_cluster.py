@@ -346,7 +346,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
     folder = tmp_path / "run" / "stage-1" / "attempts" / "attempt-000001"
     folder.mkdir(parents=True)
     group = WorkerGroup(nodes, two[backend], folder)
-    watch = Watch(2, stall_s=2.0)
+    watch = Watch(2, stall_s=2.0, start_s=60.0)
 
     def look() -> None:
         if (tmp_path / "ready1").exists() and not group.is_frozen(1):
