@@ -169,7 +169,11 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
     is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
-        check_class_names(folder, covering)
+        # The class names that the record names, or none where it names none.
+        if CLASSES in covering.files:
+            check_file(folder / CLASSES, covering.files[CLASSES], covering)
+        elif (folder / CLASSES).exists():
+            raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
@@ -178,14 +182,6 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
         say(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
     say_where_slow(began, weights["bytes"], folder, say)
     return CheckedWeights(weights["sha256"], is_verified)
-
-
-def check_class_names(folder: Path, covering: Covering) -> None:
-    """Raise DataError unless a folder has the class names that its record names, or none where it names none."""
-    if CLASSES in covering.files:
-        check_file(folder / CLASSES, covering.files[CLASSES], covering)
-    elif (folder / CLASSES).exists():
-        raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
 
 
 def fetch_weights(storage: Storage, stage: str) -> None:
