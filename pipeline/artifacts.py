@@ -189,12 +189,12 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 
     Raises DataError where the stage has not finished or its files are not what it wrote, StorageError, OSError.
     """
+    if storage.is_shared:
+        return  # they are here, and the driver has compared them
     folder = storage.local / stage
     record = storage.read(f"{stage}/{DONE}")
     if record is None:
         raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
-    if storage.is_shared:
-        return  # the driver has compared them, where they are
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DONE, record)
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})
