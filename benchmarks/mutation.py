@@ -63,7 +63,7 @@ SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed"
 OF_CHECKPOINTS = "tests/test_pipeline/checkpoints"
 CHECKPOINTS = (*SHORT, f"{OF_CHECKPOINTS}/test_stage_checkpoints.py", f"{OF_CHECKPOINTS}/test_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
-CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
+CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, TWIN),
     "pipeline/engine/engine.py": (

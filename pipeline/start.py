@@ -43,6 +43,7 @@ from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight.identity import device_name
+from pipeline.preflight.machine import processor
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
@@ -330,6 +331,8 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "step": progress.step,
         "text": text,
         "world": worker.world,
+        # For `trial`, whose driver may run on another machine.
+        "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
