@@ -200,7 +200,10 @@ def fetch_weights(storage: Storage, stage: str) -> None:
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})
     for name in WEIGHT_FILES:
         if name in files:
-            bring(storage, f"{stage}/{name}", files[name])
+            try:
+                bring(storage, f"{stage}/{name}", files[name])
+            except CheckpointError as error:
+                raise DataError(str(error)) from None
     # Class names that an earlier owner has left here are not of these weights.
     if CLASSES not in files:
         (folder / CLASSES).unlink(missing_ok=True)
@@ -210,12 +213,9 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 def bring(storage: Storage, name: str, record: FileRecord) -> None:
     """Make sure that this node has a file of the run in the bytes of its record.
 
-    Raises DataError where the storage has other bytes, StorageError, OSError.
+    Raises CheckpointError where the storage has other bytes, StorageError, OSError.
     """
-    try:
-        storage.bring(name, record["bytes"], partial(has_bytes_of, record))
-    except CheckpointError as error:
-        raise DataError(str(error)) from None
+    storage.bring(name, record["bytes"], partial(has_bytes_of, record))
 
 
 def has_bytes_of(record: FileRecord, path: Path) -> bool:
