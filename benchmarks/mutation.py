@@ -62,7 +62,7 @@ STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails",
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
 CHECKPOINTS = (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
-CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
+CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, TWIN),
     "pipeline/engine/engine.py": (
@@ -74,7 +74,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/worker.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT),
-    "pipeline/reports.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
+    "pipeline/reports.py": (*SHORT, *CAMPAIGN, TWIN),
     "pipeline/health.py": (*GOES_BACK, *SHORT),
     "pipeline/objectives.py": (*SHORT, TWIN),
     "pipeline/checkpoints/reader.py": GOES_BACK,
@@ -82,7 +82,9 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/saver.py": CHECKPOINTS,
     "pipeline/checkpoints/snapshot.py": CHECKPOINTS,
     "pipeline/checkpoints/disk_space.py": ("tests/test_full_disk.py",),
-    "pipeline/evaluation/evaluate.py": (*STOPS, *SHORT, *CAMPAIGN),
+    "pipeline/evaluate.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
+    "pipeline/evaluation/group.py": (*STOPS, *SHORT, *CAMPAIGN),
+    "pipeline/evaluation/worker.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probe.py": CAMPAIGN,
     "pipeline/artifacts.py": ("tests/test_artifacts.py",),
     "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
