@@ -21,7 +21,7 @@ import torch
 
 from data import bucket as bucket_module
 from data.bucket import REFUSED, SWEPT, Bucket, check_store_url
-from data.errors import CheckpointError, ConfigError, DataError, Preempted, RunOwned, StorageError
+from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
 from data.remote import urls
 from data.seal import seal
 from jobs.__main__ import main
@@ -716,7 +716,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
     bring()
     (other / "weights.safetensors").unlink()
-    with pytest.raises(DataError, match=r"weights\.safetensors has changed: fetched twice"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
         bring()
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 
