@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jobs.cluster.ray_nodes import WORKER_GAUGE
 from jobs.monitor import board as board_module
-from jobs.monitor import worker_gauge
 from jobs.monitor.board import Board
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.metadata import metadata_of
@@ -170,7 +170,7 @@ def expressions() -> list[str]:
 def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() -> None:
     from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
-    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER)} | {f"ray_{worker_gauge.NAME}"}
+    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER)} | {f"ray_{WORKER_GAUGE}"}
     exported |= {f"ray_{name}" for name in METRICS_GAUGES}
     shown: set[str] = set()
     for query in expressions():

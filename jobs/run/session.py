@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import Preempted
-from jobs.cluster import backends
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.board import Board, Show
 from jobs.monitor.trackers import Tracker, start_trackers
@@ -171,9 +172,7 @@ def displayed(loaded: Campaign, also: Tick | None, *, quiet: bool) -> Iterator[D
         yield displays
     finally:
         displays.close()
-        # Ray is imported only where it was needed; without it there is no cluster to leave.
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
+        disconnect()
 
 
 def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Displays) -> None:
@@ -185,8 +184,8 @@ def start_what_stages_need(loaded: Campaign, stages: list[Stage], displays: Disp
         show_cluster(loaded, say)
         displays.board.start(shows_of(loaded))
     if has_work_for_workers:
-        # Mostly it runs since before our imports (early_start.py), and this does nothing.
-        backends.start_early(loaded.cluster, has_compiler=need_compiler(loaded, stages))
+        # The fork server of plain processes mostly runs since before our imports (early_start.py).
+        nodes_of(loaded.cluster).warm_up(has_compiler=need_compiler(loaded, stages))
         warn_of_unused_gpus(loaded.cluster, say)
     if loaded.trackers.used():
         displays.trackers += start_trackers(loaded.trackers, order_of_tracking(loaded, stages), loaded.run, say)
@@ -233,7 +232,7 @@ def need_compiler(loaded: Campaign, stages: list[Stage]) -> bool:
 
 def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
     """Start or join the cluster and say where to watch it; a stage waits for its workers' places when it needs them."""
-    info = backends.connect(loaded.cluster)
+    info = connect(loaded.cluster)
     kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
     say(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
     if info.dashboard:
@@ -242,7 +241,7 @@ def show_cluster(loaded: Campaign, say: Callable[[str], None]) -> None:
 
 def warn_of_unused_gpus(cluster: ClusterConfig, say: Callable[[str], None]) -> None:
     """Say once that GPUs are there which no worker uses, and which key is to be set."""
-    gpus, place = backends.gpus_present(cluster)
+    gpus, place = nodes_of(cluster).gpus_present()
     used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of the {gpus} of this {place}"
     if gpus and not used:
