@@ -20,9 +20,7 @@ from models.catalog import (
 )
 from models.cost import (
     Size,
-    forward_macs,
     macs_of,
-    parameter_count,
     parameters_of,
     size_of,
     training_flops,
@@ -46,7 +44,6 @@ __all__ = [
     "compile_blocks",
     "config_of",
     "decayed",
-    "forward_macs",
     "from_config",
     "from_dict",
     "initialize",
@@ -56,7 +53,6 @@ __all__ = [
     "load_weights",
     "macs_of",
     "masked",
-    "parameter_count",
     "parameters_of",
     "resize_positions",
     "save",

@@ -63,7 +63,13 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     # The caller's fields come last in each merge, so that they win over what the name stands for.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
-        return checked(resnet.BiTConfig, {**bit_fields(parts), **caller_fields})
+        # "BiT-R50x2" is a ResNet of 50 layers, all channels times 2.
+        layers = int(parts["resnet"])
+        if layers not in resnet.UNITS:
+            known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
+            raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
+        named = {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
+        return checked(resnet.BiTConfig, {**named, **caller_fields})
     return checked(VIT_KINDS[parts["kind"]], {**vit_fields(parts), **caller_fields})
 
 
@@ -82,15 +88,6 @@ def vit_fields(parts: re.Match[str]) -> ConfigFields:
             raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
         named["stem"], named["patch"] = resnet.STEMS[stem]
     return named
-
-
-def bit_fields(parts: re.Match[str]) -> ConfigFields:
-    """Return the fields that "BiT-R50x2" stands for: 50 layers, all channels times 2."""
-    layers = int(parts["resnet"])
-    if layers not in resnet.UNITS:
-        known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
-        raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
-    return {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
 
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:

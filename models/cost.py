@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import catalog
-from models.catalog import ImageSize, ModelConfig
+from models.catalog import ModelConfig
 from models.vit import ViT
 
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
@@ -40,23 +40,14 @@ def parameters_of(config: ModelConfig) -> int:
     return size_of(config).elements
 
 
-def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
-    """Return `parameters_of` by name."""
-    return parameters_of(catalog.config_of(name, image_size, classes, **config))
-
-
+# A call with the default and one that spells it out are two to the cache: the model is then counted twice.
+@functools.lru_cache(maxsize=64)
 def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
     """Return the multiply-accumulates of one image's forward pass: every matrix product and convolution.
 
     Counted as the paper counts: with the last block's work on tokens that pooling does not read. With `kept_patches`
     only so many of the patches go through the blocks, as `ViT.encode` does it.
     """
-    # A call with the default and one that spells it out are two to the cache: it stands behind this one.
-    return _macs_of(config, kept_patches)
-
-
-@functools.lru_cache(maxsize=64)
-def _macs_of(config: ModelConfig, kept_patches: int | None) -> int:
     model = catalog.empty(config).eval()
     # The counter hooks onto a MAP probe that requires a gradient. None are recorded here, so that the hook would fail
     # with "Expected gradient function to be set".
@@ -73,11 +64,6 @@ def _macs_of(config: ModelConfig, kept_patches: int | None) -> int:
         model(*inputs)
     # The counter takes a multiplication and an addition as two operations.
     return counter.get_total_flops() // 2
-
-
-def forward_macs(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
-    """Return `macs_of` by name."""
-    return macs_of(catalog.config_of(name, image_size, classes, **config))
 
 
 def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:

@@ -58,7 +58,7 @@ class BiTConfig:
         checks.at_least(self, 0, ("classes",))
         checks.at_least(self, 1, ("width",))
         checks.multiple("width", self.width, GROUPS, "groups")
-        if not self.units or not all(map(checks.is_positive_integer, self.units)):
+        if not self.units or not all(map(checks.is_integer, self.units)):
             raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
 
     @property

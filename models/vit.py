@@ -95,10 +95,14 @@ class ViTConfig:
         checks.choices(self, CHOICES)
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
-        if self.stem is not None and not all(map(checks.is_positive_integer, self.stem)):
+        if self.stem is not None and not all(map(checks.is_integer, self.stem)):
             raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
         checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
-        checks.rates(self, ("dropout", "drop_path"))
+        # A rate of 1 would drop everything.
+        for name in ("dropout", "drop_path"):
+            rate = getattr(self, name)
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
         checks.not_negative(self, ("norm_eps",))
         if self.position_std is not None:
             checks.not_negative(self, ("position_std",))
@@ -110,7 +114,13 @@ class ViTConfig:
             checks.multiple("width", self.width, 4, "position parts")
         elif self.positions == "learned2d":
             checks.multiple("width", self.width, 2, "position parts")
-        checks.image_size(self.image_size, self.stride)
+        # The patches cover the image exactly.
+        for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
+            if pixels % step:
+                raise ValueError(
+                    f"image {side} {pixels} is not a multiple of the patch stride {step}; "
+                    f"nearest image_size: {checks.nearest_multiples(pixels, step)}"
+                )
 
     @property
     def stride(self) -> tuple[int, int]:
