@@ -36,7 +36,6 @@ def test_macs_of_a_map_head_are_its_products():
     probe = width**2 + 2 * tokens * width**2 + 2 * tokens * width + width**2 + 2 * width * mlp
     by_map, by_mean = (models.macs_of(models.config_of("mu/8", (16, 24), 5, pool=pool)) for pool in ("map", "gap"))
     extra = by_map - by_mean
-    )
     assert extra == probe
 
 
