@@ -24,7 +24,7 @@ from data.checks import one_line
 from data.index.index import Index
 from models import ModelConfig
 from pipeline import config
-from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
+from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation import async_evaluation, document
 from pipeline.evaluation.async_evaluation import IN_LOOP, REQUESTED
@@ -160,9 +160,17 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
     if worker.rank == 0 and has_trained and not price.is_reported and price.evaluated_s > seconds_before:
         price.is_reported = True
         seconds = price.evaluated_s - seconds_before
-        looks_for_spare = worker.cfg.evaluate_on == "spare"
-        line = price.line(progress.step, seconds, worker.cfg.evaluate_every, looks_for_spare=looks_for_spare)
-        worker.telemetry.log(line)
+        every = worker.cfg.evaluate_every
+        # The price of an evaluation after every so many steps, as a share of the time.
+        busy_s = time.monotonic() - price.began - price.evaluated_s
+        step_s = busy_s / max(progress.step - price.first_step, 1)
+        share = seconds / (seconds + every * step_s)
+        remark = "evaluate_on=spare evaluates commits beside training, where the cluster has room"
+        if worker.cfg.evaluate_on == "spare":
+            remark = "evaluate_on=spare, but nothing was spare"
+        worker.telemetry.log(
+            f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time; {remark}"
+        )
     return True
 
 
@@ -300,11 +308,20 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    # The weights that the loop computes with after the checkpoint's step. Amid the steps these are the masters, also
+    # where the stage will end with averaged weights.
+    model = models.from_config(model_config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict(Reader(folder, manifest.files).weights(shapes), strict=False)
+    # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
+    if cfg.compile:
+        models.compile_blocks(model)
+    model.eval().to(device, torch.bfloat16 if cfg.precision == "bf16" else torch.float32)
     evaluator = evaluator_of(
         cfg,
         model_config,
         EvaluationGroup(phases, device, wants_stop=lambda: False, step=step),
-        model_of_commit(cfg, model_config, folder, manifest, device),
+        model,
         Path(task["folder"]),
         # The parts of all the workers that saved it, one after the other: a product's last bits depend on the rows
         # beside it, so that only the same batches give the same features.
@@ -317,19 +334,3 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
     phases.close()
     seconds = round(time.monotonic() - began, 3)
     return {"values": values, "node": socket.gethostname(), "seconds": seconds, "remarks": warnings}
-
-
-def model_of_commit(
-    cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest: Manifest, device: torch.device
-) -> torch.nn.Module:
-    """Return the network on a device with the weights that the loop computes with after the checkpoint's step.
-
-    Amid the steps these are the masters, also where the stage will end with averaged weights.
-    """
-    model = models.from_config(model_config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model.load_state_dict(Reader(folder, manifest.files).weights(shapes), strict=False)
-    # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
-    if cfg.compile:
-        models.compile_blocks(model)
-    return model.eval().to(device, torch.bfloat16 if cfg.precision == "bf16" else torch.float32)

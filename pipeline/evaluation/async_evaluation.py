@@ -144,13 +144,3 @@ class LoopPrice:
         """Count from here: building and restoring are not training."""
         self.first_step = step
         self.began = time.monotonic()
-
-    def line(self, step: int, seconds: float, every: int, *, looks_for_spare: bool) -> str:
-        """Return the price of an evaluation of `seconds` after every so many steps, as a share of the time."""
-        busy_s = time.monotonic() - self.began - self.evaluated_s
-        step_s = busy_s / max(step - self.first_step, 1)
-        share = seconds / (seconds + every * step_s)
-        remark = "evaluate_on=spare evaluates commits beside training, where the cluster has room"
-        if looks_for_spare:
-            remark = "evaluate_on=spare, but nothing was spare"
-        return f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time; {remark}"

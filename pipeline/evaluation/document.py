@@ -19,7 +19,7 @@ its index's; that of a protocol is the sha256 of {"fields": …, "protocol": nam
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist, stdev
 from typing import Any
 
@@ -98,21 +98,6 @@ def class_entries(is_right: np.ndarray, labels: np.ndarray, names: Sequence[str]
     return entries
 
 
-def mean_entry(classes: Sequence[Entry]) -> Entry:
-    """Return the entry of the mean over classes, each with the same weight; the interval is the normal one."""
-    count = max(len(classes), 1)
-    mean = sum(entry["value"] for entry in classes) / count
-    variance = sum(entry["value"] * (1 - entry["value"]) / entry["samples"] for entry in classes) / count**2
-    spread = Z * math.sqrt(variance)
-    return {
-        "value": mean,
-        "low": max(0.0, mean - spread),
-        "high": min(1.0, mean + spread),
-        "samples": sum(entry["samples"] for entry in classes),
-        "interval": "normal, 95 %, of the mean over classes",
-    }
-
-
 # ------------------------------------------------------------------------------------------------ one result
 
 
@@ -138,7 +123,14 @@ def result_of(
     if classes:
         result["classes"] = classes
     if outcome.shots and train is not None:
-        result["shots"] = shots_of(outcome.shots, train)
+        # The shots of every value and seed are [shard, sample], numbers within the training set's index.
+        shots: Entry = {}
+        for value, of_seeds in outcome.shots.items():
+            shots[value] = {}
+            for seed, numbers in of_seeds.items():
+                shards = np.searchsorted(train.starts, numbers, side="right") - 1
+                shots[value][seed] = np.stack([shards, np.asarray(numbers) - train.starts[shards]], axis=1).tolist()
+        result["shots"] = shots
     if outcome.chosen:
         result["chosen"] = outcome.chosen
     if leaked is not None:
@@ -163,21 +155,21 @@ def value_entries(
             values[name] = seeds_entry(picked, protocol.settings.seeds)
         elif protocol.kind.interval == "classes":
             classes = class_entries(picked[0], test.labels[chosen], test.index.names)
-            values[name] = mean_entry(classes)
+            # The mean over classes, each with the same weight; its interval is the normal one.
+            count = max(len(classes), 1)
+            mean = sum(entry["value"] for entry in classes) / count
+            variance = sum(entry["value"] * (1 - entry["value"]) / entry["samples"] for entry in classes) / count**2
+            spread = Z * math.sqrt(variance)
+            values[name] = {
+                "value": mean,
+                "low": max(0.0, mean - spread),
+                "high": min(1.0, mean + spread),
+                "samples": sum(entry["samples"] for entry in classes),
+                "interval": "normal, 95 %, of the mean over classes",
+            }
         else:
             values[name] = share_entry(picked[0])
     return values, classes
-
-
-def shots_of(shots: Mapping[str, Mapping[str, Sequence[int]]], train: FeatureStore) -> Entry:
-    """Return the shots of every value and seed as [shard, sample], numbers within the training set's index."""
-    ids: Entry = {}
-    for value, of_seeds in shots.items():
-        ids[value] = {}
-        for seed, numbers in of_seeds.items():
-            shards = np.searchsorted(train.starts, numbers, side="right") - 1
-            ids[value][seed] = np.stack([shards, np.asarray(numbers) - train.starts[shards]], axis=1).tolist()
-    return ids
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:
@@ -217,11 +209,17 @@ def table(document: Entry) -> list[str]:
             interval = f"{entry['low']:.2%} to {entry['high']:.2%}"
             row = (result["set"]["name"], name, f"{entry['value']:.2%}", interval, f"{entry['samples']:,}", leaks)
             rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    # Each column is as wide as its widest cell.
+    widths = [0] * len(rows[0])
+    for row in rows:
+        for column, cell in enumerate(row):
+            widths[column] = max(widths[column], len(cell))
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+        line = ""
+        for cell, width in zip(row, widths, strict=True):
+            line += cell.ljust(width) + "  "
+        lines.append(line.rstrip())
     return lines
 
 
@@ -231,7 +229,10 @@ def entries_of(document: Entry) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for result in document["results"]:
         for name, entry in result["values"].items():
-            entries[name if len(names) == 1 else f"{result['set']['name']} {name}"] = entry
+            full_name = name
+            if len(names) > 1:
+                full_name = f"{result['set']['name']} {name}"
+            entries[full_name] = entry
     return entries
 
 

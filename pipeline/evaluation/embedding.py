@@ -50,63 +50,52 @@ def find_alike(
     path, digest = weights
     settings = {"weights": path, "digest": digest, "cosine": cosine}
     setting = ["embedding", digest, cosine, [index.digest for index in test]]
-    shards = [index.alone(number) for index in train for number in range(len(index.shards))]
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL, setting) as journal:
-        missing = [shard for shard in shards if key_of(shard.shards[0]) not in journal.records]
+        # An earlier search that was killed has looked at the shards of the journal.
+        missing: list[Index] = []
+        for index in train:
+            for number, shard in enumerate(index.shards):
+                if key_of(shard) not in journal.records:
+                    missing.append(index.alone(number))
+
+        # 1. The features of all test images that can be decoded, and their numbers through all sets.
+        parts: list[Tensor] = []
+        numbers: list[int] = []
         if missing:
-            of_tests, numbers = all_features(model, test, device, cache)
-            for done, shard in enumerate(missing, start=1):
-                journal.add(key_of(shard.shards[0]), alike(model, shard, of_tests, numbers, cosine, device, cache))
-                if report:
-                    report(done, len(missing))
+            start = 0
+            for index in test:
+                for number, samples in enumerate(index.shard_samples):
+                    for rows, features in features_of(model, index, number, device, cache):
+                        parts.append(features)
+                        numbers += [start + row for row in rows]
+                    start += samples
+        of_tests = torch.empty(0, 0)  # (T, D) of length 1
+        if parts:
+            of_tests = torch.cat(parts)
+
+        # 2. and 3. Each training shard's matches become a line of the journal.
+        for done, alone in enumerate(missing, start=1):
+            matches = []
+            decoded = 0
+            for rows, features in features_of(model, alone, 0, device, cache):
+                decoded += len(rows)
+                if not numbers:
+                    continue
+                products = features @ of_tests.T  # (b, T)
+                for row, number in (products >= cosine).nonzero().tolist():
+                    distance = round(max(0.0, 1 - float(products[row, number])), 4)
+                    matches.append(Match(rows[row], numbers[number], "embedding", distance))
+            shard_matches = ShardMatches(sorted(matches), alone.samples, alone.samples - decoded, 0)
+            journal.add(key_of(alone.shards[0]), shard_matches)
+            if report:
+                report(done, len(missing))
         return Embeddings({key: matches_of(record) for key, record in journal.records.items()}, settings)
 
 
 def forget(folder: Path) -> None:
     """Delete the journal: what it says stands in the document."""
     (folder / JOURNAL).unlink(missing_ok=True)
-
-
-def all_features(
-    model: nn.Module, sets: Sequence[Index], device: torch.device, cache: CacheConfig | None
-) -> tuple[Tensor, np.ndarray]:
-    """(features (n, D) of length 1 of all images that can be decoded, their numbers (n,) through all sets)."""
-    parts = []
-    numbers = []
-    start = 0
-    for index in sets:
-        for shard, samples in enumerate(index.shard_samples):
-            for rows, features in features_of(model, index, shard, device, cache):
-                parts.append(features)
-                numbers.append(np.array(rows) + start)
-            start += samples
-    if not parts:
-        return torch.empty(0, 0), np.empty(0, np.int64)
-    return torch.cat(parts), np.concatenate(numbers)
-
-
-def alike(
-    model: nn.Module,
-    shard: Index,
-    of_tests: Tensor,
-    numbers: np.ndarray,
-    cosine: float,
-    device: torch.device,
-    cache: CacheConfig | None,
-) -> ShardMatches:
-    """Find the matches of an index's only shard."""
-    matches = []
-    decoded = 0
-    for rows, features in features_of(model, shard, 0, device, cache):
-        decoded += len(rows)
-        if len(of_tests) == 0:
-            continue
-        products = features @ of_tests.T  # (b, T)
-        for row, test in (products >= cosine).nonzero().tolist():
-            distance = round(max(0.0, 1 - float(products[row, test])), 4)
-            matches.append(Match(rows[row], int(numbers[test]), "embedding", distance))
-    return ShardMatches(sorted(matches), shard.samples, shard.samples - decoded, 0)
 
 
 def features_of(

@@ -92,7 +92,12 @@ class FeatureStore:
         first = 0
         for run in runs_of(rows):
             part = np.ascontiguousarray(features[first : first + len(run)], np.float32)
-            write_all(self.file.fileno(), part.tobytes(), int(run[0]) * self.row_bytes)
+            content = part.tobytes()
+            offset = int(run[0]) * self.row_bytes
+            # A single call may write less than all of it.
+            written = 0
+            while written < len(content):
+                written += os.pwrite(self.file.fileno(), content[written:], offset + written)
             first += len(run)
 
     # -------------------------------------------------------------------------------------------- reading
@@ -151,14 +156,9 @@ class FeatureStore:
 
 def runs_of(rows: np.ndarray) -> list[np.ndarray]:
     """Cut rows where one does not follow the one before: each run is read or written at once."""
-    return [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(run)]
-
-
-def write_all(file: int, content: bytes, offset: int) -> None:
-    """Write all of the content at an offset; a single call may write less."""
-    written = 0
-    while written < len(content):
-        written += os.pwrite(file, content[written:], offset + written)
+    if len(rows) == 0:
+        return []
+    return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
 
 
 def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

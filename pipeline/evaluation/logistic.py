@@ -1,10 +1,11 @@
 """The logistic probe: multinomial logistic regression on frozen features, its penalty chosen on held-out training rows.
 
 It is the linear probe of CLIP (Radford et al. 2021, appendix A.3) and of DINOv2 (eval/log_regression.py): L-BFGS on all
-rows, no augmentation, and a grid of penalties that is judged on a part of the training set that the fit has not seen.
+rows, no augmentation, and a grid of penalties, compared on a part of the training set that the fit has not seen.
 
 1. Features are standardised with mean and deviation of the rows that are fitted.
-2. A share `held_out` of the training rows, drawn by a seed, judges a fit to the others for each l2 of the grid.
+2. For each l2 of the grid, a fit is evaluated on a share `held_out` of the training rows, drawn by a seed, and made
+   to the others.
 3. The l2 with the most right predictions, the larger of equal ones, is fitted to all rows.
 
     minimised: mean over rows of cross-entropy(W x + b, label) + l2 / 2 · sum of W²; b is not penalised
@@ -77,7 +78,15 @@ def logistic(
     chosen: dict[str, float] = {}
     l2 = cfg.l2[0]
     if len(cfg.l2) > 1:
-        held_out, fitted = split(train.rows, cfg)
+        # The rows that are held out and those that are fitted, both in the order of the set.
+        order = np.random.default_rng(cfg.seed).permutation(len(train.rows))
+        count = max(1, round(cfg.held_out * len(train.rows)))
+        require(
+            count < len(train.rows),
+            f"logistic.held_out {cfg.held_out} leaves none of {len(train.rows)} training samples to fit",
+        )
+        held_out = train.rows[np.sort(order[:count])]
+        fitted = train.rows[np.sort(order[count:])]
         labels = label_of_row(train)
         best = -1.0
         # From the largest on: each fit begins where the one before ended, and of equal ones the larger stays.
@@ -92,14 +101,6 @@ def logistic(
     chosen = {"l2": l2, **chosen}
     regression = fit(train, train.rows, l2, cfg.iterations, device, beat)
     return regression.predict(test, test.rows, beat), chosen
-
-
-def split(rows: np.ndarray, cfg: LogisticConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows that are held out and those that are fitted, both in the order of the set."""
-    order = np.random.default_rng(cfg.seed).permutation(len(rows))
-    count = max(1, round(cfg.held_out * len(rows)))
-    require(count < len(rows), f"logistic.held_out {cfg.held_out} leaves none of {len(rows)} training samples to fit")
-    return rows[np.sort(order[:count])], rows[np.sort(order[count:])]
 
 
 def label_of_row(store: FeatureStore) -> np.ndarray:

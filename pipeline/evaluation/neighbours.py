@@ -49,8 +49,13 @@ def knn(
         weights = torch.ones_like(similarities, dtype=torch.float64)
         if cfg.weighted:
             weights = (similarities.double() / cfg.temperature).exp()
-        for k in cfg.k:
-            predicted[k].append(vote(labels[neighbours[:, :k]], weights[:, :k], classes))
+        # One neighbour after the other votes: added at once, a GPU would sum them in an order of its own each time.
+        votes = torch.zeros(len(queries), classes, dtype=torch.float64, device=device)
+        every_row = torch.arange(len(queries), device=device)
+        for number in range(max(cfg.k)):
+            votes[every_row, labels[neighbours[:, number]]] += weights[:, number]
+            if number + 1 in predicted:
+                predicted[number + 1].append(votes.argmax(1))
     return {k: torch.cat(parts).cpu().numpy() for k, parts in predicted.items()}
 
 
@@ -70,13 +75,3 @@ def nearest(train: FeatureStore, queries: Tensor, k: int, beat: Beat) -> tuple[T
         places = torch.cat([places, numbers], dim=1).gather(1, chosen)
         beat()
     return best, places
-
-
-def vote(labels: Tensor, weights: Tensor, classes: int) -> Tensor:
-    """(n, k) labels and weights → (n,) the class with the most votes."""
-    votes = torch.zeros(len(labels), classes, dtype=torch.float64, device=labels.device)
-    every_row = torch.arange(len(labels), device=labels.device)
-    # One neighbour at a time: added at once, a GPU would sum them in an order of its own each time.
-    for neighbour in range(labels.shape[1]):
-        votes[every_row, labels[:, neighbour]] += weights[:, neighbour]
-    return votes.argmax(1)

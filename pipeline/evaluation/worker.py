@@ -87,7 +87,14 @@ class Evaluator:
                     if path is not None and path not in stores:
                         stores[path] = self.collect(path, requests)
                 self.report(f"{request.test}: {request.protocol.name}")
-                result = self.compute(request, stores)
+                # Rank 0 computes the protocol from what was collected.
+                work = partial(result_of, request, stores, self.group.device)
+                try:
+                    result = self.group.at_rank_0_alone(work, "protocol")
+                except EvaluationFailed as error:
+                    raise EvaluationFailed(
+                        f"{request.protocol.name} on {request.test}: {error}", error.exit_code
+                    ) from error
                 if result is not None:
                     results.append(result)
         finally:
@@ -106,7 +113,16 @@ class Evaluator:
                 with_features = True
         device = self.group.device
         try:
-            index = self.open(path)
+            # Where a worker cannot read the index of the set, all workers hear of it.
+            index = self.indexes.get(path)
+            failure = None
+            if index is None:
+                try:
+                    index = load_index(path)
+                except Exception as error:
+                    failure = error
+                self.group.go_on_together(failure)
+            assert index is not None, "a failure has been raised"
             store = FeatureStore(index, self.folder)
             # A full disk at rank 0 is raised where the next batch is asked for, so that all workers hear of it.
             batches = self.group.agreed(store.watching(self.batches(index)))
@@ -125,19 +141,6 @@ class Evaluator:
         except EvaluationFailed as error:
             raise EvaluationFailed(f"{path}: {error}", error.exit_code, path) from error
         return store
-
-    def open(self, path: str) -> Index:
-        """Collective: return the index of a set; where a worker cannot read it, all hear of it."""
-        index = self.indexes.get(path)
-        failure = None
-        if index is None:
-            try:
-                index = load_index(path)
-            except Exception as error:
-                failure = error
-            self.group.go_on_together(failure)
-        assert index is not None, "a failure has been raised"
-        return index
 
     def batches(self, index: Index) -> Iterator[EvaluationBatch]:
         """Iterate this process's batches of a set; what the opening of the set raises is raised at the first."""
@@ -171,13 +174,6 @@ class Evaluator:
         """Log a line, at rank 0 of a caller that wants lines."""
         if self.log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self.log(line)
-
-    def compute(self, request: Request, stores: Mapping[str, FeatureStore]) -> document.Entry | None:
-        """Collective: return the result of a request at rank 0, from what was collected; None elsewhere."""
-        try:
-            return self.group.at_rank_0_alone(partial(result_of, request, stores, self.group.device), "protocol")
-        except EvaluationFailed as error:
-            raise EvaluationFailed(f"{request.protocol.name} on {request.test}: {error}", error.exit_code) from error
 
 
 def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torch.device, beat: Beat) -> document.Entry:
