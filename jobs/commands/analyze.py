@@ -48,15 +48,6 @@ class Attention:
     distance_renormalised: Tensor  # the same, of the patches' share of attention alone
 
 
-@dataclass(frozen=True)
-class Inside:
-    """What the weights alone tell; None where the model has no such part."""
-
-    position_similarity: Tensor | None  # (rows, columns, rows, columns), cosine
-    components: Tensor | None  # (COMPONENTS, 3, height, width) of a patch filter
-    explained_variance: Tensor | None  # (COMPONENTS,)
-
-
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
     refuse_missing(weights)
@@ -68,7 +59,14 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
         if not images:
             raise UsageError(f"no images in {', '.join(paths)}; give image files, folders of them or tar shards")
         attention = look_at(model, config, images)
-        inside = look_inside(model)
+        # Positions are compared where a table is added to the patches, filters shown where no ResNet makes patches.
+        similarity = None
+        if config.positions in ADDED:
+            similarity = analysis.position_similarity(model).cpu()
+        components = None
+        explained_variance = None
+        if analysis.vit_of(model).stem is None:
+            components, explained_variance = analysis.embedding_components(model, COMPONENTS)
     except ValueError as error:
         raise UsageError(f"{weights} cannot be analysed: {error}") from None
 
@@ -76,15 +74,15 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     draw_attention(images, attention.maps, folder / "attention.png")
-    draw_inside(inside, attention.distance, folder / "inside.png")
+    draw_inside(components, similarity, attention.distance, folder / "inside.png")
     numbers = {
         "weights": weights,
         "images": list(images),
         "attention_maps": rounded(attention.maps),
         "attention_distance": rounded(attention.distance),
         "attention_distance_renormalised": rounded(attention.distance_renormalised),
-        "position_similarity": rounded(inside.position_similarity),
-        "explained_variance": rounded(inside.explained_variance),
+        "position_similarity": rounded(similarity),
+        "explained_variance": rounded(explained_variance),
     }
     write_whole(folder / "analysis.json", json.dumps(numbers))
 
@@ -98,6 +96,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
 
 
 def device() -> torch.device:
+    """Return the GPU, where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -140,28 +139,11 @@ def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) 
     return Attention(torch.stack(maps), torch.stack(distances).mean(0), torch.stack(renormalised).mean(0))
 
 
-def look_inside(model: nn.Module) -> Inside:
-    """Compute position similarity where a table is added to the patches, filters where no ResNet makes them."""
-    vit = analysis.vit_of(model)
-    similarity = None
-    if vit.config.positions in ADDED:
-        similarity = analysis.position_similarity(model).cpu()
-    components = None
-    explained_variance = None
-    if vit.stem is None:
-        components, explained_variance = analysis.embedding_components(model, COMPONENTS)
-    return Inside(similarity, components, explained_variance)
-
-
 def rounded(tensor: Tensor | None) -> object:
     """Return a tensor as nested lists of numbers with six digits; None stays None."""
     if tensor is None:
         return None
-    return np.vectorize(six_digits)(tensor.cpu().numpy()).tolist()
-
-
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")
+    return np.vectorize(lambda value: float(f"{value:.6g}"))(tensor.cpu().numpy()).tolist()
 
 
 # -------------------------------------------------------------------------------------------------- drawing
@@ -196,31 +178,28 @@ def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
     return ((large - large.min()) / spread).numpy()
 
 
-def draw_inside(inside: Inside, distance: Tensor, path: Path) -> None:
-    """Draw figures 7 and 11: filters, positions, and how far every head of every layer looks."""
+def draw_inside(components: Tensor | None, similarity: Tensor | None, distance: Tensor, path: Path) -> None:
+    """Draw figures 7 and 11: filters, positions, and how far every head of every layer looks.
+
+    Filters (COMPONENTS, 3, h, w) and the similarity of positions (rows, columns, rows, columns) are None where the
+    model has no such part; the distance is (layers, heads), in pixels.
+    """
     figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
-    draw_filters(left, inside.components)
-    draw_positions(figure, centre, inside.position_similarity)
-    draw_distances(right, distance)
-    figure.savefig(path, dpi=150)
-
-
-def draw_filters(axes: Axes, components: Tensor | None) -> None:
-    axes.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
-    axes.set_axis_off()
+    left.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
+    left.set_axis_off()
     if components is None:
-        axes.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
-        return
-    axes.imshow(tiled(components))
-
-
-def draw_distances(axes: Axes, distance: Tensor) -> None:
+        left.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
+    else:
+        left.imshow(tiled(components))
+    draw_positions(figure, centre, similarity)
+    # A point for each head of each layer.
     layers = np.arange(1, len(distance) + 1)
-    axes.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
-    axes.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
-    axes.set_ylim(0, 1.05 * distance.max().item())
-    axes.locator_params(axis="x", integer=True)
+    right.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
+    right.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
+    right.set_ylim(0, 1.05 * distance.max().item())
+    right.locator_params(axis="x", integer=True)
+    figure.savefig(path, dpi=150)
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:

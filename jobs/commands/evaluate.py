@@ -1,4 +1,4 @@
-"""The work of `patchline evaluate`: judge weights on sets, without a recipe.
+"""The work of `patchline evaluate`: evaluate weights on sets, without a recipe.
 
 patchline evaluate runs/digits/finetune-1a2b3c4d shards/test --protocol top-1 --protocol per-class
 patchline evaluate vit_b16.npz shards/test train=shards/train --protocol knn --protocol fewshot knn.k=[20]
@@ -31,16 +31,23 @@ MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
 
 
 def evaluate(weights: str, words: Sequence[str], protocols: Sequence[str], output: str | None) -> None:
-    """Judge weights on the sets among the words; the others are `key=value`. Raises what `run` raises."""
+    """Evaluate weights on the sets among the words; the others are `key=value`. Raises what `run` raises."""
     sets = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if not sets:
-        raise UsageError("no set to judge on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
+        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
     folder = output or f"runs/evaluate-{name_of(weights)}"
     section: dict[str, Any] = {"init": weights, "sets": named(sets)}
     if protocols:
         section["protocols"] = list(protocols)
-    values = {"run": folder, "cluster": local_cluster(), STAGE: section}
+    # As many workers as this machine has GPUs, or cores; of Ray's, where one is to be joined.
+    gpus = torch.cuda.device_count()
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
+    if gpus:
+        cluster["gpus_per_worker"] = 1
+    if "RAY_ADDRESS" not in os.environ:
+        cluster["backend"] = "processes"
+    values = {"run": folder, "cluster": cluster, STAGE: section}
     loaded = campaign.resolve(config.Recipe(merged(values, overrides, list(section["sets"])), "the command", folder))
     run_campaign(loaded)
     stage = loaded.stage(STAGE)
@@ -68,17 +75,6 @@ def name_of(path: str) -> str:
     last = path.rstrip("/").rpartition("/")[2] or "weights"
     stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)
-
-
-def local_cluster() -> dict[str, Any]:
-    """Return a cluster of as many workers as this machine has GPUs, or cores; of Ray's, where one is to be joined."""
-    gpus = torch.cuda.device_count()
-    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
-    if gpus:
-        cluster["gpus_per_worker"] = 1
-    if "RAY_ADDRESS" not in os.environ:
-        cluster["backend"] = "processes"
-    return cluster
 
 
 def merged(values: dict[str, Any], overrides: Sequence[str], sets: Sequence[str]) -> dict[str, Any]:

@@ -61,8 +61,29 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
 
 
 def load(path: str, overrides: Mapping[str, Any]) -> models.Model:
-    """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
-    refuse_other_pixels(path)
+    """Load the model behind a path; `overrides` are what its file cannot tell.
+
+    Raises DataError, which names it, where it cannot be loaded, and where the files beside weights of others say that
+    pixels are not brought to −1 … 1: the values of such weights would be wrong, and nothing would show it.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    # An official .npz says nothing of pixels, which were brought to −1 … 1.
+    if is_foreign(path) and ".npz" not in Path(path).name:
+        for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
+            try:
+                described = json.loads((folder / name).read_text())
+                values = described.get(section, {}) if section else described
+                means = values.get("mean", values.get("image_mean")) or [0.5]
+                deviations = values.get("std", values.get("image_std")) or [0.5]
+            except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object
+                continue
+            if set(means) | set(deviations) != {0.5}:
+                raise DataError(
+                    f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
+                    "  expected 0.5 and 0.5, pixels from −1 to 1, as everything here makes them: values would be "
+                    "wrong\n"
+                    "  give weights that take such pixels"
+                )
     # JSON and YAML have lists where a model's config has tuples.
     options: dict[str, Any] = {}
     for name, value in overrides.items():
@@ -71,27 +92,3 @@ def load(path: str, overrides: Mapping[str, Any]) -> models.Model:
         return models.load(path, **options)
     except UNREADABLE as error:
         raise DataError(f"cannot load {path}: {error}") from None
-
-
-def refuse_other_pixels(path: str) -> None:
-    """Raise DataError where the files beside weights of others say that pixels are not brought to −1 … 1.
-
-    The values of such weights would be wrong, and nothing would show it.
-    """
-    if not is_foreign(path) or ".npz" in Path(path).name:
-        return
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
-        try:
-            described = json.loads((folder / name).read_text())
-            values = described.get(section, {}) if section else described
-            means = values.get("mean", values.get("image_mean")) or [0.5]
-            deviations = values.get("std", values.get("image_std")) or [0.5]
-        except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object
-            continue
-        if set(means) | set(deviations) != {0.5}:
-            raise DataError(
-                f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
-                "  expected 0.5 and 0.5, pixels from −1 to 1, as everything here makes them: values would be wrong\n"
-                "  give weights that take such pixels"
-            )

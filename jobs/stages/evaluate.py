@@ -15,7 +15,7 @@ the same at any world size, and sums are counts, or made by rank 0 in a fixed or
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -28,7 +28,6 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.context import Context
@@ -108,15 +107,6 @@ class Config:
                 f"  type sets.{name}.train=…, an index or @stage/name, or leave these protocols out",
             )
 
-    def paths(self) -> dict[str, str]:
-        """Return every set by the field that names it."""
-        paths = {}
-        for name, evaluated in self.sets.items():
-            paths[f"sets.{name}.test"] = evaluated.test
-            if evaluated.train is not None:
-                paths[f"sets.{name}.train"] = evaluated.train
-        return paths
-
     def metrics(self) -> list[str]:
         """Return the names of the values that come out, as `document.metrics_of` calls them."""
         values: list[str] = []
@@ -160,7 +150,8 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     leaks_path = context.resolve(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
-    all_named = requests_of(cfg, context, leaks)
+    preprocess = cfg.preprocess or f"resize({context.model.image_size})"
+    all_named = requests_of(cfg, preprocess, context, leaks)
 
     results = earlier_results(context, weights_digest)
     unanswered: list[NamedRequest] = []
@@ -172,7 +163,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             unanswered.append(named)
     if unanswered:
         worker_config = WorkerConfig(
-            preprocess=preprocess_of(cfg, context),
+            preprocess=preprocess,
             max_labels=cfg.max_labels,
             micro_batch=cfg.micro_batch,
             precision=cfg.precision,
@@ -191,23 +182,28 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         "results": [with_names(results[named.digests], named, leaks) for named in all_named],
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
-    say_warnings(cfg, context, written["results"])
+
+    # People hear which sets have samples that could not be read, and where labels are taken on trust.
+    sets = {result["set"]["name"]: result["set"] for result in written["results"]}
+    for name, evaluated in sets.items():
+        unreadable = evaluated["samples"] - evaluated["judged"]
+        if unreadable:
+            context.say(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
+        nameless = [] if context.class_names else ["the weights"]
+        if not load_index(evaluated["path"]).names:
+            nameless.append(f"the set {name}")
+        if nameless and cfg.uses_head():
+            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
     for line in document.table(written):
         context.say(line)
     return {"metrics": document.metrics_of(written)}
 
 
-def preprocess_of(cfg: Config, context: Context) -> str:
-    """Return the evaluation ops of the stage."""
-    return cfg.preprocess or f"resize({context.model.image_size})"
-
-
-def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[NamedRequest]:
+def requests_of(cfg: Config, preprocess: str, context: Context, leaks: LeaksFile | None) -> list[NamedRequest]:
     """Return the requests set by set and protocol by protocol, in the order of the recipe.
 
     Raises DataError where a leaks.json is not about a set.
     """
-    preprocess = preprocess_of(cfg, context)
     common: dict[str, Any] = {
         "preprocess": preprocess,
         "precision": cfg.precision,
@@ -275,20 +271,6 @@ def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None) -> E
     return signed
 
 
-def say_warnings(cfg: Config, context: Context, results: Iterable[Mapping[str, Any]]) -> None:
-    """Say which sets have samples that could not be read, and where labels are taken on trust."""
-    sets = {result["set"]["name"]: result["set"] for result in results}
-    for name, evaluated in sets.items():
-        unreadable = evaluated["samples"] - evaluated["judged"]
-        if unreadable:
-            context.say(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
-        nameless = [] if context.class_names else ["the weights"]
-        if not load_index(evaluated["path"]).names:
-            nameless.append(f"the set {name}")
-        if nameless and cfg.uses_head():
-            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
-
-
 # ------------------------------------------------------------------------------------------------ checks
 
 
@@ -312,44 +294,45 @@ def shared_classes(cfg: Config) -> list[SharedClasses]:
 
 
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read."""
+    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
+
+    Names of classes are compared in jobs/recipe/class_names.py.
+    """
     cfg: Config = stage.config
-    paths = list(cfg.paths().values())
-    if stage.model is not None:
-        indexes = {path: index for path in paths for index in there.made([path])}
-        check_head(cfg, stage.model, indexes, stage.name)
+    model = stage.model
+    if model is not None:
+        check_shape(cfg.preprocess, model, f"{stage.name}.preprocess")
+    # Protocols of the head need one, with enough outputs.
+    if model is not None and cfg.uses_head():
+        require(
+            model.classes > 0,
+            f"{stage.name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
+            f"  expected protocols of features: {', '.join(FEATURES)}",
+        )
+        require(
+            "top-5" not in cfg.protocols or model.classes >= 5,
+            f"{stage.name}: top-5 needs 5 classes, the weights have {model.classes}\n"
+            f"  leave it out of {stage.name}.protocols",
+        )
+        for name, evaluated in cfg.sets.items():
+            for index in there.made([evaluated.test]):
+                if index.classes <= model.classes:
+                    continue
+                more = ", ".join(index.class_name(label) for label in range(model.classes, index.classes)[:5])
+                raise DataError(
+                    f"{stage.name}.sets.{name}: {evaluated.test} has {index.classes} classes, the weights "
+                    f"{model.classes}: they know no {more}\n"
+                    "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
+                )
+    paths = []
+    for evaluated in cfg.sets.values():
+        paths.append(evaluated.test)
+        if evaluated.train is not None:
+            paths.append(evaluated.train)
     if there.looks_at_files:
         require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
         training.check_usable(there.made(paths))
     yield from ()
-
-
-def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str) -> None:
-    """Raise ConfigError or DataError where a set or a protocol does not fit the weights; `indexes` are by path.
-
-    Names are compared in jobs/recipe/class_names.py.
-    """
-    check_shape(cfg.preprocess, model, f"{stage}.preprocess")
-    if not cfg.uses_head():
-        return
-    require(
-        model.classes > 0,
-        f"{stage}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} judge\n"
-        f"  expected protocols of features: {', '.join(FEATURES)}",
-    )
-    require(
-        "top-5" not in cfg.protocols or model.classes >= 5,
-        f"{stage}: top-5 needs 5 classes, the weights have {model.classes}\n  leave it out of {stage}.protocols",
-    )
-    for name, evaluated in cfg.sets.items():
-        index = indexes.get(evaluated.test)
-        if index is not None and index.classes > model.classes:
-            more = ", ".join(index.class_name(label) for label in range(model.classes, index.classes)[:5])
-            raise DataError(
-                f"{stage}.sets.{name}: {evaluated.test} has {index.classes} classes, the weights {model.classes}: "
-                f"they know no {more}\n"
-                "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
-            )
 
 
 KIND = StageKind(

@@ -285,14 +285,14 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     (tmp_path / "leaks.json").write_text(json.dumps(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
-        ([weights, "micro_batch=3"], 64, "no set to judge on"),
+        ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
         ([weights, test, "--protocol", "top1"], 78, "protocols has 'top1'; did you mean 'top-1'?"),
         ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
         ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
         ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
-        ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 judge"),
+        ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 need"),
         ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "knows nothing of the set test: "),
         ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),
         ([str(tmp_path / "nothing"), test], 65, "nothing"),
@@ -329,7 +329,7 @@ def test_weights_that_take_other_pixels_are_refused(
 ) -> None:
     theirs = tmp_path / format
     assert main(["export", str(world / "weights"), str(theirs), "--format", format]) == 0
-    any_weights.refuse_other_pixels(str(theirs))  # as exported they take those from −1 to 1
+    any_weights.load(str(theirs), {})  # as exported they take those from −1 to 1
     file = theirs / ("config.json" if format == "timm" else "preprocessor_config.json")
     described = json.loads(file.read_text())
     section = described["pretrained_cfg"] if format == "timm" else described
