@@ -68,18 +68,15 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
         if layers not in resnet.UNITS:
             known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
             raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
-        named = {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
+        named: ConfigFields = {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
         return checked(resnet.BiTConfig, {**named, **caller_fields})
-    return checked(VIT_KINDS[parts["kind"]], {**vit_fields(parts), **caller_fields})
 
-
-def vit_fields(parts: re.Match[str]) -> ConfigFields:
-    """Return the fields that "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16" stands for."""
+    # "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16".
     size = parts["size"]
     if size not in vit.SIZES:
         raise ValueError(f"{parts[0]!r}: no size {size!r}{did_you_mean(size, vit.SIZES)}")
     width, depth, mlp, heads = vit.SIZES[size]
-    named: ConfigFields = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
+    named = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
     if parts["stem"]:
         # STEMS tells which patch on the stem's map makes this total stride; most often it is 1.
         stem = (parts["stem"], int(parts["patch"]))
@@ -87,7 +84,7 @@ def vit_fields(parts: re.Match[str]) -> ConfigFields:
             known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in resnet.STEMS)
             raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
         named["stem"], named["patch"] = resnet.STEMS[stem]
-    return named
+    return checked(VIT_KINDS[parts["kind"]], {**named, **caller_fields})
 
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:

@@ -64,11 +64,6 @@ def unpack_heads(packed: Tensor, parts: int, heads: int) -> list[Tensor]:
     return [split_heads(part, heads) for part in packed.chunk(parts, dim=-1)]
 
 
-def merge_heads(x: Tensor) -> Tensor:
-    """(B, H, T, D/H) to (B, T, D), the inverse of `split_heads`."""
-    return x.transpose(1, 2).flatten(2)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
@@ -100,7 +95,7 @@ class Attention(nn.Module):
         if relative is not None:
             bias = relative(q)[:, :, :queries]
         mixed = attend(q[:, :, :queries], k, v, bias)
-        return self.out(merge_heads(mixed))
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, T, D/H) to (B, T, D)
 
 
 class Mlp(nn.Module):

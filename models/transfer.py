@@ -94,7 +94,7 @@ def transfer(
     new: list[Change] = []
     carried: set[str] = set()
     # In the order of the target's parameters: a draw from the generator depends on those before it.
-    for name, shape in shapes_of(target).items():
+    for name, shape in tensor_shapes(catalog.empty(target).named_parameters()).items():
         old = weights.get(name)
         # A class token's entry in a position table begins at zero, as in a table that has it already (`fit_slots`).
         if old is None and name.endswith(".slot"):
@@ -167,11 +167,6 @@ def check_comparable(source: ModelConfig, target: ModelConfig) -> None:
         raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
 
 
-def shapes_of(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every parameter by name, in the module's order."""
-    return tensor_shapes(catalog.empty(config).named_parameters())
-
-
 def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
     """Return the shapes of tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors}
@@ -179,7 +174,8 @@ def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
 
 def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
     """Raise ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
-    check_shapes(tensor_shapes(weights.items()), shapes_of(config), config.family)
+    expected = tensor_shapes(catalog.empty(config).named_parameters())
+    check_shapes(tensor_shapes(weights.items()), expected, config.family)
 
 
 def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:

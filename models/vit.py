@@ -24,7 +24,6 @@ from models.layers import (
     PatchEmbedding,
     Prefix,
     attend,
-    merge_heads,
     split_heads,
     unpack_heads,
 )
@@ -190,7 +189,8 @@ class MapHead(nn.Module):
         q = split_heads(self.q(probe), self.heads)  # (B, H, 1, D/H)
         k, v = unpack_heads(self.kv(tokens), 2, self.heads)  # each (B, H, T, D/H)
         # No residual around the attention and no norm before it, as in big_vision: the ViT's last norm has run.
-        y = self.out(merge_heads(attend(q, k, v)))  # (B, 1, D)
+        mixed = attend(q, k, v)  # (B, H, 1, D/H)
+        y = self.out(mixed.transpose(1, 2).flatten(2))  # (B, 1, D)
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 

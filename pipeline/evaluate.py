@@ -226,10 +226,11 @@ def request_async(worker: Worker, step: int) -> bool:
         # A disk that refuses the request costs the loop an evaluation of its own, not the run.
         with suppress(OSError):
             # Where the workers evaluate it themselves and are killed meanwhile, the next attempt knows that it is due.
-            async_evaluation.request(stage, step, REQUESTED if is_spare else IN_LOOP)
+            mark, other_mark = (REQUESTED, IN_LOOP) if is_spare else (IN_LOOP, REQUESTED)
+            async_evaluation.request(stage, step, mark)
             is_requested = [is_spare]
             # An earlier attempt may have made the other mark, and lost the step.
-            async_evaluation.withdraw(stage, step, IN_LOOP if is_spare else REQUESTED)
+            async_evaluation.withdraw(stage, step, other_mark)
     dist.broadcast_object_list(is_requested, src=0)
     return is_requested[0]
 

@@ -11,7 +11,6 @@ patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis 
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.errors import DataError, UsageError
 from data.files import write_whole
@@ -39,26 +38,30 @@ COMPONENTS = 28  # filters in figure 7
 POSITION_LABELS = 14  # on an axis of the position maps, at most: more do not fit
 
 
-@dataclass(frozen=True)
-class Attention:
-    """What the model looks at in the images."""
-
-    maps: Tensor  # (images, rows, columns), the largest of each is 1
-    distance: Tensor  # (layers, heads), pixels, mean over the images
-    distance_renormalised: Tensor  # the same, of the patches' share of attention alone
-
-
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
     refuse_missing(weights)
     verification = verified(weights)
-    model = load(weights, {}).to(device())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load(weights, {}).to(device)
     try:
         config: ViTConfig = analysis.vit_of(model).config
         images = dict(islice(read_images(paths, config.image_size), limit))
         if not images:
             raise UsageError(f"no images in {', '.join(paths)}; give image files, folders of them or tar shards")
-        attention = look_at(model, config, images)
+        # One image at a time: L/16 at 384 px has half a gigabyte of attention weights each.
+        all_maps = []
+        distances = []
+        renormalised = []
+        for pixels in images.values():
+            batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
+            attention = analysis.attention_weights(model, normalise(batch, torch.float32, device))
+            all_maps.append(analysis.attention_map(attention, config)[0].cpu())
+            distances.append(analysis.attention_distance(attention, config).cpu())
+            # The same, of the patches' share of attention alone.
+            renormalised.append(analysis.attention_distance(attention, config, renormalise=True).cpu())
+        maps = torch.stack(all_maps)  # (images, rows, columns), the largest of each is 1
+        distance = torch.stack(distances).mean(0)  # (layers, heads), pixels
         # Positions are compared where a table is added to the patches, filters shown where no ResNet makes patches.
         similarity = None
         if config.positions in ADDED:
@@ -73,31 +76,26 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
     # Nothing has been written so far: a refusal leaves no folder behind.
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    draw_attention(images, attention.maps, folder / "attention.png")
-    draw_inside(components, similarity, attention.distance, folder / "inside.png")
+    draw_attention(images, maps, folder / "attention.png")
+    draw_inside(components, similarity, distance, folder / "inside.png")
     numbers = {
         "weights": weights,
         "images": list(images),
-        "attention_maps": rounded(attention.maps),
-        "attention_distance": rounded(attention.distance),
-        "attention_distance_renormalised": rounded(attention.distance_renormalised),
+        "attention_maps": rounded(maps),
+        "attention_distance": rounded(distance),
+        "attention_distance_renormalised": rounded(torch.stack(renormalised).mean(0)),
         "position_similarity": rounded(similarity),
         "explained_variance": rounded(explained_variance),
     }
     write_whole(folder / "analysis.json", json.dumps(numbers))
 
-    reach = attention.distance.mean(1)
+    reach = distance.mean(1)
     return [
         *verification,
         f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers",
         f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last",
         f"written  {folder}/attention.png  inside.png  analysis.json",
     ]
-
-
-def device() -> torch.device:
-    """Return the GPU, where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 # -------------------------------------------------------------------------------------------------- looking
@@ -125,20 +123,6 @@ def encoded_images(paths: list[str]) -> Iterator[tuple[str, bytes]]:
                 yield str(file), file.read_bytes()
 
 
-def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> Attention:
-    """Compute attention maps and distances, one image at a time: L/16 at 384 px has half a gigabyte of weights each."""
-    maps = []
-    distances = []
-    renormalised = []
-    for pixels in images.values():
-        batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
-        weights = analysis.attention_weights(model, normalise(batch, torch.float32, device()))
-        maps.append(analysis.attention_map(weights, config)[0].cpu())
-        distances.append(analysis.attention_distance(weights, config).cpu())
-        renormalised.append(analysis.attention_distance(weights, config, renormalise=True).cpu())
-    return Attention(torch.stack(maps), torch.stack(distances).mean(0), torch.stack(renormalised).mean(0))
-
-
 def rounded(tensor: Tensor | None) -> object:
     """Return a tensor as nested lists of numbers with six digits; None stays None."""
     if tensor is None:
@@ -161,21 +145,17 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     rows[0][0].set_title("Input")
     rows[0][1].set_title("Attention")
     for (left, right), pixels, attention_map in zip(rows, shown, maps[: len(shown)], strict=True):
-        light = enlarged(attention_map, pixels.shape[:2])
+        # The map at the size of its image, with values from 0 to 1. Bicubic interpolation overshoots, here below zero.
+        size = pixels.shape[:2]
+        large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
+        large = large.clamp(min=0)
+        spread = (large.max() - large.min()).clamp(min=1e-12)
+        light = ((large - large.min()) / spread).numpy()
         left.imshow(pixels)
         right.imshow(pixels / 255 * light[..., None])
         left.set_axis_off()
         right.set_axis_off()
     figure.savefig(path, dpi=150)
-
-
-def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
-    """Return a map at the size of its image, interpolated bicubically, with values from 0 to 1."""
-    large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
-    # Bicubic interpolation overshoots, here below zero.
-    large = large.clamp(min=0)
-    spread = (large.max() - large.min()).clamp(min=1e-12)
-    return ((large - large.min()) / spread).numpy()
 
 
 def draw_inside(components: Tensor | None, similarity: Tensor | None, distance: Tensor, path: Path) -> None:

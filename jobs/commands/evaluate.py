@@ -32,12 +32,23 @@ MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
 
 def evaluate(weights: str, words: Sequence[str], protocols: Sequence[str], output: str | None) -> None:
     """Evaluate weights on the sets among the words; the others are `key=value`. Raises what `run` raises."""
-    sets = [word for word in words if "=" not in word]
-    overrides = [word for word in words if "=" in word]
+    # Each set is called as its folder or index, numbered where two are alike.
+    sets: dict[str, dict[str, str]] = {}
+    overrides: list[str] = []
+    for word in words:
+        if "=" in word:
+            overrides.append(word)
+            continue
+        name = name_of(word)
+        number = 2
+        while name in sets:
+            name = f"{name_of(word)}-{number}"
+            number += 1
+        sets[name] = {"test": word}
     if not sets:
         raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
     folder = output or f"runs/evaluate-{name_of(weights)}"
-    section: dict[str, Any] = {"init": weights, "sets": named(sets)}
+    section: dict[str, Any] = {"init": weights, "sets": sets}
     if protocols:
         section["protocols"] = list(protocols)
     # As many workers as this machine has GPUs, or cores; of Ray's, where one is to be joined.
@@ -48,38 +59,8 @@ def evaluate(weights: str, words: Sequence[str], protocols: Sequence[str], outpu
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
     values = {"run": folder, "cluster": cluster, STAGE: section}
-    loaded = campaign.resolve(config.Recipe(merged(values, overrides, list(section["sets"])), "the command", folder))
-    run_campaign(loaded)
-    stage = loaded.stage(STAGE)
-    document = (loaded.directory(stage) / NAME).read_text()
-    write_whole(loaded.run / NAME, document)
-    print(f"written  {loaded.run / NAME}: {len(json.loads(document)['results'])} results", flush=True)
-
-
-def named(sets: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return {name: {"test": path}} of sets: each is called as its folder or index, numbered where two are alike."""
-    by_name: dict[str, dict[str, str]] = {}
-    for path in sets:
-        base = name_of(path)
-        name = base
-        number = 2
-        while name in by_name:
-            name = f"{base}-{number}"
-            number += 1
-        by_name[name] = {"test": path}
-    return by_name
-
-
-def name_of(path: str) -> str:
-    """Return a name for what is at a path, of letters, digits, dashes and underscores."""
-    last = path.rstrip("/").rpartition("/")[2] or "weights"
-    stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)
-
-
-def merged(values: dict[str, Any], overrides: Sequence[str], sets: Sequence[str]) -> dict[str, Any]:
-    """Return the recipe's values with overrides on top: of `cluster`, of `train` (of all sets), else of the stage."""
-    full = []
+    # Overrides are of `cluster` and `trackers`, of `train` (of all sets), else of the stage.
+    full: list[str] = []
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "train":
@@ -88,4 +69,17 @@ def merged(values: dict[str, Any], overrides: Sequence[str], sets: Sequence[str]
             full.append(override)
         else:
             full.append(f"{STAGE}.{override}")
-    return config.with_home(config.with_overrides(values, full))
+    values = config.with_home(config.with_overrides(values, full))
+    loaded = campaign.resolve(config.Recipe(values, "the command", folder))
+    run_campaign(loaded)
+    stage = loaded.stage(STAGE)
+    document = (loaded.directory(stage) / NAME).read_text()
+    write_whole(loaded.run / NAME, document)
+    print(f"written  {loaded.run / NAME}: {len(json.loads(document)['results'])} results", flush=True)
+
+
+def name_of(path: str) -> str:
+    """Return a name for what is at a path, of letters, digits, dashes and underscores."""
+    last = path.rstrip("/").rpartition("/")[2] or "weights"
+    stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)

@@ -38,10 +38,11 @@ def is_foreign(path: str) -> bool:
 
 def files_of(path: str) -> list[Path]:
     """Return the file of foreign weights, and the config beside it; `file.npz:img` names a part of a file."""
-    if ".npz" in Path(path).name:
-        file = Path(path)
-        return [file if file.exists() else Path(path.rpartition(":")[0] or path)]
     file = Path(path)
+    if ".npz" in file.name:
+        if not file.exists() and ":" in path:
+            file = Path(path.rpartition(":")[0])
+        return [file]
     if file.is_dir():
         file = file / THEIR_WEIGHTS
     return [file, file.parent / THEIR_CONFIG]
@@ -54,7 +55,9 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
     file, *beside = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
     described = [artifacts.digest_of(config)["sha256"] for config in beside if config.is_file()]
-    part = path.rpartition(":")[2] if not Path(path).exists() else ""
+    part = ""
+    if not Path(path).exists():
+        part = path.rpartition(":")[2]
     if not described and not part:
         return digest
     return hashlib.sha256(" ".join([digest, *described, part]).encode()).hexdigest()

@@ -189,7 +189,9 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
             context.say(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
-        nameless = [] if context.class_names else ["the weights"]
+        nameless = []
+        if not context.class_names:
+            nameless.append("the weights")
         if not load_index(evaluated["path"]).names:
             nameless.append(f"the set {name}")
         if nameless and cfg.uses_head():
@@ -266,8 +268,13 @@ def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None) -> E
         signed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
     if leaks is not None:
         compared = [asdict(train) for train in leaks.leaks.train]
-        of_result = {name: result["leaks"][name] for name in ("leaked", "values")}
-        signed["leaks"] = {"path": leaks.path, "digest": leaks.digest, "train": compared, **of_result}
+        signed["leaks"] = {
+            "path": leaks.path,
+            "digest": leaks.digest,
+            "train": compared,
+            "leaked": result["leaks"]["leaked"],
+            "values": result["leaks"]["values"],
+        }
     return signed
 
 

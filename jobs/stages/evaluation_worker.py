@@ -146,12 +146,16 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         world=dist.get_world_size(),
         log=log,
     )
-    requests = [Request(**{**request, "protocol": Protocol(**request["protocol"])}) for request in task["requests"]]
+    requests = []
+    for request in task["requests"]:
+        requests.append(Request(**{**request, "protocol": Protocol(**request["protocol"])}))
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
         # Where a protocol failed its message says what to change.
-        remedy = "" if error.path is None else "\n  repair the set, then run the same command again"
+        remedy = ""
+        if error.path is not None:
+            remedy = "\n  repair the set, then run the same command again"
         raise EvaluationFailed(f"{error}{remedy}", error.exit_code, error.path) from error
     except EvaluationStopped:
         raise Preempted("stopped between two batches; run the same command again to begin anew") from None

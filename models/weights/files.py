@@ -122,7 +122,9 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
     if ".npz" in path.name:
         return ()
     if (directory / CONFIG).is_file():
-        names = json.loads((directory / CLASSES).read_text()) if (directory / CLASSES).is_file() else []
+        names = []
+        if (directory / CLASSES).is_file():
+            names = json.loads((directory / CLASSES).read_text())
     elif (directory / THEIR_CONFIG).is_file():
         described = json.loads((directory / THEIR_CONFIG).read_text())
         names = weights_hf.class_names(described) or weights_timm.class_names(described)

@@ -61,7 +61,10 @@ def withdraw(stage: Path, step: int, suffix: str) -> None:
 
 def requested(stage: Path, suffix: str = REQUESTED) -> list[int]:
     """Return the steps with this mark, the oldest first."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (stage / FOLDER).glob(f"step-*{suffix}"))
+    steps = []
+    for path in (stage / FOLDER).glob(f"step-*{suffix}"):
+        steps.append(int(path.stem.removeprefix("step-")))
+    return sorted(steps)
 
 
 def due(stage: Path) -> set[int]:

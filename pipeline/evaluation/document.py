@@ -92,7 +92,9 @@ def class_entries(is_right: np.ndarray, labels: np.ndarray, names: Sequence[str]
         count = int(samples[label])
         right = int(hits[label])
         low, high = wilson(right, count)
-        name = names[label] if label < len(names) else None
+        name = None
+        if label < len(names):
+            name = names[label]
         entry = {"id": label, "name": name, "value": right / count, "low": low, "high": high, "samples": count}
         entries.append(entry)
     return entries

@@ -45,6 +45,7 @@ class FeatureStore:
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first
         self.file: IO[bytes] | None = None
         self.width = 0  # D
+        self.row_bytes = 0  # of a sample's features
         self.failure: OSError | None = None  # why nothing more could be kept
 
     # -------------------------------------------------------------------------------------------- writing
@@ -86,6 +87,7 @@ class FeatureStore:
         """Write features (b, D) at their rows. Raises OSError where the disk has no room."""
         if self.file is None:
             self.width = features.shape[1]
+            self.row_bytes = self.width * FEATURE_BYTES
             self.file = tempfile.TemporaryFile(dir=self.folder, prefix="features-")  # noqa: SIM115 (as long as we live)
             # All of it now: an hour into the pass would be a bad moment to learn that the disk is too small.
             os.posix_fallocate(self.file.fileno(), 0, max(self.index.samples * self.row_bytes, 1))
@@ -101,11 +103,6 @@ class FeatureStore:
             first += len(run)
 
     # -------------------------------------------------------------------------------------------- reading
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of a sample's features."""
-        return self.width * FEATURE_BYTES
 
     @property
     def rows(self) -> np.ndarray:
@@ -142,10 +139,11 @@ class FeatureStore:
 
     def blocks(self, rows: np.ndarray | None = None, size: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
         """Iterate features block by block: which of the `rows` (all that are there), and their features (size, D)."""
-        chosen = self.rows if rows is None else rows
-        for first in range(0, len(chosen), size):
-            place = slice(first, min(first + size, len(chosen)))
-            yield place, self.features(chosen[place])
+        if rows is None:
+            rows = self.rows
+        for first in range(0, len(rows), size):
+            place = slice(first, min(first + size, len(rows)))
+            yield place, self.features(rows[place])
 
     def close(self) -> None:
         """Give the file's room back."""

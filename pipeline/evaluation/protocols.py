@@ -62,7 +62,7 @@ class ProbeConfig:
     """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
 
     train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
-    test: str | None = None  # index of the set that the fitted map is judged on; or "@stage/name"
+    test: str | None = None  # index of the set that the fitted map is evaluated on; or "@stage/name"
     shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
     seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
     l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
@@ -161,9 +161,13 @@ class Protocol:
         """Return the settings as an instance of their class; None for a protocol without any."""
         if self.kind.settings is None:
             return None
-        values = self.fields["options"].items()
-        # JSON has lists where the settings have tuples.
-        return self.kind.settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in values})
+        options: dict[str, Any] = {}
+        for name, value in self.fields["options"].items():
+            options[name] = value
+            # JSON has lists where the settings have tuples.
+            if isinstance(value, list):
+                options[name] = tuple(value)
+        return self.kind.settings(**options)
 
     def compute(self, inputs: Inputs) -> Outcome:
         """Compute the protocol. Raises ConfigError where its settings do not fit the sets."""
