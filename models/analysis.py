@@ -1,4 +1,4 @@
-"""What a trained ViT looks at: the analyses behind the paper's figures 6, 7 and 11 (SPEC 2.7).
+"""Shows which patches a trained ViT attends to: the analyses behind the paper's figures 6, 7 and 11 (SPEC 2.7).
 
 1. `attention_weights` runs images through the model and recomputes what each block's attention formed;
 2. from these: `attention_map` (figure 6), `attention_distance` (figures 7 and 11);
@@ -84,7 +84,7 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
 
 
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
-    """Figure 6: how much of each patch is in what is pooled, by rollout; (B, rows, columns), the largest entry 1."""
+    """Return how much of each patch is in the pooled token, by rollout (figure 6): (B, rows, columns), at most 1."""
     mixed = rollout(weights)
     # The class token is what the head sees; without one the head sees the mean over the patches.
     pooled = mixed[:, 0]
@@ -95,7 +95,7 @@ def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
 
 
 def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise: bool = False) -> Tensor:
-    """Figures 7 and 11: mean distance in pixels between query and key patch, (layers, H).
+    """Return the mean distance in pixels between query and key patch (figures 7 and 11), (layers, H).
 
     Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no place and
     are left out; with `renormalise` the other keys' weights are scaled to sum to 1, without it they count as 0.
@@ -115,7 +115,7 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Figure 7, centre: cosine similarity of each patch's position to all, (rows, columns, rows, columns).
+    """Return the cosine similarity of all positions (figure 7, centre), (rows, columns, rows, columns).
 
     Where every layer has a table, the first one is taken. Raises ValueError where nothing is added to the patches.
     """
@@ -129,7 +129,7 @@ def position_similarity(model: nn.Module) -> Tensor:
 
 
 def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
-    """Figure 7, left: principal components of the RGB patch filters, and the share of variance each explains.
+    """Return principal components of the RGB patch filters (figure 7, left), and each one's share of the variance.
 
     Components (count, C, h, w) of unit length, the sign such that the largest entry is positive; at most as
     many as there are. The paper shows 28, of L/32.

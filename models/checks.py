@@ -1,4 +1,4 @@
-"""Checks that the configs of all families share; each refusal says what was found, what was expected, what would do."""
+"""Checks that the configs of all families share; each error names what was found, what was expected, what would do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def not_negative(config: object, names: tuple[str, ...]) -> None:
 def nearest_multiples(value: int, step: int) -> str:
     """Name the closest multiples of `step` below and above `value`: "208 or 224" for 210 and 16."""
     below = value // step * step
-    # Zero is a multiple too, but nobody can use it as a size.
+    # Zero is a multiple too, but no size.
     if below == 0:
         return str(step)
     return f"{below} or {below + step}"

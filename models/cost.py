@@ -1,4 +1,4 @@
-"""What a model costs, computed from the model itself on the meta device: parameters and products.
+"""Costs of a model, computed from the model itself on the meta device: parameters and products.
 
 config = models.config_of("B/16")
 parameters_of(config)               86_567_656

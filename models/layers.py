@@ -54,18 +54,18 @@ class Prefix(nn.Module):
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, D) to (B, H, T, D/H)."""
+    """Give each head its channels: (B, T, D) to (B, H, T, D/H)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def unpack_heads(packed: Tensor, parts: int, heads: int) -> list[Tensor]:
-    """One projection (B, T, parts x D) to each of its parts (B, H, T, D/H)."""
+    """Cut a projection (B, T, parts x D) into its parts, each (B, H, T, D/H)."""
     # Cut by `chunk` and not by a permuted view: so the backward pass copies once, not twice (benchmarks/README.md).
     return [split_heads(part, heads) for part in packed.chunk(parts, dim=-1)]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
+    """Compute softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         # Two plain products: with the fused kernel a whole step of S/16 takes 1.22 times as long in bfloat16 on a CPU,
         # in float32 0.99 times (benchmarks/README.md).

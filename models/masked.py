@@ -57,7 +57,7 @@ class MaskedConfig(ViTConfig):
 
     @property
     def vit(self) -> ViTConfig:
-        """Config of the ordinary ViT inside."""
+        """Return the config of the ordinary ViT inside."""
         shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
         return ViTConfig(**shared)
 
@@ -74,7 +74,7 @@ class Corruption(nn.Module):
         self.swapped = config.swapped
 
     def forward(self, patches: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Patches (B, N, D) to corrupted ones and the places (B, K) of the corruption."""
+        """Turn patches (B, N, D) into corrupted ones; return them and the places (B, K) of the corruption."""
         batch, patch_count, width = patches.shape
         device = patches.device
         # The order of the three draws is part of what a seed means.
@@ -82,7 +82,7 @@ class Corruption(nn.Module):
         places = order[:, : self.count]
         # A walk of 1 to N - 1 patches around the sequence ends at each other patch equally often.
         distance = torch.randint(1, patch_count, places.shape, generator=generator, device=device)
-        others = (places + distance) % patch_count  # any patch of the image but this one
+        others = (places + distance) % patch_count  # any other patch of the image
         fate = torch.rand(places.shape, generator=generator, device=device)[..., None]
         # fate below 0.8: the mask embedding; below 0.9: another patch; else the patch itself.
         swapped = torch.where(fate < self.masked + self.swapped, pick(patches, others), pick(patches, places))
@@ -92,7 +92,7 @@ class Corruption(nn.Module):
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:
-    """Entries (B, K, ...) of (B, N, ...) at places (B, K)."""
+    """Return the entries (B, K, ...) of (B, N, ...) at places (B, K)."""
     images = torch.arange(len(values), device=values.device)
     return values[images[:, None], places]
 
@@ -112,7 +112,7 @@ class MaskedViT(nn.Module):
 
     @property
     def recomputed_blocks(self) -> int:
-        """How many blocks of the ViT, from the first, recompute their activations in training."""
+        """Return how many blocks of the ViT, from the first, recompute their activations in training."""
         return self.vit.recomputed_blocks
 
     @recomputed_blocks.setter
@@ -124,7 +124,7 @@ class MaskedViT(nn.Module):
         return self.vit.features(images)
 
     def forward(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Images (B, 3, height, width) in [-1, 1] to predictions and targets.
+        """Turn images (B, 3, height, width) in [-1, 1] into predictions and targets.
 
         Colours: logits (B, K, S, 512) and classes (B, K, S). Pixels: both (B, K, 3 x patch height x width).
         """

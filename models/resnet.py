@@ -63,12 +63,12 @@ class BiTConfig:
 
     @property
     def feature_width(self) -> int:
-        """Channels of the last map, which enter the head."""
+        """Return the channels of the last map, which enter the head."""
         return self.width * EXPANSION * 2 ** (len(self.units) - 1)
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """TF's SAME: just enough for ceil(size / stride) outputs, the odd pixel below and to the right."""
+    """Pad as TF's SAME: just enough for ceil(size / stride) outputs, the odd pixel below and to the right."""
     # Torch's padding is the same on both sides; that alone changes a hybrid's logits by 0.2 to 1.7 (SPEC 1.1).
     borders: list[int] = []  # F.pad takes the last axis first: left, right, above, below
     for size in (x.shape[3], x.shape[2]):
@@ -212,7 +212,8 @@ class Stem(nn.Module):
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Pixels between neighbours on the stem's map: 4 after the root, doubled by each later stage; 1 without a stem."""
+    """Return the pixels between neighbours on the stem's map; 1 without a stem."""
+    # The root halves twice, and each stage behind the first once.
     if units is None:
         return 1
     return 4 * 2 ** max(len(units) - 1, 0)
@@ -231,7 +232,7 @@ class BiT(nn.Module):
         self.head = nn.Linear(config.feature_width, config.classes) if config.classes else nn.Identity()
 
     def features(self, images: Tensor) -> Tensor:
-        """What enters the head: the mean over the last map, (B, C)."""
+        """Return the vector (B, C) that enters the head: the mean over the last map."""
         # Without a backward pass there is nothing to recompute for.
         recompute = self.training and torch.is_grad_enabled()
         border = 0.0 if self.config.pool_padding == "zero" else float("-inf")

@@ -31,7 +31,7 @@ from models.vit import ViTConfig, position_table
 Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
 
-# What may differ between source and target; any other difference would silently change the function.
+# Fields that may differ between source and target; any other difference would silently change the function.
 FREE = (
     *("image_size", "patch", "classes", "representation", "pool"),
     *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
@@ -41,7 +41,7 @@ HEAD = ("pre_logits.", "head.")
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What became of every parameter, and how similar neighbouring positions were before and are after."""
+    """Tells of every parameter what became of it, and how similar neighbouring positions were and are."""
 
     kept: tuple[Change, ...] = ()
     resized: tuple[Change, ...] = ()
@@ -240,7 +240,7 @@ def fit_slots(table: Tensor, slots: int, new_slots: int) -> Tensor:
 
 
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
-    """Patch filters (D, C, h, w) for another size: the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
+    """Resize patch filters (D, C, h, w): the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
 
     The new filter answers to a bilinearly enlarged patch as the old filter answered to the patch itself.
     """

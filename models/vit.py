@@ -123,31 +123,31 @@ class ViTConfig:
 
     @property
     def stride(self) -> tuple[int, int]:
-        """Pixels between neighbouring patches, (rows, columns)."""
+        """Return the pixels between neighbouring patches, (rows, columns)."""
         stem = resnet.stem_stride(self.stem)
         return self.patch[0] * stem, self.patch[1] * stem
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Return the rows and columns of patches."""
         return self.image_size[0] // self.stride[0], self.image_size[1] // self.stride[1]
 
     @property
     def prefix_tokens(self) -> int:
-        """How many tokens stand before the patches: the class token, where it is pooled, and the registers."""
+        """Return how many tokens stand before the patches: the class token, where it is pooled, and the registers."""
         class_tokens = 1 if self.pool == "token" else 0
         return class_tokens + self.registers
 
     @property
     def position_slots(self) -> int:
-        """Prefix tokens with an entry in the position table; a sincos table has none."""
+        """Return how many prefix tokens have an entry in the position table; a sincos table has none."""
         if self.class_slot and self.positions != "sincos2d":
             return self.prefix_tokens
         return 0
 
     @property
     def feature_width(self) -> int:
-        """Numbers that enter the head."""
+        """Return how many numbers enter the head."""
         return self.representation or self.width
 
 
@@ -184,7 +184,7 @@ class MapHead(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.activation, dropout=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T, D) to one vector an image (B, D)."""
+        """Pool tokens (B, T, D) to a vector (B, D) for each image."""
         probe = self.probe.expand(tokens.shape[0], -1, -1)
         q = split_heads(self.q(probe), self.heads)  # (B, H, 1, D/H)
         k, v = unpack_heads(self.kv(tokens), 2, self.heads)  # each (B, H, T, D/H)
@@ -233,7 +233,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(config.feature_width, config.classes) if config.classes else nn.Identity()
 
     def embed(self, images: Tensor) -> Tensor:
-        """Images to patch embeddings (B, N, D), before positions and prefix tokens."""
+        """Turn images into patch embeddings (B, N, D), before positions and prefix tokens."""
         # Without positions, another size would be computed without a word; with them, torch would only name shapes.
         channels, *size = images.shape[1:]
         if channels != 3 or tuple(size) not in (self.config.image_size, *self.smaller_sizes):
@@ -253,7 +253,7 @@ class ViT(nn.Module):
         grid: positions.Grid | None = None,
         kept: Tensor | None = None,
     ) -> Tensor:
-        """Patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
+        """Turn patch embeddings into tokens (B, T, D) after the last norm, prefix tokens first.
 
         With `queries`, only that many first tokens come out: the last block does not compute the others. `grid` is that
         of the patches where the images are smaller than the config's. `kept` (B, K) are the patches that go on after
@@ -261,15 +261,25 @@ class ViT(nn.Module):
         """
         # Without a backward pass there is nothing to recompute for.
         recompute = self.training and torch.is_grad_enabled()
-        last = self.config.depth - 1
+        config = self.config
+        last = config.depth - 1
         x = self.prefix(patches)
         for layer, block in enumerate(self.blocks):
-            added, relative = self.positions_of_layer(layer)
-            if added is not None:
-                x = added(x, grid)
+            # The layer's table biases its attention, or is added to its input. A single table, of "stem" or "shared",
+            # lies in a list too, so that a first table is always called positions.0.
+            relative = None
+            has_table = config.positions != "none" and (config.positions_at != "stem" or layer == 0)
+            if has_table:
+                table = self.positions[0]
+                if config.positions_at == "every":
+                    table = self.positions[layer]
+                if config.positions == "relative":
+                    relative = table
+                else:
+                    x = table(x, grid)
             if layer == 0 and kept is not None:
                 # The prefix stays, and of each image the patches of its row of `kept`.
-                prefix = self.config.prefix_tokens
+                prefix = config.prefix_tokens
                 places = kept[:, :, None].expand(-1, -1, x.shape[-1])  # (B, K, D)
                 x = torch.cat([x[:, :prefix], x[:, prefix:].gather(1, places)], dim=1)
             # Once, after the first addition, also where every layer adds positions (docs/models.md).
@@ -284,19 +294,8 @@ class ViT(nn.Module):
         # Over all tokens and before pooling, as in the original: timm's fc_norm, after pooling, is another function.
         return self.norm(x)
 
-    def positions_of_layer(self, layer: int) -> tuple[nn.Module | None, nn.Module | None]:
-        """Return the table this layer adds to its input and the one that biases its attention; one or both are None."""
-        config = self.config
-        if config.positions == "none" or (config.positions_at == "stem" and layer > 0):
-            return None, None
-        # "stem" and "shared" have one table. It lies in a list too, so that a first table is always called positions.0.
-        table = self.positions[layer if config.positions_at == "every" else 0]
-        if config.positions == "relative":
-            return None, table
-        return table, None
-
     def pool(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T, D) to one vector an image (B, D)."""
+        """Pool tokens (B, T, D) to a vector (B, D) for each image."""
         if self.config.pool == "token":
             return tokens[:, 0]
         # Registers are there to be attended to, and pooling leaves them out.
@@ -306,7 +305,7 @@ class ViT(nn.Module):
         return patches.mean(dim=1)
 
     def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
-        """What enters the head: the pooled token, through the tanh layer where there is one.
+        """Return the vector that enters the head: the pooled token, through the tanh layer where the config has it.
 
         `kept` (B, K) are the patches that are not left out, as `encode` takes them.
         """

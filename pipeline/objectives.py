@@ -1,4 +1,4 @@
-"""What a stage learns to do: the summed loss of a micro-batch, for each value of `objective` in a recipe.
+"""The objectives that a stage may learn: the summed loss of a micro-batch, for each value of `objective` in a recipe.
 
 In:  the worker's parts, the step, images (b, 3, S, S) in [−1, 1], and the loader's Batch, both on the device
 Out: a scalar tensor, the loss summed over the b samples; the loop weights it and calls backward

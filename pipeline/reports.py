@@ -1,4 +1,4 @@
-"""What a training stage reports of its steps: a record in metrics.jsonl, and the log line.
+"""The reports of a training stage on its steps: a record in metrics.jsonl, and the log line.
 
 Both go through `Telemetry`, which writes log.txt, metrics.jsonl and TensorBoard on rank 0.
 """

@@ -42,13 +42,13 @@ from pipeline.evaluation.logistic import LogisticConfig
 from pipeline.evaluation.neighbours import NeighboursConfig
 from pipeline.evaluation.protocols import (
     FEATURES,
+    PROTOCOLS,
     FewShotConfig,
     LinearConfig,
     check_names,
     check_ops,
     check_shape,
     protocols_of,
-    value_names,
 )
 from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
@@ -111,7 +111,11 @@ class Config:
         """Return the names of the values that come out, as `document.metrics_of` calls them."""
         values: list[str] = []
         for protocol in self.protocols:
-            values += value_names(protocol, self)
+            names_by_settings = PROTOCOLS[protocol].value_names
+            if names_by_settings is None:
+                values.append(protocol)
+            else:
+                values += names_by_settings(getattr(self, protocol))
         if len(self.sets) == 1:
             return values
         return [f"{name} {value}" for name in self.sets for value in values]
@@ -294,7 +298,7 @@ def shared_classes(cfg: Config) -> list[SharedClasses]:
     for name, evaluated in cfg.sets.items():
         test = {f"sets.{name}.test": evaluated.test}
         shared.append(SharedClasses(test, with_head=cfg.uses_head()))
-        # What it learns from needs no head: these may be other classes than the weights'.
+        # A training set needs no head: its classes may be others than the weights'.
         if evaluated.train is not None:
             shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
     return shared

@@ -75,7 +75,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
     cfg: Config = stage.config
-    # One question is enough: ProbeConfig takes both sets or neither.
+    # A single check is enough: ProbeConfig takes both sets or neither.
     require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
     if stage.model is not None:
         check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")

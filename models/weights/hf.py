@@ -104,7 +104,7 @@ def save(
     state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for transformers: a classifier, or without classes a ViTModel."""
-    # What of this model transformers' ViT cannot compute.
+    # Some models cannot be computed by transformers' ViT.
     reasons = []
     if not isinstance(config, ViTConfig) or config.family != "vit":
         reasons.append(f"family {config.family}")

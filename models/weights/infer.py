@@ -1,7 +1,7 @@
-"""Which ViT a set of foreign keys and shapes belongs to.
+"""Tells the ViT that a set of foreign keys and shapes belongs to.
 
 1. Shapes tell the width, depth, MLP, patch, classes, pooling and registers.
-2. What a file beside them says, or the caller, wins over the shapes: the `known` fields.
+2. The `known` fields, from a file beside them or from the caller, win over the shapes.
 3. The heads, which no shape of a packed projection tells, come from the table of variants.
 4. The length of the position table tells whether prefix tokens have entries, and the size of a square image.
 
@@ -26,19 +26,19 @@ CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H
 
 
 class StoredShapes:
-    """Shapes of stored tensors, found under our names of the parameters."""
+    """Looks up the shapes of stored tensors under our names of the parameters."""
 
     def __init__(self, stored: dict[str, Tensor], layout: Layout) -> None:
         self.shapes = tensor_shapes(stored.items())
         self.layout = layout
 
     def shape(self, name: str) -> Shape | None:
-        """Shape of the parameter's first part; None where it is not stored."""
+        """Return the shape of the parameter's first part; None where it is not stored."""
         first_key = self.layout.keys(name)[0]
         return self.shapes.get(first_key)
 
     def size(self, name: str) -> int | None:
-        """How many numbers the parameter's first part has; leading ones in its shape do not matter."""
+        """Return how many numbers the parameter's first part has; leading ones in its shape do not matter."""
         shape = self.shape(name)
         if shape is None:
             return None

@@ -52,7 +52,7 @@ class Layout:
         return (name,)
 
     def kernel(self, tensor: Tensor) -> Tensor:
-        """A tensor of ours in the order of axes there."""
+        """Return a tensor of ours in the order of axes there."""
         if self.kernels_last and tensor.ndim == 2:
             return tensor.T
         if self.kernels_last and tensor.ndim == 4:
@@ -61,7 +61,7 @@ class Layout:
 
 
 class Part(NamedTuple):
-    """One stored tensor: a parameter of ours, or a third of one where qkv is packed."""
+    """Names a stored tensor, which is a parameter of ours, or a third of a packed qkv."""
 
     key: str
     here: Shape
@@ -114,7 +114,7 @@ def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 
 
 def squeezed(shape: Shape) -> Shape:
-    """A shape without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
+    """Return a shape without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape

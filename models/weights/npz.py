@@ -297,7 +297,7 @@ def infer_bit(stored: dict[str, Tensor], overrides: ConfigFields) -> BiTConfig:
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
     """Write today's vit_jax names, or big_vision's where only it has the layout; ValueError if neither."""
-    # What of this model the format has no name for; it has one for everything in a ResNet.
+    # The format has no name for some parts of a ViT; it has names for everything in a ResNet.
     reasons = []
     if config.family not in ("vit", "bit"):
         reasons.append(f"a model of family {config.family}")

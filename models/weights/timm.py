@@ -43,7 +43,7 @@ LAYOUT = weights_map.Layout(
 )
 ARCHITECTURE = "vit_base_patch16_224"  # any plain ViT: model_args say the rest
 SIGLIP_WITH_TANH = r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip|large_patch16_siglip.*_512)"
-# What timm's own names stand for although neither shapes nor config.json tell (timm 1.0.22): name, our field, value.
+# Fields that only timm's own names tell, neither shapes nor config.json (timm 1.0.22): name, our field, value.
 FIXED: tuple[tuple[str, str, object], ...] = (
     (SIGLIP_WITH_TANH, "activation", "gelu_tanh"),
     (r"vit_base_patch16_gap_224", "heads", 16),
@@ -59,7 +59,7 @@ def load(
 ) -> tuple[dict[str, Tensor], ViTConfig]:
     """Return state dict and config; timm computes erf GELU unless its config says otherwise.
 
-    Without a config beside it, a class token counts as the one that is pooled: pass pool="gap" where it is not.
+    Without a config beside it, a class token counts as pooled: pass pool="gap" where it is not.
     Raises ValueError where the model computes what none here does.
     """
     # A norm after pooling is another function than one before it. `read` would list the key; this says what it means.
@@ -87,7 +87,7 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
     changed = [name for name in CHANGES if arguments.get(name)]
     if changed:
         raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
-    # What timm itself fixes comes first, then the arguments, which win over it as they do in timm.
+    # The fields that timm itself fixes come first, then the arguments, which win over them as they do in timm.
     known: ConfigFields = {"activation": "gelu"}
     for pattern, ours, value in FIXED:
         if re.match(pattern, described.get("architecture", "")):
@@ -115,7 +115,7 @@ def save(
     state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
-    # What of this model timm cannot compute.
+    # Some models cannot be computed by timm.
     reasons = []
     if not isinstance(config, ViTConfig) or config.family != "vit":
         reasons.append(f"family {config.family}")

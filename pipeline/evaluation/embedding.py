@@ -1,10 +1,10 @@
-"""Which training images a model takes for test images: features whose cosine is above a threshold, shard by shard.
+"""Finds training images that a model takes for test images: features whose cosine is above a threshold, shard by shard.
 
 1. The features of all test images are brought to length 1 and kept, (T, D).
 2. Training shards stream past; a pair is a match where the inner product of its features is `cosine` or more.
 3. The journal gets one line a shard, so that a killed search goes on.
 
-What is alike depends on the weights: with those of a classifier, images of one class are. Look at the page first.
+Which images are alike depends on the weights: to a classifier, images of a class are. Look at the page first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +111,7 @@ def features_of(
         images: list[np.ndarray] = []
         for row in range(start, min(start + BATCH, samples)):
             _, encoded, _ = reader.read(shard, row)
-            # What cannot be decoded is in no batch of a run either.
+            # An image that cannot be decoded is in no batch of a run either.
             with suppress(BadImage):
                 images.append(preprocess(decode(encoded), f"resize(({height}, {width}))"))
                 rows.append(row)

@@ -44,7 +44,7 @@ class EvaluationFailed(PatchlineError):
 
 @dataclass(frozen=True)
 class EvaluationGroup:
-    """One worker's view of the group that evaluates. All methods are collective."""
+    """Gives a worker its view of the group that evaluates. All methods are collective."""
 
     phases: Phases
     device: torch.device

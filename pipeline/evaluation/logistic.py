@@ -50,7 +50,7 @@ class LogisticConfig:
 
 @dataclass
 class Regression:
-    """What is fitted: scores are ((features − mean) / std) @ weights + bias."""
+    """Holds a fitted regression: scores are ((features − mean) / std) @ weights + bias."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
@@ -58,7 +58,7 @@ class Regression:
     bias: Tensor  # (C,)
 
     def scores(self, features: Tensor) -> Tensor:
-        """(rows, D) → (rows, C), in float64."""
+        """Return the scores (rows, C) of features (rows, D), in float64."""
         return (features.to(self.weights).sub(self.mean) / self.std) @ self.weights + self.bias
 
     def predict(self, store: FeatureStore, rows: np.ndarray, beat: Beat) -> np.ndarray:

@@ -95,7 +95,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a protocol computes from, at rank 0."""
+    """Holds the inputs of a protocol, at rank 0."""
 
     name: str  # of the protocol
     train: FeatureStore | None  # None for protocols of the head
@@ -116,7 +116,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a protocol computed of a test set."""
+    """Holds the outcome of a protocol on a test set."""
 
     right: dict[str, list[np.ndarray]]  # value → of every seed, or once: (N,) bool, whether a sample was right
     shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value → seed → numbers of the samples
@@ -136,7 +136,7 @@ class ProtocolKind:
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way to evaluate, whole: with the same fields anybody gets the same value."""
+    """Names a way to evaluate, whole: the same fields always give the same value."""
 
     name: str
     fields: dict[str, Any]  # as JSON has them
@@ -271,14 +271,6 @@ def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str,
             fields["options"] = asdict(getattr(stage_config, name))
         protocols.append(Protocol(name, config.as_json(fields)))
     return protocols
-
-
-def value_names(name: str, stage_config: object) -> list[str]:
-    """Return the names of a protocol's values, by its settings in a stage's config as in `protocols_of`."""
-    names_by_settings = PROTOCOLS[name].value_names
-    if names_by_settings is None:
-        return [name]
-    return names_by_settings(getattr(stage_config, name))
 
 
 def check_names(names: tuple[str, ...]) -> None:

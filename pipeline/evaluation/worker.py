@@ -1,4 +1,4 @@
-"""One worker that evaluates weights by protocols on sets: the only place where sets meet a model in evaluation.
+"""The evaluator of weights by protocols on sets, in each worker: the only place where sets meet a model in evaluation.
 
 The training loop and an asynchronous evaluation (pipeline/evaluate.py) and the stages `evaluate` and `fewshot`
 (jobs/stages/evaluation_worker.py) all call `Evaluator.evaluate`:
@@ -39,7 +39,7 @@ PROGRESS_S = 20.0  # between two lines that say how far a pass over a set is
 
 @dataclass(frozen=True)
 class Request:
-    """One protocol on one set."""
+    """Asks for the values of a protocol on a set."""
 
     test: str  # absolute path or URL of the set's index
     train: str | None  # of the set that a protocol of features learns from
