@@ -131,7 +131,7 @@ class Stage:
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
-    # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/reevaluation.py).
+    # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/stale_evaluations.py).
     judges: str = ""
 
     @property

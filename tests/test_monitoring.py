@@ -13,7 +13,7 @@ import yaml
 
 from jobs.monitor import board as board_module
 from jobs.monitor import worker_gauge
-from jobs.monitor.board import Board
+from jobs.monitor.status_poller import Board
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.metadata import metadata_of
 from jobs.monitor.view import Looker, View, records_since

@@ -15,7 +15,7 @@ from data.errors import UsageError, exit_code
 from jobs import terminal
 from jobs.commands.status import status
 from jobs.run.ending import table, write_status
-from jobs.run.follow import Follower
+from jobs.run.log import Follower
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline.monitoring.telemetry import (
     Telemetry,

@@ -22,7 +22,7 @@ from typing import Any
 from data.errors import Preempted
 from jobs.cluster import backends
 from jobs.cluster_config import ClusterConfig
-from jobs.monitor.board import Board, Show
+from jobs.monitor.status_poller import Board, Show
 from jobs.monitor.trackers import Tracker, start_trackers
 from jobs.ownership import owned
 from jobs.recipe.changes import changed_warnings
@@ -31,9 +31,9 @@ from jobs.recipe.key import recipe_digest
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Stage, StageKind
 from jobs.run.ending import status_file, table
-from jobs.run.follow import Follower
-from jobs.run.reevaluation import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
-from jobs.run.stage_files import facts_of
+from jobs.run.log import Follower
+from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
+from jobs.run.stage_metadata import facts_of
 from jobs.run.stage_run import run_stage
 from jobs.run.stopper import Stopper
 from jobs.run.sync import synced
@@ -215,7 +215,7 @@ def names_of_stages(loaded: Campaign, only: str | None) -> list[str]:
 
 
 def stages_behind(loaded: Campaign, stage: Stage) -> list[Stage]:
-    """Return the stages that judge a finished one anew (jobs/run/reevaluation.py)."""
+    """Return the stages that judge a finished one anew (jobs/run/stale_evaluations.py)."""
     return [other for other in loaded.stages if other.judges == stage.name]
 
 

@@ -23,7 +23,7 @@ from jobs.recipe import class_names
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage
-from jobs.run.stage_files import first_started, provenance_of, stage_record
+from jobs.run.stage_metadata import first_started, provenance_of, stage_record
 from jobs.stages import sweep
 from pipeline import artifacts
 
