@@ -18,7 +18,7 @@ from data.files import refusal
 from data.index.index import Index
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context, index_if_made, reference
-from jobs.monitor.trackers import TrackersConfig
+from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
 

@@ -8,10 +8,10 @@ import pytest
 
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.keys import configuration_page
-from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe.configuration_page import all_keys
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
+from jobs.trackers_config import TrackersConfig
 from models.catalog import FAMILIES
 
 pytestmark = pytest.mark.quick

@@ -22,8 +22,8 @@ from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.recipe.parse import Recipe
-from jobs.run.stale_evaluations import with_new_evaluations
 from jobs.run.session import names_of_stages
+from jobs.run.stale_evaluations import with_new_evaluations
 from jobs.stages import any_weights, evaluate
 from jobs.workers.worker_group import Task
 from pipeline import artifacts

@@ -7,7 +7,6 @@ import typer
 
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
-from data.store import check_store_url
 from jobs.command_line.campaigns import load_campaign, recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
 
@@ -88,6 +87,8 @@ def list_jobs(_debug: Debug = False) -> None:
 def job_name(run: str) -> str:
     """The name under which a job is found: a run's absolute path or URL, or a job's id as it is."""
     if "://" in run:
+        from data.store import check_store_url  # imports numpy, for which --help does not wait
+
         return check_store_url(run)
     if "/" in run or Path(run).exists():
         return str(Path(run).resolve())

@@ -1,10 +1,10 @@
 """Every key that a recipe may have, as a page: python -m jobs.commands.keys > docs/configuration.md"""
 
 from jobs.cluster_config import ClusterConfig
-from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe.configuration_page import page
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
+from jobs.trackers_config import TrackersConfig
 
 INTRODUCTION = """\
 # Configuration

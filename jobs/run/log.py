@@ -12,34 +12,34 @@ QUIET_S = 10.0  # silence after which a wait says what it waits for
 DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
 
 
-class Follower:
+class RunLog:
     """Prints what workers write into a stage's log.txt, writes there what the driver prints, keeps both in the run's.
 
     There is one a campaign.
     """
 
-    def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, run_log: Path | None = None) -> None:
-        self.run_log = run_log  # holds every line that is printed, of all stages and commands; None: nobody wants it
+    def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
+        self.file = file  # the run's log.txt, with every line that is printed, of all stages and commands
         self.start_timeout_s = start_timeout_s
-        self.log: Path | None = None  # log.txt of the stage that runs; None between stages
-        self.last_wait: tuple[str, Path] | None = None  # what was said last to be waited for, and in which attempt
+        self.stage_file: Path | None = None  # log.txt of the stage that runs; None between stages
+        self.last_wait: tuple[str, Path] | None = None  # the wait that was reported last, and in which attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.spoke = time.monotonic()
         self.terminal = None if quiet else Terminal(sys.stdout)
 
-    def say(self, text: str) -> None:
+    def __call__(self, text: str) -> None:
         """Print the driver's line to the terminal, and keep it in the logs of the run and of the stage that runs."""
-        if self.log is not None:
+        if self.stage_file is not None:
             lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
             # A full disk costs the line in the log; the terminal has it.
-            append_whole(self.log, lines.encode())
+            append_whole(self.stage_file, lines.encode())
         self.keep(text)
         self.show(text)
 
     def keep(self, text: str) -> None:
         """Append a line to the run's log."""
-        if self.run_log is not None:
-            append_whole(self.run_log, f"{printable_lines(text)}\n".encode())
+        if self.file is not None:
+            append_whole(self.file, f"{printable_lines(text)}\n".encode())
 
     def show(self, text: str) -> None:
         """Print a line to the terminal, above the bar where there is one."""
@@ -53,31 +53,40 @@ class Follower:
         log = directory / "log.txt"
         self.shown_bytes.setdefault(log, size_of(log))
 
-    def tick(self, attempt_folder: Path, number: int) -> None:
-        """Show what the worker group has logged since the last call; after a long silence, what is being waited for."""
+    def poll(self, attempt_folder: Path, number: int) -> None:
+        """Show what the worker group has logged since the last call; after a long silence, report what it waits for."""
         # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
         directory = attempt_folder.parents[1]
-        lines = self.new_lines(directory / "log.txt")
-        if lines is not None:
-            for line in lines:
-                # Our own lines were shown when they were said.
+        stage = directory.name
+        last = last_metrics(directory)
+        worker_lines = self.new_lines(directory / "log.txt")
+        if worker_lines is not None:
+            for line in worker_lines:
+                # The driver's own lines were shown when they were logged.
                 if not line.startswith(DRIVER_MARK):
-                    self.keep(f"[{directory.name}] {line}")
-                    self.show(f"[{directory.name}] {line}")
-            self.advance_bar(directory)
-        elif time.monotonic() - self.spoke > QUIET_S:
-            self.say_wait(directory, attempt_folder)
-
-    def say_wait(self, directory: Path, attempt_folder: Path) -> None:
-        """Say what a silent worker group is waited for, each thing once; and of one that works, that it does."""
-        step = step_reported(directory, attempt_folder)
-        if step:
-            # A sign of life for who is watching; a log would fill with them.
-            self.show(f"[{directory.name}] {step}")
+                    self.keep(f"[{stage}] {line}")
+                    self.show(f"[{stage}] {line}")
+            if last is not None and self.terminal is not None and self.terminal.has_bar:
+                self.terminal.move_bar(last["step"], last["steps"], f"{stage}  loss {last['loss']:.4f}")
             return
-        wait = f"[{directory.name}] {waiting_for(attempt_folder, self.start_timeout_s)}"
+        if time.monotonic() - self.spoke <= QUIET_S:
+            return
+
+        # Of a group that works: a sign of life for a person who watches; a log would fill with them. The newest report
+        # may be of the attempt before, which says nothing about these workers.
+        if last is not None and last["attempt"] == int(attempt_folder.name.rpartition("-")[2]):
+            # The time is that of rank 0's clock, which may be ahead of this one.
+            age = duration(max(0.0, time.time() - last["time"]))
+            self.show(f"[{stage}] working: step {last['step']}/{last['steps']} was {age} ago")
+            return
+        # Of a group without a step: each wait once.
+        started = len(list(attempt_folder.glob("rank-*.json")))
+        wait = f"[{stage}] {started} workers are up, waiting for the first step"
+        if not started:
+            limit = duration(self.start_timeout_s)
+            wait = f"[{stage}] waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
         if (wait, attempt_folder) != self.last_wait:
-            self.say(wait)
+            self(wait)
         self.last_wait = (wait, attempt_folder)
 
     def new_lines(self, log: Path) -> list[str] | None:
@@ -93,23 +102,13 @@ class Follower:
         self.shown_bytes[log] = shown + len(whole)
         return whole.decode(errors="replace").splitlines()
 
-    def advance_bar(self, directory: Path) -> None:
-        """Move the bar, where there is one, to the newest step."""
-        if self.terminal is None or not self.terminal.has_bar:
-            return
-        last = last_metrics(directory)
-        if last is not None:
-            self.terminal.move_bar(last["step"], last["steps"], f"{directory.name}  loss {last['loss']:.4f}")
-
     def close(self) -> None:
         """Take the bar away, and give the terminal a few seconds for the lines that it has not taken yet."""
         if self.terminal is None:
             return
         lost = self.terminal.close()
         if lost:
-            line = (
-                f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.run_log} has all"
-            )
+            line = f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.file} has all"
             self.keep(line)
             write_last(line)
 
@@ -117,21 +116,3 @@ class Follower:
 def size_of(log: Path) -> int:
     """Return the bytes of a file; 0 where it is not there yet."""
     return log.stat().st_size if log.exists() else 0
-
-
-def waiting_for(attempt_folder: Path, start_timeout_s: float) -> str:
-    """Say of a worker group without a step how many workers have started, and how long it may take."""
-    started = sorted(path.stem for path in attempt_folder.glob("rank-*.json"))
-    if not started:
-        return f"waiting for the workers to start, for up to {duration(start_timeout_s)} (cluster.start_timeout_s)"
-    return f"{len(started)} workers are up, waiting for the first step"
-
-
-def step_reported(directory: Path, attempt_folder: Path) -> str:
-    """Say which step the attempt has reported last, and when; "" where it has reported none."""
-    last = last_metrics(directory)
-    # The newest report may be of the attempt before, which says nothing about these workers.
-    if last is None or last["attempt"] != int(attempt_folder.name.rpartition("-")[2]):
-        return ""
-    # The time is that of rank 0's clock, which may be ahead of this one.
-    return f"working: step {last['step']}/{last['steps']} was {duration(max(0.0, time.time() - last['time']))} ago"
